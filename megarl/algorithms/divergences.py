@@ -31,15 +31,15 @@ class DivergenceSettings(Settings):
 
     topk: PositiveInt | None = Field(
         64,
-        description="likeliest tokens of the teacher that are compared at every position; null: the whole vocabulary",
+        description="the teacher's likeliest tokens, which are compared; null: the whole vocabulary",
     )
     tail: Literal["bucket", "renormalise", "ignore"] = Field(
         "bucket",
-        description="of all other tokens: bucket counts them as one, renormalise divides both models' probabilities of "
-        "the likeliest by their sum, ignore leaves them out (the sum is then at least 0 by a bound)",
+        description="all other tokens. bucket: counted as one; renormalise: left out, and the probabilities of the "
+        "likeliest divided by their sum; ignore: left out, and a negative sum counts 0",
     )
     log_prob_min_clamp: float | None = Field(
-        None, lt=0, description="log-probs below this count as this, of both models, -10 for instance; null: no bound"
+        None, lt=0, description="lower bound of both models' log-probs, as -10; null: none"
     )
 
 
@@ -55,9 +55,7 @@ class ForwardTopKSettings(DivergenceSettings):
     """verl's defaults."""
 
     topk: PositiveInt | None = Field(32, description="as for forward_kl")
-    tail: Literal["bucket", "renormalise", "ignore"] = Field(
-        "ignore", description="of all other tokens, as for forward_kl"
-    )
+    tail: Literal["bucket", "renormalise", "ignore"] = Field("ignore", description="as for forward_kl")
 
 
 def chosen_divergence(section: ComponentSection) -> Chosen | None:

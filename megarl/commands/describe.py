@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megarl.algorithms.kl import KL
 from megarl.components import COMPONENTS
 from megarl.config.base import ComponentSection, Section
 from megarl.config.fields import Key, describe_allowed, entries_of, iter_keys
@@ -15,6 +18,8 @@ from megarl.config.run import RunConfig
 
 BEGIN = "<!-- keys: written by python -m megarl.commands.describe docs/recipes.md, do not edit below -->"
 END = "<!-- end of keys -->"
+#: A bound of `describe_allowed` that only refuses mistakes, such as a deadline of more than a year.
+_FAR = re.compile(r"( and)? [<>]= -?\d{7,}(\.0)?")
 
 
 def reference() -> str:
@@ -97,11 +102,13 @@ def _own_keys(path: str, place: str, named_by: str) -> list[str]:
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for name in COMPONENTS.names(path):
         model = COMPONENTS.settings_of(path, name)
+        if path == "algorithm.kl" and KL.spec(name).distributions:  # only for algorithm.distillation
+            continue
         for key, info in model.model_fields.items() if model else ():
-            default = "required" if info.is_required() else f"`{as_yaml(info.get_default(call_default_factory=True))}`"
-            rows.setdefault((f"`{key}`", describe_allowed(info), default, info.description or ""), []).append(
-                f"`{name}`"
-            )
+            default = info.get_default(call_default_factory=True)
+            shown = "required" if info.is_required() else f"`{as_yaml(default)}`"
+            cells = f"`{key}`", _values(info, nullable=default is None), shown, info.description or ""
+            rows.setdefault(cells, []).append(f"`{name}`")
     if not rows:
         return []
     lines = [_cells([key, ", ".join(names), *rest]) for (key, *rest), names in rows.items()]
@@ -119,7 +126,16 @@ def _row(key: Key, default: Any) -> str:
     shown = f"`{as_yaml(default)}`"
     if default is PydanticUndefined:
         shown = "file name" if key.path == "name" else "required"
-    return _cells([f"`{name}`", describe_allowed(key.info), shown, key.info.description or ""])
+    return _cells([f"`{name}`", _values(key.info, nullable=default is None), shown, key.info.description or ""])
+
+
+def _values(info: FieldInfo, *, nullable: bool) -> str:
+    """Return the allowed values, in the words of errors, without bounds that only refuse mistakes.
+
+    `nullable` says that the default is null, which then goes without saying.
+    """
+    text = _FAR.sub("", describe_allowed(info))
+    return text.removesuffix(", or null") if nullable else text
 
 
 def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:

@@ -59,30 +59,27 @@ class DynamicSamplingConfig(Section):
     enabled: bool = Field(False, description="turn the filter on")
     max_rounds: PositiveInt = Field(
         10,
-        description="generation rounds of a step; `short` says what follows. With async.order=as_ready the run ends "
-        "when a replica rejects as many groups in a row as these rounds have, here or by algorithm.filter",
+        description="generation rounds of a step; then see `short`. With async.order=as_ready the run ends when a "
+        "replica rejects the groups of so many rounds in a row, also by algorithm.filter",
     )
     short: Literal["fail", "fill"] = Field(
         "fail",
-        description="where these rounds did not fill the batch: fail ends the run, fill takes groups of the last round "
-        "that would have been dropped, which an advantage of the group gives no gradient",
+        description="when max_rounds did not fill the batch. fail: the run ends; fill: dropped groups of the last "
+        "round fill it, to which a group's advantage gives no gradient",
     )
     surplus: Literal["keep", "drop"] = Field(
-        "keep", description="groups beyond a full batch: keep them for the next step, or drop them"
+        "keep", description="groups beyond a full batch: keep for the next step, or drop"
     )
     metric: Literal["score", "success"] = Field(
         "score",
-        description="what is looked at: the score, or whether a robot's episode succeeded, which is known before it "
-        "is scored",
+        description="what is tested: the score, or the success of a robot's episode, which is known before the score",
     )
     low: float | None = Field(
         None,
-        description="keep groups whose mean is at least this, 0.1 for instance; with `low` or `high` it need not vary",
+        description="keep groups whose mean is at least this, as 0.1; with `low` or `high` it need not vary",
     )
-    high: float | None = Field(None, description="keep groups whose mean is at most this, 0.9 for instance")
-    drop_cut: bool = Field(
-        False, description="drop groups in which a robot's episode used all its environment steps (`max_steps`)"
-    )
+    high: float | None = Field(None, description="keep groups whose mean is at most this, as 0.9")
+    drop_cut: bool = Field(False, description="drop groups in which a robot's episode used all its `max_steps`")
 
     @property
     def kept_groups(self) -> str:
@@ -129,14 +126,14 @@ class DistillationConfig(ComponentSection):
     coef: NonNegativeFloat = Field(0.0, le=1000, description="weight of the term; 0: no term")
     estimator: str = Field(
         "low_var_kl+",
-        description="of KL(policy || teacher) from the sampled token, as algorithm.kl.estimator; or a divergence of "
-        "both distributions over the teacher's likeliest tokens: forward_kl KL(teacher || policy), reverse_kl "
-        "KL(policy || teacher), jsd between them, forward_kl_topk with verl's defaults",
+        description="an estimator of KL(policy || teacher), as algorithm.kl.estimator, or a divergence over the "
+        "teacher's likeliest tokens: forward_kl KL(teacher || policy), reverse_kl KL(policy || teacher), "
+        "jsd between them, forward_kl_topk (verl's defaults)",
     )
     through: Literal["loss", "policy"] = Field(
         "loss",
-        description="loss: the estimate is what is minimised. policy: minus the estimate is an advantage of its own, "
-        "for the policy loss that algorithm.loss names",
+        description="loss: the estimate is minimised; policy: minus the estimate is an advantage for the policy loss "
+        "of algorithm.loss",
     )
     loss_max_clamp: PositiveFloat | None = Field(
         None, description="largest absolute value of a token's estimate; null: no bound"

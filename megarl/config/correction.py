@@ -84,7 +84,7 @@ class RolloutCorrectionConfig(Section):
 
     preset: Preset = Field("disabled", description="named set of the knobs below; disabled only measures")
     mode: Literal["decoupled", "bypass"] | None = Field(
-        None, description="decoupled: old log-probs from the trainer; bypass: those of the rollout, no extra forward"
+        None, description="decoupled: old log-probs of the trainer; bypass: of the rollout, no extra forward pass"
     )
     loss: Literal["ppo", "pg"] | None = Field(
         None, description="ppo: the loss of algorithm.loss; pg: unclipped policy gradient (needs bypass)"
@@ -96,8 +96,7 @@ class RolloutCorrectionConfig(Section):
     is_batch_normalize: bool | None = Field(None, description="divide the weights by their mean over the batch")
     is_normalize_over: Literal["trained", "all"] | None = Field(
         None,
-        description="weights that this mean is over: of what is trained on, or of all tokens, rejected ones included, "
-        "as verl has it; null: trained",
+        description="what this mean is over: what is trained on, or all, rejected ones included (verl); null: trained",
     )
     rs_level: Literal["none", "token", "sequence", "geometric"] | None = Field(
         None, description="rejection by the ratio, short form of one rule"

@@ -23,39 +23,38 @@ class DataConfig(Section):
         None,
         gt=0,
         le=1_000_000_000,
-        description="hold prompts of train_files out, in place of val_files: below 1 that share of the different "
-        "prompts, from 1 on so many of them. A hash of the prompt chooses, so that no prompt is on both sides, and "
-        "the choice does not depend on the order of rows or on trainer.seed",
+        description="hold out prompts of train_files, in place of val_files: a share of the different prompts (below "
+        "1), or a number of them. A hash of the prompt chooses: no prompt is on both sides, whatever the "
+        "order of rows or trainer.seed",
     )
     prompt_key: str = Field(
-        "prompt", description="column of the prompt: text, or chat messages. Dots lead into a column (extra.question)"
+        "prompt", description="column of the prompt: text or chat messages. Dots lead into a column (extra.question)"
     )
     answer_key: str | None = Field(
         "answer", description="column of the reference answer (reward_model.ground_truth); null: none"
     )
     image_key: str | None = Field(
         None,
-        description="column of a prompt's images: a path, bytes, {bytes, path}, or a list of these; each stands where "
-        "the prompt says <image>. For vision-language models; null: prompts are text",
+        description="column of a prompt's images: path, bytes, {bytes, path}, or a list of these; each replaces one "
+        "<image> of the prompt. For vision-language models; null: prompts are text",
     )
     image_dir: str | None = Field(None, description="folder that paths of images are relative to")
     min_pixels: PositiveInt | None = Field(None, description="smaller images are enlarged; null: the model's own limit")
     max_pixels: PositiveInt | None = Field(None, description="larger images are reduced; null: the model's own limit")
     limit_images: PositiveInt | None = Field(
-        None, description="images of a prompt, or of a whole episode, at most; null: any number"
+        None, description="most images of a prompt or a whole episode; null: any number"
     )
     format_prompt: str | None = Field(
         None, description="Jinja template, or a file that holds one; sees `content` and the row"
     )
     system_prompt: str | None = Field(
         None,
-        description="system message that the chat template gets before the messages of a prompt that has none, in "
-        "training, validation, eval and generate",
+        description="system message of prompts that have none, in training, validation, eval and generate",
     )
     chat_template: bool | Literal["auto"] = Field(
         "auto",
-        description="wrap prompts with the tokenizer's chat template; true: refuse a tokenizer without one; auto: "
-        "where the tokenizer has one, unless the name of model.path says `base`, as in Qwen3-8B-Base",
+        description="wrap prompts in the tokenizer's chat template; true: refuse a tokenizer without one; auto: where"
+        " there is one, unless the name of model.path says `base`, as Qwen3-8B-Base",
     )
     override_chat_template: str | None = Field(None, description="Jinja chat template, or a file that holds one")
     chat_template_kwargs: dict[str, Any] = Field(
@@ -85,7 +84,7 @@ class RewardPartConfig(Section):
         1.0,
         ge=-1e6,
         le=1e6,
-        description="its score counts that many times in the sum; 0: it is measured only",
+        description="factor of its score in the sum; 0: it is only measured",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of its function")
     mode: Literal["batch", "sequential"] | None = Field(None, description="null: as reward.mode")
@@ -106,17 +105,18 @@ class RewardConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     parts: dict[str, RewardPartConfig] = Field(
         default_factory=dict,
-        description="several rewards in place of `name`, by names of your own: the score is their weighted sum",
+        description="several named rewards in place of `name`; the score is their weighted sum",
     )
     mode: Literal["batch", "sequential"] = Field("batch", description="function takes a list, or one sample at a time")
     workers: PositiveInt = Field(
         1,
         le=1024,
-        description="processes per data-parallel rank that score; one of an included reward but math is a thread",
+        description="processes that score per data-parallel rank; a single one is a thread for included rewards other"
+        " than math",
     )
     timeout_s: Seconds = Field(300.0, description="deadline for one batch of rewards")
     sample_timeout_s: Seconds = Field(
-        60.0, description="deadline of one sample, for functions that get one at a time (also the included ones)"
+        60.0, description="deadline of one sample, for included functions and those that get one at a time"
     )
     on_error: Annotated[float, annotated_types.Ge(-1e15), annotated_types.Le(1e15)] | Literal["raise"] = Field(
         "raise", description="stop and name the sample, or the score that a failing sample gets"

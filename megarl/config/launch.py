@@ -148,68 +148,67 @@ class SlurmConfig(Section):
     constraint: Line | None = Field(None, description="sbatch --constraint")
     gpus_per_node: NonNegativeInt | None = Field(
         None,
-        description="sbatch --gpus-per-node; null: one for each process of a node, and those of its servers, where "
-        "cluster.device_memory_gb is set, else none",
+        description="sbatch --gpus-per-node; null: with cluster.device_memory_gb one for each process of a node and "
+        "its servers', else none",
     )
     gres: Line | None = Field(None, description="sbatch --gres in place of --gpus-per-node, as `gpu:h100:8`")
     cpus_per_node: PositiveInt | None = Field(
         None,
-        description="sbatch --cpus-per-task; a node has one task. null: what Slurm gives a task, which is one core at "
-        "many sites",
+        description="sbatch --cpus-per-task of a node's one task; null: Slurm's default, one core at many sites",
     )
     memory: Annotated[str, BeforeValidator(_as_text), AfterValidator(_memory)] | None = Field(
         None, description="sbatch --mem, of a node, as `200G`; 0: all that it has; null: the partition's"
     )
     chain: NonNegativeInt = Field(
         0,
-        description="further jobs that a run submits by itself, one after another, where the time limit comes before "
-        "its last step; 0: it ends there",
+        description="further jobs that a run submits, one after another, when the time limit comes before its last "
+        "step; 0: none",
     )
     warn_s: PositiveInt = Field(
         300,
-        description="seconds before the time limit in which the step that is under way ends and a checkpoint is "
-        "written; Slurm may begin up to a minute earlier",
+        description="seconds before the time limit at which the running step ends and a checkpoint is written; Slurm "
+        "may begin up to a minute earlier",
     )
     restarts: NonNegativeInt = Field(
         3,
-        description="restarts in a row of a run that lost nodes, in the same job or in another; a newer checkpoint "
-        "resets the count",
+        description="consecutive restarts of a run that lost nodes, in this or another job; a newer checkpoint resets"
+        " the count",
     )
     teams: dict[str, SlurmTeamConfig] = Field(
         default_factory=dict,
-        description="teams of placement.teams that have nodes of their own, of other hardware (a heterogeneous job, "
-        "under Ray); the other teams share the rest",
+        description="teams of placement.teams on nodes of their own, with other hardware (a heterogeneous job, under "
+        "Ray); other teams share the rest",
     )
     options: list[Annotated[Line, AfterValidator(_option)]] = Field(
         default_factory=list, description="further options of sbatch, as `--exclusive`"
     )
     modules: list[Word] = Field(
         default_factory=list,
-        description="`module load` on every node; with an image outside of it, on the first node, whose environment "
-        "goes to the others",
+        description="`module load` on every node; with an image only on the first node, outside it, whose environment"
+        " goes to the others",
     )
     setup: list[str] = Field(
         default_factory=list,
-        description="lines of bash on every node before megarl starts, inside of an image, as `ulimit -l unlimited`; "
-        "`python` says which interpreter runs megarl",
+        description="lines of bash on every node before megarl starts, inside an image, as `ulimit -l unlimited`; the"
+        " interpreter is `python`'s",
     )
     environment: Annotated[dict[str, str], BeforeValidator(_texts), AfterValidator(_named)] = Field(
-        default_factory=dict, description="variables that are set on every node; no credentials, the file is plain text"
+        default_factory=dict, description="variables on every node; no credentials, the file is plain text"
     )
     python: str | None = Field(
         None,
-        description="interpreter on the nodes, as `/shared/venv/bin/python`; null: the one that submits, which they "
-        "have to see, in a container `python`",
+        description="interpreter on the nodes, as `/shared/venv/bin/python`; null: the submitting one, which they "
+        "must see; in a container `python`",
     )
     interface: Word | None = Field(
-        None, description="network that processes meet in, as `ib0`; null: the one of Slurm's addresses of the nodes"
+        None, description="network in which processes meet, as `ib0`; null: that of Slurm's addresses of the nodes"
     )
     image: str | None = Field(None, description="container image that megarl runs in; null: none")
     container: Literal["pyxis", "apptainer"] | None = Field(None, description="what starts the image; null: pyxis")
     mounts: list[str] = Field(
-        default_factory=list, description="FROM:TO of the container, in addition to the run folder and the folder "
-        "that was submitted from"
-    )  # fmt: skip
+        default_factory=list,
+        description="FROM:TO of the container, in addition to the run folder and the submission folder",
+    )
 
 
 #: A quantity of Kubernetes: `64Gi`, `500m`, `32`.
@@ -227,7 +226,7 @@ class KubernetesConfig(Section):
     )  # fmt: skip
     image: str | None = Field(None, description="container image with megarl (Dockerfile, Dockerfile.gpu); needed")
     claim: ObjectName | None = Field(
-        None, description="persistent volume claim that all pods can write to; run folders are there; needed"
+        None, description="persistent volume claim for run folders, which all pods can write to; needed"
     )
     mount: Annotated[str, Field(pattern=r"^/[^\s\"'\\:]+$")] = Field(
         "/data/runs", description="where pods have the claim"
@@ -238,8 +237,8 @@ class KubernetesConfig(Section):
     queue: ObjectName | None = Field(None, description="local queue of Kueue; null: none")
     gpus_per_node: NonNegativeInt | None = Field(
         None,
-        description="nvidia.com/gpu of a pod; null: one for each of its processes, and those of its servers, where "
-        "cluster.device_memory_gb is set, else 0",
+        description="nvidia.com/gpu of a pod; null: with cluster.device_memory_gb one for each of its processes and "
+        "its servers', else 0",
     )
     cpus_per_node: Quantity | None = Field(None, description="requested CPUs of a pod; null: none are requested")
     memory: Quantity | None = Field(None, description="memory of a pod, requested and its limit; null: none")
@@ -277,14 +276,14 @@ class LaunchConfig(Section):
     )
     spares: NonNegativeInt = Field(
         0,
-        description="nodes that a batch job has in addition to cluster.nnodes, and waits for; they take the place of "
-        "nodes that fail",
+        description="nodes of a batch job in addition to cluster.nnodes, which it waits for; they replace nodes that "
+        "fail",
     )
     preflight: bool = Field(
-        True, description="a batch job tests its nodes before it starts the run, and leaves out those that fail"
+        True, description="a batch job tests its nodes before the run and leaves out those that fail"
     )
     preflight_disk_gb: NonNegativeFloat = Field(
-        1.0, description="free GB that a node must have for the run folder, and for temporary files"
+        1.0, description="free GB that a node needs for the run folder and for temporary files"
     )
     preflight_clock_s: Seconds = Field(
         1.0, description="seconds that the clock of a node may differ from the median of all"
@@ -294,8 +293,8 @@ class LaunchConfig(Section):
     )
     cluster: str | None = Field(
         None,
-        description="name in the site's file of clusters, ~/.config/megarl/clusters.yaml (or MEGARL_CLUSTERS): keys of "
-        "launch.slurm by cluster. null: the only one; several take a name",
+        description="cluster in the site's file, ~/.config/megarl/clusters.yaml (or MEGARL_CLUSTERS), whose keys of "
+        "launch.slurm are used; null: the only one",
     )
     slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="batch jobs")
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="jobs of Kubernetes")

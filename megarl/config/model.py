@@ -25,8 +25,8 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's input that training drops; only tp=1")
     targets: list[Target] | None = Field(
         None,
-        description="layers that get adapters: attention, mlp (of dense layers), experts (each has its own); null: "
-        "attention and mlp, where the model has them",
+        description="layers with adapters: attention, mlp (of dense layers), experts (one adapter each); null: "
+        "attention, and mlp where the model has it",
     )
     path: str | None = Field(
         None, description="folder of a PEFT adapter to start from, of this rank, alpha and targets; null: a fresh one"
@@ -43,7 +43,7 @@ class ModelConfig(Section):
 
     path: str | None = Field(None, description="Hugging Face folder or hub name with config and safetensors")
     hf_config: dict[str, Any] | None = Field(
-        None, description="config of a fresh random model (must hold model_type); used when path is null"
+        None, description="config of a fresh random model, with model_type; used when path is null"
     )
     tokenizer: str | None = Field(
         None,
@@ -55,11 +55,11 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="run code that ships with a checkpoint; off unless asked")
     lora: LoraConfig | None = Field(
         None,
-        description="train low-rank adapters, of the critic, too, and no other weights; null: train all weights",
+        description="train only low-rank adapters, also of the critic; null: train all weights",
     )
     freeze: list[ModelPart] = Field(
         [],
-        description="parts that stay as they are, of the critic, too: tower, merger (projectors), language_model",
+        description="frozen parts, also of the critic: tower, merger (projectors), language_model",
     )
 
     @property
@@ -108,8 +108,8 @@ class ParallelConfig(Section):
     etp: PositiveInt | None = Field(None, description="tensor parallel size inside experts; null: tp, or 1 when ep > 1")
     dispatch: Literal["auto", "alltoall", "deepep"] = Field(
         "auto",
-        description="what brings tokens to experts on other processes: all-to-alls, or DeepEP's kernels (package "
-        "deep_ep); auto: deepep where experts are over several machines of GPUs that have it, and the model is bf16",
+        description="exchange of tokens between experts: all-to-alls, or DeepEP's kernels (package deep_ep); auto: "
+        "deepep for a bf16 model with experts over several machines whose GPUs have it, else alltoall",
     )
     sp: bool = Field(
         False, description="sequence parallel: split norms and residuals over tp; mixtures of experts always do"

@@ -26,37 +26,37 @@ class PlacementConfig(Section):
 
     auto: Literal["even", "param_aware", "measured"] | None = Field(
         None,
-        description="a team for the actor with the rollout and one for every other model, which share cluster.nproc in "
-        "whole replicas. even: about equally; param_aware: by parameters times passes over them; measured: by what an "
-        "earlier run has measured; null: as teams says",
+        description="one team for actor and rollout and one for each other model share cluster.nproc in whole "
+        "replicas. even: about equally; param_aware: by parameters times passes over them; measured: by "
+        "the times of an earlier run; null: as in teams",
     )
     measured: str | None = Field(
         None,
-        description="for auto=measured: the folder of a run of this recipe, whatever its placement; counts seconds of "
-        "each node times workers of its team, medians of the steps after the first two",
+        description="for auto=measured: folder of a run of this recipe, in any placement. What counts are seconds of "
+        "each node times workers of its team, medians without the first two steps",
     )
     teams: dict[str, TeamConfig] = Field(
         default_factory=dict,
-        description="by name; their devices add up to cluster.nproc. Every role of the recipe is in one of them. "
-        "Several teams run under Ray",
+        description="teams by name. Their devices add up to cluster.nproc, and every role of the recipe is in one of "
+        "them. Several teams run under Ray",
     )
     share: Literal["dealt", "tokens"] = Field(
         "dealt",
-        description="how whole groups are shared by the replicas of a team. dealt: round-robin; tokens: equally many "
-        "groups of every mini-batch each, tokens as even as possible. A mini-batch holds the same prompts either way. "
-        "Replicas that generate their own samples exchange them",
+        description="how a team's replicas share whole groups. dealt: round-robin; tokens: equally many groups of "
+        "every mini-batch, tokens as even as possible. The prompts of a mini-batch are the same; replicas"
+        " that generate exchange samples",
     )
     spill: bool = Field(
         False,
-        description="a Ray that the run starts moves samples between teams to disk when shared memory is full; false: "
-        "they have to fit into it. On a Ray cluster of your own its settings count",
+        description="Ray moves samples between teams to disk when shared memory is full; false: they must fit. Only "
+        "for a Ray that the run starts",
     )
 
     restarts: int = Field(
         3,
         ge=0,
-        description="restarts of a reference, teacher or reward model team within a run when one of its processes "
-        "dies; 0: its death ends the attempt, as with other teams (cluster.max_restarts)",
+        description="restarts within a run of a reference, teacher or reward model team that loses a process; 0: its "
+        "death ends the attempt, as with other teams (cluster.max_restarts)",
     )
 
     @property

@@ -14,8 +14,8 @@ class EpisodeRewardConfig(Section):
 
     name: Literal["success", "progress"] = Field(
         "success",
-        description="success: 1 for an episode that succeeded, else 0; progress: a failure is scored by how near it "
-        "came to the successes of its task (SRPO)",
+        description="success: 1 for an episode that succeeded, else 0; progress: a failure scores by how near it came"
+        " to its task's successes (SRPO)",
     )
     coef: PositiveFloat = Field(1.0, description="what scores are multiplied by")
     srpo: dict[str, Any] = Field(
@@ -39,52 +39,50 @@ class RobotConfig(Section):
     cameras: list[str] = Field(default_factory=list, description="cameras that the policy sees by, in its order")
     family: Literal["openvla-oft", "openvla", "small"] = Field(
         "openvla-oft",
-        description="how a policy call looks. openvla-oft: all tokens in one pass; openvla: one after another; small: "
+        description="form of a policy call. openvla-oft: all tokens in one pass; openvla: one after another; small: "
         "as openvla-oft, and the prompt is the instruction",
     )
     block_only: bool = Field(
         False,
-        description="only the action tokens see both ways; false: every column does, as published policies have it",
+        description="only action tokens attend both ways; false: every column does, as in published policies",
     )
     pictures: Literal["plain", "libero", "aloha", "robotwin"] = Field(
         "plain",
-        description="way of a frame to the policy, see docs/vla.md; at the size that the model takes",
+        description="how a frame is prepared for the policy, at the model's size; see docs/vla.md",
     )
     unnorm_key: str | None = Field(
         None,
-        description="data set of dataset_statistics.json, beside the model, that scales actions; null: the only one",
+        description="data set of the model's dataset_statistics.json that scales actions; null: the only one",
     )
     statistics: Literal["model", "demonstrations"] = Field(
         "model",
-        description="what scales actions and states: model: dataset_statistics.json beside it, or, of a fresh policy, "
-        "nothing; demonstrations: statistics of the files in sft.train_files, for a new robot",
+        description="scales of actions and states. model: dataset_statistics.json beside it, or nothing for a fresh "
+        "policy; demonstrations: statistics of sft.train_files, for a new robot",
     )
     recorded_cameras: dict[str, str] = Field(
         default_factory=dict,
-        description="of LeRobot's data sets: the name there of a camera that the simulator calls otherwise, as "
-        "`agentview: observation.images.image`",
+        description="of LeRobot's data sets: their names of the simulator's cameras, as `agentview: "
+        "observation.images.image`",
     )
     bounds: Literal["q99", "minmax"] = Field(
         "q99",
-        description="which statistics of an action become -1 and 1: 1% and 99% quantiles, or smallest and largest",
+        description="statistics of an action that become -1 and 1: 1% and 99% quantiles, or minimum and maximum",
     )
     gripper: Literal["none", "libero"] = Field("none", description="what the simulator means by open and closed")
-    halves: bool = Field(
-        True, description="physics of one half of the episodes goes on while the policy acts in the other"
-    )
+    halves: bool = Field(True, description="simulate one half of the episodes while the policy acts in the other")
     on_error: Literal["fail", "mark"] = Field(
-        "mark", description="a simulator that fails: end the run, or leave the episode out and count it"
+        "mark", description="when a simulator fails: end the run, or leave the episode out and count it"
     )
     held_out: NonNegativeInt = Field(
-        10, description="start states of each task that are held out and measured in validation; by trainer.seed"
+        10, description="held-out start states of each task, measured in validation; chosen by trainer.seed"
     )
     val_trained: NonNegativeInt = Field(
-        0, description="start states of each task that are trained on and measured, too: data source TASK_train_iid"
+        0, description="start states of each task that are trained on and also measured: data source TASK_train_iid"
     )
     val_evaluation: NonNegativeInt | None = Field(
         None,
-        description="measured start states of the simulator's own list for evaluation, as robotwin's `eval_seeds`; "
-        "data source TASK_eval_ood; null: all of it",
+        description="measured start states of the simulator's own evaluation list (robotwin's `eval_seeds`); data "
+        "source TASK_eval_ood; null: all",
     )
     trials: PositiveInt | None = Field(
         None, description="start states of each task that are trained on; null: all others"
@@ -96,6 +94,6 @@ class RobotConfig(Section):
     )
     expert_noise: NonNegativeFloat = Field(
         0.0,
-        description="standard deviation of the noise on experts' executed actions; the expert's own action is "
-        "recorded, so that the policy learns to come back",
+        description="standard deviation of the noise on experts' executed actions; their own action is recorded, so "
+        "that the policy learns to recover",
     )

@@ -23,13 +23,12 @@ class SamplingConfig(Section):
     min_new_tokens: NonNegativeInt = Field(0, description="no end token before this many tokens")
     stop_token_ids: list[int] = Field(
         default_factory=list,
-        description="end tokens in addition to those of the tokenizer, of the model's generation_config.json and of "
-        "the chat template",
+        description="end tokens in addition to those of tokenizer, generation_config.json and chat template",
     )
     logprobs: Literal["full", "processed"] = Field(
         "full",
-        description="log-probs that are kept with the tokens: of the full distribution at this temperature, or of the "
-        "one that they were sampled from, after top_p, top_k and min_new_tokens (embedded engine)",
+        description="log-probs kept with the tokens. full: of the whole distribution at this temperature; processed: "
+        "of the one sampled from, after top_p, top_k and min_new_tokens (embedded engine)",
     )
     ignore_eos: bool = Field(False, description="generate max_new_tokens whatever comes (benchmarks)")
 
@@ -39,12 +38,12 @@ class LimitsConfig(Section):
 
     turns: PositiveInt = Field(16, description="turns of the policy")
     tokens: PositiveInt | None = Field(
-        None, description="tokens after the first observation, those of the environment too; null: max_new_tokens"
+        None, description="tokens after the first observation, the environment's included; null: max_new_tokens"
     )
     seconds: Seconds | None = Field(
         None,
-        description="seconds of wall time; turns that are under way then end with their tokens so far. null: no limit. "
-        "Set, runs are not repeatable",
+        description="wall time; running turns then end with their tokens so far. Such runs are not repeatable; null: "
+        "no limit",
     )
 
     def response_tokens(self, sampling: SamplingConfig) -> int:
@@ -60,7 +59,7 @@ class RolloutConfig(Section):
     )
     sglang: SGLangConfig = Field(default_factory=SGLangConfig, description="servers of the engine sglang")
     parallel: ParallelConfig | None = Field(
-        None, description="layout in a team of its own; null: the actor's, and of workers that ask servers dp only"
+        None, description="layout in a team of its own; null: the actor's; workers that ask servers have dp only"
     )
     sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(n=8), description="training samples")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="of episodes with several turns")
@@ -119,8 +118,8 @@ class ValidationConfig(Section):
     every: NonNegativeInt = Field(0, description="training steps between evaluations; 0: only at the end")
     select_by: str | None = Field(
         None,
-        description="part of the reward (overall: the score) by whose largest value one of a prompt's samples is "
-        "chosen: val/selected@k is the accuracy of the chosen one of k samples (best of n); null: none is chosen",
+        description="part of the reward (overall: the score) whose largest value chooses one of a prompt's samples "
+        "(best of n): val/selected@k is the accuracy of the chosen one of k; null: none",
     )
     log_samples: NonNegativeInt = Field(8, description="generations kept for the report at each evaluation")
 
@@ -133,20 +132,19 @@ class AsyncConfig(Section):
 
     max_staleness: NonNegativeInt = Field(
         0,
-        description="k: samples of step t were begun with the weights after step t - 1 - k or later; 0 waits for every "
-        "step; more needs the rollout in a team of its own",
+        description="k: samples of step t begin with the weights after step t - 1 - k or later. 0: generation waits "
+        "for every step; more: the rollout needs a team of its own",
     )
     order: Literal["in_order", "as_ready"] | PolicyReference = Field(
         "in_order",
-        description="in_order: step t is generated with exactly the weights after step t - 1 - k, so that 1 generates "
-        "a step while the one before it is trained; as_ready: k is 1 or more, and a step trains on the groups that are "
-        "finished first, in any order; file.py:Class or pkg.mod:Class: a policy of your own, which chooses among "
-        "finished groups",
+        description="in_order: step t is generated with exactly the weights after step t - 1 - k (k is "
+        "max_staleness); as_ready: a step trains on the groups that finish first, and k is at least 1; "
+        "file.py:Class or pkg.mod:Class: a class of yours chooses among finished groups",
     )
     partial: bool = Field(
         False,
-        description="true: new weights interrupt samples, which go on with them; needs as_ready. false: a sample ends "
-        "with the weights that it was begun with",
+        description="new weights interrupt samples, which continue with them; needs as_ready. false: a sample ends "
+        "with the weights that it began with",
     )
 
     @property

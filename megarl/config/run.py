@@ -34,14 +34,14 @@ class EarlyStopConfig(Section):
 
     metric: str = Field(
         "val/acc",
-        description="what is watched; val/...: at each validation, another one at each step",
+        description="watched metric; val/...: at each validation, others at each step",
     )
     mode: Literal["max", "min"] = Field("max", description="max: larger is better; min: smaller is")
     patience: PositiveInt | None = Field(
         None, description="measurements in a row without an improvement that end the run; null: any number"
     )
     min_delta: NonNegativeFloat = Field(0.0, description="an improvement is larger than this")
-    target: float | None = Field(None, description="the run ends where the metric is as good as this; null: none")
+    target: float | None = Field(None, description="the run ends when the metric is as good as this; null: none")
 
 
 class TrainerConfig(Section):
@@ -50,29 +50,30 @@ class TrainerConfig(Section):
     steps: PositiveInt = Field(100, description="training steps")
     epochs: PositiveFloat | None = Field(
         None,
-        description="passes over the training prompts, in place of steps, which are then computed from them; the last "
-        "batch is filled from the next pass. null: steps",
+        description="passes over the training prompts, from which steps are computed; the next pass fills the last "
+        "batch; null: steps",
     )
     seed: int = Field(0, description="seed of everything random")
     save_every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only at the end")
     keep_last: PositiveInt = Field(2, description="checkpoints kept in addition to the best")
     resume_every: NonNegativeInt = Field(
         0,
-        description="steps between checkpoints that are only to go on from, beside those of save_every: each is "
-        "removed once a newer checkpoint is complete; 0: none",
+        description="steps between checkpoints for resuming only, in addition to those of save_every; each is removed"
+        " once a newer one is complete; 0: none",
     )
     save_by_s: Seconds | None = Field(
         None,
-        description="seconds after the start of the job by which the run must be saved: it saves and ends, with exit "
-        "code 0, when the longest step and save so far would exceed that; null: no limit",
+        description="seconds after the start of the job: the run saves and ends with exit code 0 before its longest "
+        "step and save so far would exceed them; null: no limit",
     )
     best_metric: str | None = Field(
         "val/acc",
-        description="metric whose best checkpoint is kept, larger is better; with save_every, a validation that "
-        "improves it saves one; null: none",
+        description="metric whose best checkpoint is kept, larger is better; with save_every, a better validation "
+        "saves one; null: none",
     )
     early_stop: EarlyStopConfig | None = Field(
-        None, description="end the run, as after its last step, when a metric is good enough or stays; null: never"
+        None,
+        description="end the run, as after its last step, when a metric is good enough or stops improving; null: never",
     )
     resume: Literal["auto", "never"] | str = Field(
         "auto",
@@ -95,29 +96,28 @@ class ClusterConfig(Section):
     device_memory_gb: PositiveFloat | None = Field(
         None,
         le=100_000,
-        description="GB of memory of each GPU that the recipe is meant for, which estimates are held against; null: "
-        "whatever the machine has. Set, the run does not start on a machine without GPUs",
+        description="memory of each GPU that the recipe is meant for: estimates are held against it, and the run does"
+        " not start without GPUs; null: the machine's",
     )
     threads: PositiveInt | None = Field(
         None, description="CPU threads per worker; null: cores / workers on this machine"
     )
     keep_freed_memory: bool = Field(
         True,
-        description="CPU workers keep freed memory for reuse (settings of glibc's malloc), which is faster",
+        description="CPU workers keep freed memory for reuse (settings of glibc's malloc): faster",
     )
     timeout_s: Seconds = Field(600.0, description="deadline of every wait on another process")
     start_timeout_s: Seconds = Field(300.0, description="deadline for all workers to report in")
     grace_s: NonNegativeFloat = Field(
         20.0,
         le=31_536_000,
-        description="seconds in which a training run that gets SIGTERM or SIGHUP finishes its step and saves; SIGKILL "
-        "follows: by Slurm and Kubernetes after 30 s, by systemd after 90 s",
+        description="seconds to finish the step and save after SIGTERM or SIGHUP. SIGKILL follows: after 30 s by "
+        "Slurm and Kubernetes, after 90 s by systemd",
     )
     max_restarts: NonNegativeInt = Field(
         0,
-        description="restarts of a run that lost a worker, from its newest checkpoint; a newer checkpoint resets the "
-        "count; 0: the first failure ends the command. Where the recipe does not say it: 3 with several teams or "
-        "`placement.auto`",
+        description="restarts from the newest checkpoint after a worker was lost; a newer checkpoint resets the "
+        "count. Default with several teams or `placement.auto`: 3",
     )
 
 
@@ -127,9 +127,9 @@ class TrackingConfig(Section):
     dir: str = Field("runs", description="folder of run folders")
     console: Literal["auto", "plain", "quiet", "json"] = Field(
         "auto",
-        description="auto: a line per step, and a progress bar on a terminal; plain: without the bar; quiet: only "
-        "validations and the table at the end; json: one JSON object per step on standard output, and all else on the "
-        "error output",
+        description="auto: a line per step, on a terminal with a progress bar; plain: no bar; quiet: only validations"
+        " and the final table; json: one JSON object per step on standard output, the rest on standard "
+        "error",
     )
     mlflow: bool = Field(True, description="log to MLflow")
     mlflow_uri: str | None = Field(None, description="MLflow tracking URI; null: sqlite:///<dir>/mlflow.db")
@@ -142,13 +142,12 @@ class TrackingConfig(Section):
         2,
         ge=0,
         le=1000,
-        description="groups of training samples kept for the report at the first step, each `validation.every`-th, "
-        "and the last",
+        description="training groups kept for the report at the first step, each `validation.every`-th, and the last",
     )
     peak_tflops: PositiveFloat | None = Field(
         None,
         le=1_000_000_000,
-        description="peak TFLOP/s per device for MFU; null: the device's known value, measured on a CPU",
+        description="peak TFLOP/s per device for MFU; null: the device's known value; measured on a CPU",
     )
 
     @property
@@ -170,8 +169,8 @@ class RunConfig(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
     env: dict[str, Any] = Field(
         default_factory=lambda: {"name": SINGLE_TURN, "on_error": "fail"},
-        description="what answers the policy: `name` (single_turn, tools, file.py:Class, pkg.mod:Class), `on_error` "
-        "(fail: end the run, mark: leave the episode out and count it), and the environment's own keys",
+        description="environment: `name` (single_turn, tools, file.py:Class, pkg.mod:Class), `on_error` (fail: end "
+        "the run; mark: leave the episode out and count it), and its own keys",
     )
     robot: RobotConfig | None = Field(None, description="a policy that acts in a simulator; null: a language model")
     sync: SyncConfig = Field(default_factory=SyncConfig, description="weights to generation servers")

@@ -34,11 +34,11 @@ class SpeculativeConfig(Section):
 
     algorithm: Literal["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"] = Field(
         "NGRAM",
-        description="NGRAM: continuations that were generated before, no draft model; EAGLE, EAGLE3: a draft head; "
-        "STANDALONE: a small model with the same tokens",
+        description="NGRAM: earlier continuations, no draft model; EAGLE, EAGLE3: a draft head; STANDALONE: a small "
+        "model with the same tokens",
     )
     draft_path: str | None = Field(
-        None, description="Hugging Face folder or hub name of the draft; it stays as it is while the model learns"
+        None, description="Hugging Face folder or hub name of the draft, which is not trained"
     )
     steps: PositiveInt | None = Field(None, description="passes of a draft model per check; null: SGLang's choice")
     topk: PositiveInt | None = Field(None, description="branches of a draft model's tree; null: SGLang's choice")
@@ -55,30 +55,30 @@ class SGLangConfig(Section):
     )
     servers: PositiveInt = Field(
         1,
-        description="servers over all machines: the same number on each, or, on several machines and with a rollout "
-        "team of its own, where its workers lend their GPUs",
+        description="servers over all machines: the same number on each, or, for a rollout team on several machines, "
+        "where its workers lend their GPUs",
     )
     tp_size: PositiveInt = Field(1, description="tensor-parallel ranks of a server")
     ep_size: PositiveInt = Field(1, description="expert-parallel ranks of a server, a divisor of tp_size")
     nnodes: PositiveInt = Field(
-        1, description="machines of a server, a divisor of tp_size: each has as many of its ranks"
+        1, description="machines of a server, a divisor of tp_size, with equally many of its ranks"
     )
     dp_size: PositiveInt = Field(1, description="replicas inside a server")
     gpus: list[NonNegativeInt] | None = Field(
         None,
-        description="devices of each machine for its servers, in order; null: those after the trainer's, or the "
-        "trainer's own with colocated",
+        description="devices of each machine for servers, in order; null: those after the trainer's, with colocated "
+        "the trainer's",
     )
     colocated: bool = Field(
         False,
-        description="servers share the trainer's GPUs: their cache is freed after generation and their weights during "
-        "the update; set memory_fraction, and actor.engine.offload",
+        description="servers share the trainer's GPUs: their cache is freed after generation, their weights during "
+        "the update; set memory_fraction and actor.engine.offload",
     )
     memory_fraction: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="for weights and cache, of what is free on a GPU when the server starts; null: SGLang's choice",
+        description="share of a GPU's free memory at the server's start, for weights and cache; null: SGLang's choice",
     )
     max_total_tokens: PositiveInt | None = Field(
         None, description="tokens in a server's key/value cache; null: what fits, 65536 on a CPU"
@@ -89,7 +89,7 @@ class SGLangConfig(Section):
     )
     deterministic: bool = Field(
         False,
-        description="SGLang's deterministic mode: seeds count on GPUs too, and it is slower",
+        description="SGLang's deterministic mode: seeds count on GPUs too; slower",
     )
     speculative: SpeculativeConfig | None = Field(
         None, description="speculative decoding, of servers on GPUs; null: none"
@@ -97,24 +97,24 @@ class SGLangConfig(Section):
     extra_args: list[str] = Field(default_factory=list, description="further arguments of sglang.launch_server")
     urls: list[str] = Field(
         default_factory=list,
-        description="servers that run already (http://host:port or https://host:port, with a path where a proxy "
-        "wants one); none is started then",
+        description="running servers (http://host:port or https://host:port, with a proxy's path if it has one); none"
+        " is started then",
     )
     api_key_env: str | None = Field(
         None, description="environment variable with the API key of the servers in `urls`; null: they have none"
     )
     host: str | None = Field(
         None,
-        description="address of a private interface that servers listen on; null: loopback on one machine, with "
-        "several the one that reaches the first machine",
+        description="address of a private interface that servers listen on; null: loopback on one machine, on several"
+        " the one that reaches the first machine",
     )
     max_concurrency: PositiveInt = Field(128, description="samples in flight per server")
     start_timeout_s: Seconds = Field(300.0, description="deadline for a server to be ready")
     request_timeout_s: Seconds = Field(600.0, description="deadline of one sample")
     health_timeout_s: Seconds = Field(
         60.0,
-        description="a server counts as dead whose scheduler gives no sign of life for so long, or that takes longer "
-        "for a call that moves no weights; many times the time of a batch",
+        description="a server is dead when its scheduler gives no sign of life for so long, or a call that moves no "
+        "weights takes longer; set it to many times the time of a batch",
     )
     max_restarts: NonNegativeInt = Field(3, description="restarts of each server in a run")
 

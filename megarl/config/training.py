@@ -21,7 +21,7 @@ class OptimConfig(Section):
         0, description="optimizer steps of linear warm-up; linear and cosine cut it to the run"
     )
     warmup_ratio: float | None = Field(
-        None, ge=0, lt=1, description="the same as a share of the run's optimizer steps; in place of warmup_steps"
+        None, ge=0, lt=1, description="warm-up as a share of the run's optimizer steps, in place of warmup_steps"
     )
     decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: the whole run")
     weight_decay: NonNegativeFloat = Field(0.01, le=100, description="decoupled weight decay")
@@ -40,8 +40,8 @@ class EngineConfig(Section):
 
     micro_batch_tokens: PositiveInt = Field(
         8192,
-        description="token budget of one micro-batch per data-parallel rank, which patches of images count for, too; a "
-        "longer sequence is its own batch",
+        description="tokens of a micro-batch per data-parallel rank, image patches included; a longer sequence is its"
+        " own batch",
     )
     logits_chunk_tokens: PositiveInt = Field(
         1024, description="tokens whose vocabulary logits exist at the same time in the fused log-prob"
@@ -49,25 +49,25 @@ class EngineConfig(Section):
     recompute: Literal["none", "full", "selective"] = Field("none", description="activation recomputation")
     layers: Literal["auto", "local", "te"] = Field(
         "auto",
-        description="modules of the transformer layers: te has those of Transformer Engine, local plain ones; auto: "
-        "te for bf16 on GPUs where it is installed, else local. Reference and teacher have the actor's",
+        description="transformer layers of Transformer Engine (te) or plain modules (local); auto: te for bf16 on "
+        "GPUs where it is installed, else local. Reference and teacher have the actor's",
     )
     fp8: Literal["none", "blockwise", "delayed"] = Field(
         "none",
-        description="matrix products of te layers in FP8: scales of blocks, or one per tensor from the maxima of steps "
-        "before; the weights, attention and the head stay in model.dtype",
+        description="FP8 matrix products of te layers. blockwise: scales of blocks; delayed: one scale per tensor, "
+        "from maxima of earlier steps. Weights, attention and head stay in model.dtype",
     )
     distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="dtype of AdamW's first moment; bf16 takes 2 bytes per parameter less, and a bf16 model, "
+        description="dtype of AdamW's first moment; bf16 saves 2 bytes per parameter and needs a bf16 model, "
         "distributed_optimizer and Transformer Engine",
     )
     overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass runs")
     offload: bool = Field(
         False,
-        description="move gradients and optimizer state to host memory while another role works; the parameters, too, "
-        "except the actor's, which generation reads",
+        description="move gradients, optimizer state and parameters to host memory while another role works; the "
+        "actor's parameters stay for generation",
     )
 
 
@@ -91,8 +91,8 @@ class CriticConfig(Section):
 
     path: str | None = Field(
         None,
-        description="Hugging Face folder or hub name to start from, of a policy or of an earlier critic (hf_critic); "
-        "null: the actor's weights at the start of RL. A policy's value head starts at zero",
+        description="Hugging Face folder or hub name of a policy or of an earlier critic (hf_critic); null: the "
+        "actor's weights at the start of RL. From a policy, the value head starts at zero",
     )
     parallel: ParallelConfig | None = Field(
         None, description="layout; null: the actor's. Another one needs a team of its own (placement)"
@@ -111,11 +111,9 @@ class CriticConfig(Section):
     )
     sum_norm: PositiveFloat | None = Field(None, description="divisor of seq-mean-token-sum-norm")
     value_clip: PositiveFloat | None = Field(
-        0.5, description="how far a value may move from the old one before its loss stops to fall; null: no bound"
+        0.5, description="how far a value may move from the old one before its loss stops falling; null: no bound"
     )
-    warmup_steps: NonNegativeInt = Field(
-        0, description="training steps in which only the critic trains, before the actor starts to move"
-    )
+    warmup_steps: NonNegativeInt = Field(0, description="first training steps, in which only the critic trains")
 
 
 class ReferenceConfig(Section):
@@ -130,7 +128,7 @@ class TeacherModelConfig(Section):
 
     path: str = Field(description="Hugging Face folder or hub name; its tokenizer is the policy's")
     weight: NonNegativeFloat = Field(
-        1.0, description="share of the prompts whose row names no teacher, in proportion to the other weights"
+        1.0, description="share of the prompts whose row names no teacher, relative to the other weights"
     )
 
 
@@ -140,12 +138,11 @@ class TeacherConfig(Section):
     path: str | None = Field(None, description="Hugging Face folder or hub name; its tokenizer is the policy's")
     models: dict[str, TeacherModelConfig] = Field(
         default_factory=dict,
-        description="several teachers in place of `path`, by names of your own; each prompt has one of them",
+        description="several named teachers in place of `path`; each prompt has one",
     )
     key: str = Field(
         "teacher",
-        description="column of the data that names the teacher of a row, of `models`; a row without it gets one drawn "
-        "by the weights",
+        description="column that names a row's teacher, of `models`; a row without it gets one at random, by weight",
     )
     parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
 
@@ -165,36 +162,34 @@ class RewardModelConfig(Section):
     )
     form: Literal["tokens", "text", "chat"] = Field(
         "tokens",
-        description="tokens: the sample's own, for a model with the policy's tokenizer; text: prompt and response as "
-        "text, through the model's tokenizer; chat: the conversation, through the model's chat template",
+        description="tokens: the sample's, for a model with the policy's tokenizer; text: prompt and response through"
+        " the model's tokenizer; chat: the conversation in the model's chat template",
     )
-    end: bool = Field(
-        True, description="end with the model's end token, where the text does not by itself (form text or chat)"
-    )
+    end: bool = Field(True, description="end with the model's end token where the text does not (form text or chat)")
     max_tokens: PositiveInt | None = Field(
-        None, description="a sample of more tokens has failed (reward.on_error); null: the model's limit"
+        None, description="longer samples fail (reward.on_error); null: the model's limit"
     )
     parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
 
 
 class PreferenceConfig(Section):
-    """Learning from responses that are better or worse: DPO and its relatives on pairs, KTO on labelled examples, and
-    reward models. Keys as TRL's, where it has them."""
+    """Learning from better and worse responses: DPO and relatives on pairs, KTO on labelled examples, reward models.
+
+    Keys are TRL's where it has them.
+    """
 
     loss: Literal["sigmoid", "robust", "hinge", "ipo", "kto", "bradley_terry"] = Field(
         "sigmoid",
-        description="of a pair, with m its margin of log-ratios to the reference: sigmoid (DPO) -log sigmoid(beta m), "
-        "robust the same less what wrong labels add to it, hinge (SLiC) max(0, 1 - beta m), ipo (m - 1 / (2 beta))^2; "
-        "kto: of an example, labelled as desirable or not, 1 - sigmoid(+-beta (log-ratio - KL)); "
-        "bradley_terry: a reward model, with the difference of scores as m, -log sigmoid(m)",
+        description="of a pair: sigmoid (DPO), robust (DPO with wrong labels), hinge (SLiC) or ipo; of a labelled "
+        "example: kto; of a reward model's pair: bradley_terry. Formulas: docs/preferences.md",
     )
     beta: PositiveFloat = Field(0.1, le=1000, description="how much a log-ratio to the reference counts")
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="share of pairs whose label is believed to be wrong, of sigmoid and robust"
+        0.0, ge=0, lt=0.5, description="assumed share of pairs with a wrong label (sigmoid, robust)"
     )
     length_normalised: bool | None = Field(
         None,
-        description="log-ratios are means over a response's tokens, not sums; null: true for ipo, false for others",
+        description="log-ratios are means over response tokens, not sums; null: true for ipo, else false",
     )
     sft_coef: NonNegativeFloat = Field(
         0.0, le=1000, description="weight of the mean -log-prob of the chosen responses' tokens (RPO); 0: no term"
@@ -209,19 +204,19 @@ class PreferenceConfig(Section):
     )
     chosen_key: str = Field(
         "chosen",
-        description="column of the better response: text, or chat messages. Without a column data.prompt_key both "
-        "responses begin with the prompt, and what they have in common is the prompt",
+        description="column of the better response: text or chat messages. Without a column data.prompt_key the "
+        "prompt is the common beginning of both responses",
     )
     rejected_key: str = Field("rejected", description="column of the worse response, in the same form")
     completion_key: str = Field(
         "completion",
-        description="column of an example's response, of kto: text, or chat messages; rows without it are pairs, and "
-        "two examples each",
+        description="column of the response of a kto example: text or chat messages; rows without it are pairs, which"
+        " give two examples",
     )
     label_key: str = Field("label", description="column that says whether the response of an example is desirable")
     max_tokens: PositiveInt | None = Field(
         None,
-        description="pairs and examples with a longer sequence of prompt and response are overlong (data.overlong); "
+        description="pairs and examples with longer sequences (prompt and response) are overlong (data.overlong); "
         "null: the model's limit",
     )
 
@@ -252,8 +247,8 @@ class SFTConfig(Section):
     batch_size: PositiveInt = Field(64, le=1_000_000_000, description="examples per optimizer step over all ranks")
     response_key: str = Field(
         "answer",
-        description="column of the response to learn: text, or chat messages; data.prompt_key's own: that column holds "
-        "whole conversations, whose prompt is what comes before the assistant's first message",
+        description="column of the response to learn: text or chat messages. If it is data.prompt_key, the column "
+        "holds whole conversations, and the prompt ends before the assistant's first message",
     )
     train_files: list[str] | None = Field(None, description="examples, same forms as data.train_files; null: those")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-3), description="optimizer")

@@ -17,9 +17,7 @@ _KINDS = {"dict": "an object", "list": "a list", "bool": "true or false", "NoneT
 
 
 #: The setting `answers` of a reward that compares with a reference answer.
-ANSWERS: Any = Field(
-    "one", description="one: an answer is text or a number; any: or a list of those, of which one is enough"
-)
+ANSWERS: Any = Field("one", description="one: an answer is text or a number; any: or a list, of which one is enough")
 
 
 def answer_texts(value: Any, answers: Answers) -> list[str]:

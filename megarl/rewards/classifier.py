@@ -20,14 +20,12 @@ class ClassifierSettings(Settings):
     path: str = Field(description="Hugging Face folder or hub name of a sequence classifier, such as RUN_DIR/hf")
     form: Literal["text", "chat"] = Field(
         "text",
-        description="text: prompt and response as the policy's tokenizer writes them, for a reward model of its "
-        "family; chat: the conversation through the classifier's own chat template",
+        description="text: prompt and response as the policy's tokenizer writes them, for a model of its family; "
+        "chat: the conversation in the classifier's chat template",
     )
-    end: bool = Field(True, description="end with the classifier's end token, where the text does not by itself")
+    end: bool = Field(True, description="end with the classifier's end token where the text does not")
     label: NonNegativeInt = Field(0, description="number of the label whose logit is the score")
-    max_tokens: PositiveInt | None = Field(
-        None, description="a sample of more tokens has failed; null: the classifier's limit"
-    )
+    max_tokens: PositiveInt | None = Field(None, description="longer samples fail; null: the classifier's limit")
     batch_size: PositiveInt = Field(8, le=65536, description="samples of one forward pass")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the weights")
     device: str = Field("cpu", description="cpu, or a GPU of the worker such as cuda:0, with memory to spare")

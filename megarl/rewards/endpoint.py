@@ -35,17 +35,17 @@ class EndpointSettings(Settings):
 
     url: str = Field(description="address of the server")
     api_key_env: str | None = Field(
-        None, description="environment variable of the workers whose value goes along as bearer token; null: none does"
+        None, description="environment variable of the workers that holds the bearer token; null: none is sent"
     )
     concurrency: PositiveInt = Field(
-        8, le=1024, description="requests at the same time, of each data-parallel rank (and of each of reward.workers)"
+        8, le=1024, description="simultaneous requests of each data-parallel rank (and of each of reward.workers)"
     )
     request_timeout_s: Seconds = Field(60.0, description="deadline of one attempt")
     retries: NonNegativeInt = Field(
-        3, le=100, description="further attempts where there was no answer, none of use, or status 429 or 5xx"
+        3, le=100, description="further attempts after no answer, an unusable one, or status 429 or 5xx"
     )
     deadline_s: Seconds = Field(
-        240.0, description="deadline of a whole batch: samples without a score have failed then; below reward.timeout_s"
+        240.0, description="deadline of a batch, at which samples without a score have failed; below reward.timeout_s"
     )
 
     def problems(self, path: str) -> list[ConfigError]:

@@ -24,7 +24,7 @@ class HttpSettings(EndpointSettings):
     fields: list[str] = Field(
         ["prompt", "response", "answer"], min_length=1, description="what json sends of a sample; `row` has all columns"
     )
-    end: str = Field("", description="text that sglang gets after prompt and response, such as the model's end token")
+    end: str = Field("", description="text after prompt and response (sglang), such as the model's end token")
     batch_size: PositiveInt = Field(32, le=65536, description="samples of one request")
 
     def posts_to_url(self) -> bool:

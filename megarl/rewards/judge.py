@@ -47,8 +47,8 @@ class JudgeSettings(EndpointSettings):
     model: str = Field(description="name of the model that judges")
     prompt: str | None = Field(
         None,
-        description="Jinja text of the user's message to the judge; sees what a sample holds (response, prompt, "
-        "answer, row, ...), `conversation`, low and high; null: conversation, response and answer, and how to judge",
+        description="Jinja text of the message to the judge; sees the sample (response, prompt, answer, row, ...), "
+        "`conversation`, low and high; null: conversation, response, answer, and how to judge",
     )
     system: str | None = Field(None, description="system message to the judge")
     low: float = Field(0.0, description="worst score of the judge; the reward is 0 there")
@@ -58,9 +58,7 @@ class JudgeSettings(EndpointSettings):
     )
     max_tokens: PositiveInt = Field(512, description="tokens of a verdict, at most")
     temperature: float = Field(0.0, ge=0, le=2, description="of the judge")
-    cache: str | None = Field(
-        None, description="folder that keeps verdicts: what was judged before, also by other runs, is not asked again"
-    )
+    cache: str | None = Field(None, description="folder of verdicts: what any run had judged is not asked again")
     budget: PositiveInt | None = Field(
         None,
         description="calls of all ranks and runs that share the cache, attempts included; samples beyond have failed",

@@ -21,8 +21,7 @@ class GrpoSettings(NormSettings):
 
     lone_score: bool = Field(
         False,
-        description="the advantage of a sample that is alone in its group: its score, as with a mean of 0 and a "
-        "deviation of 1 (needs allow_singleton); false: 0",
+        description="advantage of a sample alone in its group: its score (needs allow_singleton); false: 0",
     )
 
     def problems(self, path: str) -> list[ConfigError]:
