@@ -398,10 +398,6 @@ def _quoted(value: str) -> str:
     return value if shlex.quote(value) == value else f'"{value}"'
 
 
-def _percent(path: Path) -> str:
-    return str(path).replace("%", "%%")
-
-
 def _path(path: Path) -> str:
     """Return a path for a `#SBATCH` line; `%` begins a replacement there."""
     text = str(path)
@@ -412,4 +408,4 @@ def _path(path: Path) -> str:
             found=text,
             allowed='a path without ", \\ and line breaks',
         )
-    return _quoted(_percent(path))
+    return _quoted(text.replace("%", "%%"))

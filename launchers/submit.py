@@ -12,7 +12,6 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,15 +236,11 @@ def _ask(program: str, *arguments: str) -> str:
         lines = dict.fromkeys(line.partition("error: ")[2] or line for line in done.stderr.splitlines() if line.strip())
         raise UnavailableError(
             f"Slurm does not answer: {'; '.join(lines)}",
-            where=_told(program, arguments),
+            where=" ".join([program, *arguments]),
             fix="its commands are here, but the cluster's slurm.conf or its controller is not: run this where "
             f"{program} works; --dry-run shows the script anywhere",
         )
     return done.stdout
-
-
-def _told(program: str, arguments: Sequence[str]) -> str:
-    return " ".join([program, *arguments])
 
 
 def _require(program: str) -> None:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from megarl import __version__
 from megarl.benchmarks import algorithms, checkpoint, envs, plan_truth, throughput
@@ -25,9 +25,6 @@ from megarl.credentials import mask
 from megarl.errors import MegarlError, UserError
 from megarl.processes import Stopped, signals_raise
 from megarl.unread import reader_is_gone, run_quietly
-
-if TYPE_CHECKING:
-    pass
 
 START = """\
 Start here:

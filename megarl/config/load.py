@@ -234,7 +234,7 @@ def find_recipe(
         ConfigError: there is no such recipe.
     """
     asked = Path(path).expanduser()
-    base = relative_to / asked if relative_to is not None else asked
+    base = (relative_to or Path()) / asked
     for candidate in (base, base.with_name(base.name + ".yaml") if base.name else base):
         if candidate.is_file():
             return candidate
@@ -546,9 +546,7 @@ def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document
         meant = _entry_meant(path[:-1], document)
         fix = f"add {path[-1]}" if meant is None else f"did you mean {meant}? Else add {path[-1]}"
         return ConfigError(f"{key.path} is missing", where=place, allowed=describe_allowed(key.info), fix=fix)
-    value: Any = document.data
-    for part in path:
-        value = value[part]
+    value = _value_at(document.data, key.path)
     return wrong_value(detail, key.path, key.info, value, where=_origin(document, path, file))
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from megarl.algorithms.registry import Settings
 from megarl.rewards.answers import ANSWERS, Answers, meeting_any
-from megarl.rewards.numbers import canonical, find_numbers, parse_number
+from megarl.rewards.numbers import find_numbers, parse_number
 from megarl.rewards.registry import REWARDS
 
 _MARK = "####"
@@ -54,7 +54,7 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
     found = _read(_marked(sample["response"]) if method == "strict" else _last(sample["response"]))
     if found is None:
         return {"overall": 0.0, "extracted": ""}
-    return {"overall": float(_equal(found, reference)), "extracted": canonical(found[0])}
+    return {"overall": float(_equal(found, reference)), "extracted": str(found[0])}
 
 
 def _marked(text: str) -> str | None:

@@ -19,7 +19,7 @@ from pydantic import Field
 from megarl.algorithms.registry import Settings
 from megarl.rewards.answers import ANSWERS, Answers, meeting_any
 from megarl.rewards.mathematics import boxed, equal, unboxed
-from megarl.rewards.mathematics.values import context
+from megarl.rewards.mathematics.values import DIGITS, context
 from megarl.rewards.registry import REWARDS
 
 _TAIL = 600  # characters at the end of an unboxed response that are searched for the answer
@@ -42,7 +42,7 @@ class MathSettings(Settings):
 
 
 def _import(_: MathSettings) -> None:
-    context()
+    context(DIGITS)
 
 
 def read_reference(answer: str) -> str:

@@ -70,8 +70,3 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if match["pct"]:
         value /= 100
     return -value if match["sign"] in ("-", "\u2212") else value
-
-
-def canonical(value: Fraction) -> str:
-    """Return one spelling per value, for majority votes: `24`, `1/3`."""
-    return str(value)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from megarl.algorithms.registry import Settings
 from megarl.rewards.answers import ANSWERS, Answers, meeting_any
-from megarl.rewards.numbers import canonical, find_numbers, parse_number
+from megarl.rewards.numbers import find_numbers, parse_number
 from megarl.rewards.registry import REWARDS
 
 
@@ -59,7 +59,7 @@ def numeric(
     if value is None or (evaluated and ("/" in sample["response"] or "frac" in sample["response"])):
         return {"overall": 0.0, "extracted": ""}
     close = abs(value - reference) <= Fraction(tolerance) * max(Fraction(1), abs(reference))
-    return {"overall": float(close), "extracted": canonical(value)}
+    return {"overall": float(close), "extracted": str(value)}
 
 
 def _read(text: str, extract: str) -> Fraction | None:

@@ -16,7 +16,6 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from megarl.config.data import BY_MODEL
@@ -135,14 +134,6 @@ class RewardRunner:
             self._thread.join(timeout=1.0)
         if self._pool is not None:
             self._pool.close()
-
-    def __enter__(self) -> RewardRunner:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _serve(self) -> None:
         while (handle := self._jobs.get()) is not None:

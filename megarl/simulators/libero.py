@@ -121,8 +121,7 @@ class Libero(Simulator):
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode in LIBERO's start state `trial`; objects have settled."""
-        if not 0 <= trial < self.spec.trials:
-            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        self.refuse_trial(trial)
         self._render(False)
         self._as_constructed()
         self._render(self._settle == 0)

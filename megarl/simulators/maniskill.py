@@ -80,8 +80,7 @@ class ManiSkill(Simulator):
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode with the seed `trial`."""
-        if not 0 <= trial < self.spec.trials:
-            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        self.refuse_trial(trial)
         raw, _ = self._env.reset(seed=trial)
         self._steps, self._over = 0, False
         return self._observation(raw)

@@ -147,8 +147,7 @@ class MetaWorld(Simulator):
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode in start state `trial`."""
-        if not 0 <= trial < self.spec.trials:
-            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        self.refuse_trial(trial)
         self._env.set_task(self._start_state(trial))
         self._env._did_see_sim_exception = False
         self._seen, _ = self._env.reset()

@@ -117,6 +117,11 @@ class Simulator:
         """Construct the simulator of the task with this name."""
         raise NotImplementedError
 
+    def refuse_trial(self, trial: int) -> None:
+        """Raise ValueError where the task has no such start state."""
+        if not 0 <= trial < self.spec.trials:
+            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+
     def reset(self, trial: int) -> Observation:
         """Begin an episode in start state `trial`, from 0 to `spec.trials` - 1."""
         raise NotImplementedError

@@ -95,8 +95,7 @@ class Reach(Simulator):
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode in the scene of `trial`."""
-        if not 0 <= trial < self.spec.trials:
-            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        self.refuse_trial(trial)
         numbers = _random_numbers(self._kind, trial)
         if self._kind == "reach":
             *squares, (self._x, self._y) = _separate_places(numbers, len(COLORS) + 1)

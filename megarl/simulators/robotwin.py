@@ -106,8 +106,7 @@ class RoboTwin(Simulator):
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode with the seed number `trial` of the task's list."""
-        if not 0 <= trial < self.spec.trials:
-            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        self.refuse_trial(trial)
         if self._kind != "task" and trial not in self._told:
             self._set_up(trial)
             with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(self._root):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def file(tmp_path, marker):
 def score(file, responses, **more):
     batch = [{"uid": f"u{i}", "prompt": "", "response": r, "answer": ""} for i, r in enumerate(responses)]
     cfg = RewardConfig(name=f"{file}:run_it", mode="sequential", workers=1, sample_timeout_s=3, **more)
-    with RewardRunner(cfg) as runner:
+    with closing(RewardRunner(cfg)) as runner:
         return runner.result(runner.submit(batch))
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -76,7 +77,7 @@ def samples(*responses: str) -> list[dict[str, Any]]:
 
 
 def scores(name: str, kwargs: dict[str, Any], given: list[dict[str, Any]], **settings: Any) -> list[dict[str, Any]]:
-    with RewardRunner(RewardConfig(name=name, kwargs=kwargs, **settings)) as runner:
+    with closing(RewardRunner(RewardConfig(name=name, kwargs=kwargs, **settings))) as runner:
         return runner.result(runner.submit(given))
 
 

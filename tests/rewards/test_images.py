@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def file(tmp_path_factory):
 
 
 def scored(cfg, images):
-    with Rewards(cfg) as rewards:
+    with closing(Rewards(cfg)) as rewards:
         return rewards.result(rewards.submit(SAMPLES, images))
 
 

@@ -1,6 +1,7 @@
 """Several rewards of one recipe: the score is their weighted sum, and each is measured and located by its name."""
 
 import textwrap
+from contextlib import closing
 
 import pytest
 
@@ -41,7 +42,7 @@ def section(parts, **more):
 
 
 def scored(cfg, samples):
-    with Rewards(cfg) as rewards:
+    with closing(Rewards(cfg)) as rewards:
         handle = rewards.submit(samples)
         results = rewards.result(handle)
         assert handle.done()
@@ -124,14 +125,14 @@ class _Row:
 def test_a_models_score_is_added_to_the_functions_and_a_sample_without_one_has_failed():
     parts = {"model": {"name": "reward_model", "weight": 0.5}, "right": {"name": "exact_match"}}
     config = section(parts, on_error=-2)
-    with Rewards(config) as rewards:
+    with closing(Rewards(config)) as rewards:
         results = rewards.result(rewards.submit([*SAMPLES, SAMPLES[0]]))
     found = with_model_scores(config, results, [3.0, 1.0, float("nan")])
     assert found[0] == {"overall": 2.5, "acc": 3.0, "right": 1.0, "model": 3.0, "extracted": "5"}
     assert found[1]["overall"] == 0.5
     assert (found[2]["overall"], reward_metrics(found).result()["reward/errors"]) == (-2.0, 1.0)
     alone = RewardConfig(name="reward_model")
-    with Rewards(alone) as rewards:
+    with closing(Rewards(alone)) as rewards:
         results = rewards.result(rewards.submit(SAMPLES))
     assert with_model_scores(alone, results, [3.0, 1.0]) == [{"overall": 3.0}, {"overall": 1.0}]
 

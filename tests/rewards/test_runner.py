@@ -5,6 +5,7 @@ import textwrap
 import threading
 import time
 from collections import deque
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,7 +148,7 @@ def samples(*responses):
 
 
 def run(cfg, batch):
-    with RewardRunner(cfg) as runner:
+    with closing(RewardRunner(cfg)) as runner:
         return runner.result(runner.submit(batch))
 
 
@@ -235,7 +236,7 @@ def test_batches_are_split_between_groups_only(file):
 
 @PROGRAMS
 def test_dead_process_is_recognised_and_replaced(file):
-    with RewardRunner(config(f"{file}:die", workers=2)) as runner:
+    with closing(RewardRunner(config(f"{file}:die", workers=2))) as runner:
         with pytest.raises(RewardError) as caught:
             runner.result(runner.submit(samples("ok", "bad", "ok")))
         assert "sample 1 of 3" in str(caught.value)
@@ -246,7 +247,7 @@ def test_dead_process_is_recognised_and_replaced(file):
 
 
 def test_process_killed_while_idle_is_replaced(file):
-    with RewardRunner(config(f"{file}:one", workers=1)) as runner:
+    with closing(RewardRunner(config(f"{file}:one", workers=1))) as runner:
         process = psutil.Process(runner._pool._workers[0].process.pid)
         children = process.children(recursive=True)
         process.kill()
@@ -305,7 +306,7 @@ def test_a_sample_that_holds_the_lock_is_over_its_limit_too(file):
 
 def test_an_included_reward_that_is_late_ends_the_run(file):
     over = threading.Event()
-    with RewardRunner(config("numeric", timeout_s=0.3)) as runner:
+    with closing(RewardRunner(config("numeric", timeout_s=0.3))) as runner:
         assert runner._pool is None
         runner._scorer = replace(runner._scorer, function=lambda sample, **settings: float(over.wait()))
         with pytest.raises(RewardError, match=r"sample 0 of 2(?s:.*)did not finish within reward.timeout_s = 0.3"):
@@ -354,7 +355,7 @@ def test_importing_rewards_is_light():
 
 
 def test_submit_returns_at_once_and_overlaps(file, tmp_path):
-    with RewardRunner(config(f"{file}:wait")) as runner:
+    with closing(RewardRunner(config(f"{file}:wait"))) as runner:
         handles = [runner.submit(samples(str(tmp_path / "go"))) for _ in range(3)]
         assert not any(h.done() for h in handles)
         (tmp_path / "go").touch()

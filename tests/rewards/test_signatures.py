@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from contextlib import closing
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_functions_of_one_solution_are_called_for_each_sample():
 
 def test_async_functions_are_run_to_their_end():
     assert scores("later", PLAIN) == scores("later", PLAIN, PLAIN)[:1] == [{"overall": 1.0}]
-    with RewardRunner(RewardConfig(name="rewards.py:trl_later")) as runner:
+    with closing(RewardRunner(RewardConfig(name="rewards.py:trl_later"))) as runner:
         assert runner.result(runner.submit([PLAIN, TALK | {"messages": None}])) == [{"overall": 1.0}] * 2
 
 

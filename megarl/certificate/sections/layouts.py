@@ -87,14 +87,11 @@ def work(config: RunConfig, run_dir: Path) -> None:
         engine = make_engine(name.partition(" ")[0], layout, torch.float32)
         whole = make_batch()
         batch = whole.select(list(range(layout.dp_rank, len(whole), layout.dp_size)))
+        lengths = batch["response_ids"].lengths.tolist()
         numbers = {
-            what: dict(zip(batch["sample_id"], (row.tolist() for row in values), strict=True))
-            for what, values in _by_sample(outputs(engine, batch), batch["response_ids"].lengths.tolist()).items()
+            what: dict(zip(batch["sample_id"], (row.tolist() for row in values.cpu().split(lengths)), strict=True))
+            for what, values in outputs(engine, batch).items()
         }
         found[name] = {"samples": numbers, "steps": [step(engine, batch) for _ in range(_STEPS)]}
         layout.close()
     write_numbers(run_dir, world.rank, found)
-
-
-def _by_sample(numbers: dict[str, torch.Tensor], lengths: list[int]) -> dict[str, tuple[torch.Tensor, ...]]:
-    return {what: values.cpu().split(lengths) for what, values in numbers.items()}

@@ -129,7 +129,7 @@ class ExpressionReader(TokenReader):
                 node = self._degree_unit(node)
             elif self.take("\\degrees"):
                 node = self._degree_unit(node)
-            elif self.next_is("^") and self._is_prime():
+            elif self.next_is("^") and self.next_is("\\prime", "'", ahead=2 if self.next_is("{", ahead=1) else 1):
                 self.at += 1
                 start = self.at
                 self.skip_braces() if self.next_is("{") else self.take("\\prime", "'")
@@ -146,10 +146,6 @@ class ExpressionReader(TokenReader):
             else:
                 return node
         raise UnreadError("too many powers")
-
-    def _is_prime(self) -> bool:
-        at = 2 if self.next_is("{", ahead=1) else 1
-        return self.next_is("\\prime", "'", ahead=at)
 
     def _is_degree(self) -> bool:
         return self.next_is(*_SUPERSCRIPTS, ahead=1) or (

@@ -20,10 +20,6 @@ def _unit(name: str, factor: Fraction | int | str, dimension: str, *spellings: s
         UNIT_SPELLINGS[spelling] = name
 
 
-def _plural(*words: str) -> list[str]:
-    return [form for word in words for form in (word, f"{word}s")]
-
-
 for _prefix, _word, _power in (
     ("", "", 0), ("k", "kilo", 3), ("c", "centi", -2), ("m", "milli", -3), ("d", "deci", -1),
     ("n", "nano", -9), ("M", "mega", 6), ("G", "giga", 9), ("\\mu", "micro", -6),
@@ -45,7 +41,7 @@ for _prefix, _word, _power in (
         ("mol", "amount", ("mole",)),
         ("eV", "electron energy", ("electronvolt",)),
     ):
-        _names = _plural(*(_word + long for long in _long))
+        _names = [f"{_word}{one}{ending}" for one in _long for ending in ("", "s")]
         _unit(_prefix + _short, _scale, _base, *_names, *(["sec", "secs"] if _prefix + _short == "s" else []))
 for _spelling in ("l", "ml", "cl", "dl"):
     UNIT_SPELLINGS[_spelling] = _spelling[:-1] + "L"
