@@ -1,7 +1,7 @@
 """Measure which answers the reward `math` accepts: answers with one wrong character, and right answers in other forms.
 
     python -m megarl.benchmarks.mutations
-    python -m megarl.benchmarks.mutations --json benchmarks/results
+    python -m megarl.benchmarks.mutations --json FOLDER
     python -m megarl.benchmarks.mutations --show            # every answer that was judged wrongly
 
 `answers.txt` beside this file holds answers of all kinds, and for each the forms that equal it, listed by hand. A
@@ -226,7 +226,7 @@ def describe(result: dict[str, Any], show: bool) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print and save; the exit code is 1 where a bar is missed."""
-    from megarl.benchmarks.report import host_class, save
+    from megarl.benchmarks.report import result_file, save
     from megarl.machine import machine_info
 
     parser = argparse.ArgumentParser(
@@ -240,9 +240,8 @@ def main(argv: list[str] | None = None) -> int:
     result["met"] = verdict(result)
     print(describe(result, arguments.show))
     if arguments.json is not None:
-        machine, target = machine_info(), arguments.json
-        path = target if target.suffix == ".json" else target / f"mutations-{host_class(machine)}.json"
-        save({"machine": machine, **result}, path)
+        machine = machine_info()
+        save({"machine": machine, **result}, result_file(arguments.json, "mutations", machine))
     missed = [name for name, met in result["met"].items() if not met]
     if missed:
         print(f"missed: {', '.join(missed)}")
