@@ -62,12 +62,10 @@ def default_layout(config: RunConfig) -> tuple[int, int]:
     if config.cluster.device_memory_gb is not None:
         nproc, nnodes = config.cluster.nproc, config.cluster.nnodes
         return nproc, config.cluster.threads or max(1, available_cores() * nnodes // nproc)
-    if has_nvidia_device():
-        devices = len([path for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)])
-        nproc = max(n for n in range(1, devices + 1) if config.data.batch_size % n == 0)
-        return nproc, max(1, available_cores() // nproc)
     cores = available_cores()
-    nproc = max(n for n in range(1, cores + 1) if config.data.batch_size % n == 0)
+    gpus = [path for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)]
+    most = len(gpus) if has_nvidia_device() else cores
+    nproc = max(n for n in range(1, most + 1) if config.data.batch_size % n == 0)
     return nproc, max(1, cores // nproc)
 
 

@@ -22,10 +22,9 @@ from megarl.config.model import ModelConfig
 from megarl.config.other_names import method_fix
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
-from megarl.data.hub import HUB_DATA
 from megarl.data.light_tokenizer import brings_chat_template
 from megarl.data.render import uses_chat
-from megarl.data.sources import SUFFIXES, TEXT, unknown_form_fix
+from megarl.data.sources import HUB, SUFFIXES, TEXT, unknown_form_fix
 from megarl.data.templates import check_chat_template as parse_chat_template
 from megarl.data.templates import read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
@@ -246,7 +245,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
         checks.ok(f"{key}: {source}")
     elif is_module_reference(source):
         check_function(source, key, checks)
-    elif path.suffix.lower() in SUFFIXES or not HUB_DATA.fullmatch(source) or any(map(Path.is_file, path.parents)):
+    elif path.suffix.lower() in SUFFIXES or not HUB.fullmatch(source) or any(map(Path.is_file, path.parents)):
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         close = close_files(path.name, siblings)
         checks.fail(

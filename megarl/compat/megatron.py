@@ -248,14 +248,6 @@ def _rng_on_cpu(module: types.ModuleType) -> None:
     setattr(module, "_set_cuda_rng_state", _set_rng_state)  # noqa: B010
 
 
-def _define_te_gemm(module: types.ModuleType) -> None:
-    module.__dict__.setdefault("te_general_gemm", None)
-
-
-def _no_jit_fuser(module: types.ModuleType) -> None:
-    module.disable_jit_fuser()
-
-
 def _uneven_splits(module: types.ModuleType) -> None:
     """Send parts of different lengths one rank after the other, into and out of their places: nothing is padded."""
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
@@ -301,7 +293,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "router-gemm",
         "megatron.core.transformer.moe.moe_utils",
-        _define_te_gemm,
+        lambda module: module.__dict__.setdefault("te_general_gemm", None),
         lambda source: "if te_general_gemm is not None" in source and not re.search(r"te_general_gemm\s*=", source),
         "the router tests a name that is only imported with Transformer Engine: NameError in every MoE forward",
         cpu_only=False,
@@ -316,7 +308,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "jit-fuser",
         "megatron.core.jit",
-        _no_jit_fuser,
+        lambda module: module.disable_jit_fuser(),
         lambda source: "jit_fuser = torch.compile" in source,
         "torch.compile of small pointwise functions costs minutes of start-up and gains nothing on a CPU",
     ),

@@ -6,7 +6,6 @@ The hub's own packages try for a minute, in every worker, and end in the advice 
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 import urllib.error
@@ -17,14 +16,13 @@ from typing import Literal
 from urllib.parse import quote
 
 from megarl.artifacts.facts import hub_paths, is_hub_name
-from megarl.data.sources import SUFFIXES, TEXT
+from megarl.data.sources import HUB, SUFFIXES, TEXT
 from megarl.errors import ConfigError
 from megarl.imports import is_module_reference
 
 ASK_S = 4.0  # for all questions together; a hub that is there answers in a fraction of a second
 _TRUE = ("1", "ON", "YES", "TRUE")
 _SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?(@.+)?")
 Answer = Literal["there", "not there", "unknown"]
 
 
@@ -58,9 +56,10 @@ def hub_dataset(source: str) -> str | None:
     path = Path(source).expanduser()
     if source.startswith(TEXT) or path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
         return None
-    if is_module_reference(source) or path.suffix.lower() in SUFFIXES or not HUB_DATA.fullmatch(source):
+    if is_module_reference(source) or path.suffix.lower() in SUFFIXES:
         return None
-    return re.split("[:@]", source)[0]
+    match = HUB.fullmatch(source)
+    return None if match is None else match["name"]
 
 
 def advice(kind: str, name: str, otherwise: str) -> str:

@@ -31,7 +31,8 @@ FORMS = (
 TEXT = "text:"
 _ROWS_ASKED = 200  # of the training data, about their system message
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>.+))?")
+#: The name of a data set on the hub.
+HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>.+))?")
 _SPLIT_IN_NAME = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?:[^a-z]|$)")
 
 
@@ -59,7 +60,7 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
         rows = _call(source, kwargs or {})
     elif folder and Path(folder).expanduser().is_dir():
         rows = _read_dataset(source, str(Path(folder).expanduser()), None, split)
-    elif path.suffix.lower() not in SUFFIXES and (match := _HUB.fullmatch(source)):
+    elif path.suffix.lower() not in SUFFIXES and (match := HUB.fullmatch(source)):
         rows = _read_dataset(source, match["name"], match["config"], match["split"] or "train")
     else:
         raise _missing(path)

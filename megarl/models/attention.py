@@ -72,10 +72,7 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """Return the context [t, 1, heads * d] of `query` [t, 1, heads, d] and `key`, `value` [t, 1, groups, d], before
         RoPE."""
-        if not isinstance(packed_seq_params, PackedSequences):
-            raise ValueError(
-                "the model takes packed input only: pass packed_seq_params from models.packing.pack_stream"
-            )
+        assert packed_seq_params is not None, "PolicyModel has checked it"
         cos, sin = packed_seq_params.cache["rope"]
         q = apply_rope(query.squeeze(1), cos, sin)
         k = apply_rope(key.squeeze(1), cos, sin)

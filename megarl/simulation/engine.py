@@ -10,7 +10,7 @@ coordinator        answers one call at a time
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -50,10 +50,6 @@ class Simulation:
     """A run of `steps` steps.
 
     Args:
-        system: teams and sizes.
-        seconds: of their parts.
-        lengths: of samples.
-        steps: of the run.
         seed: of lengths and failures.
         faults: what dies.
     """
@@ -201,8 +197,3 @@ class Simulation:
             groups = yield from rules.samples(step)
             yield from self.walk(team, groups, step)
             self.event("over", team.name, step).succeed()
-
-
-def serve(waiting: deque[int], room: int) -> list[int]:
-    """Return the first `room` of those that wait."""
-    return [waiting.popleft() for _ in range(min(room, len(waiting)))]

@@ -13,7 +13,7 @@ import simpy
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.buffer.flow import Flow
 from megarl.disaggregated.pace import Pace
-from megarl.simulation.engine import Simulation, Steps, serve
+from megarl.simulation.engine import Simulation, Steps
 from megarl.simulation.replica import ReplicaClock
 
 _INFO = GroupInfo("", 0, (), 0)
@@ -21,11 +21,7 @@ _MOMENT = 1e-6  # seconds: time goes on, however a difference is rounded
 
 
 class Flowing:
-    """The replicas that generate, each by itself, and the weight update points between two versions of the weights.
-
-    Args:
-        simulation: that asks.
-    """
+    """The replicas that generate, each by itself, and the weight update points between two versions of the weights."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._s, system = simulation, simulation.system
@@ -181,9 +177,8 @@ class _Replica:
         return max(0, self._most - self._replica.load) // self._samples
 
     def _begin(self) -> None:
-        if not self._waiting:
-            return
-        for number in serve(self._waiting, self._room):
+        for _ in range(min(self._room, len(self._waiting))):
+            number = self._waiting.popleft()
             self._replica.add(number, self._s.group(number))
 
     def _swap(self, missing: int) -> Steps:
