@@ -58,7 +58,6 @@ class Matrix:
     """The content of a matrix file.
 
     Attributes:
-        name: name of the file.
         rounds: rounds of every combination.
         steps: that count; None: the case's own.
         limit_s: seconds of a run, at most; None: `run_case`'s own.

@@ -34,17 +34,10 @@ class Figure:
 
     Attributes:
         system: program and version.
-        published: date.
-        page: its page.
-        model: that is trained.
         policy: `on`, or off by how many steps.
         gpu: a part of the GPUs' name.
         gpus: GPUs of the run, those of generation included.
-        tokens_per_s_per_gpu: see above.
-        step_s: seconds of a step.
         mean_tokens: mean tokens of a sample, as the page says.
-        layout: theirs.
-        recipe: theirs.
         case: ours, with the same work.
     """
 

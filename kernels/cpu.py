@@ -129,7 +129,6 @@ class CpuKernels:
             k, v: [t, groups, D].
             starts: int64 [sequences + 1], first token of each sequence, and t.
             longest: tokens of the longest sequence.
-            scale: scale of the scores.
 
         Returns:
             Context like `q`, and float32 [t, heads]: log of the sum of exp of each query's scores.

@@ -33,7 +33,6 @@ class Work:
     """The work of a peer.
 
     Attributes:
-        config: config of the case.
         steps: steps of the run, the warm-up included.
         rows: file with its prompts.
     """
@@ -123,7 +122,6 @@ class Peer:
     Attributes:
         name: name of its package, which has to import.
         suffix: suffix of the file with rows.
-        command: its arguments.
         write: rows into the file.
         per_gpu: tokens per second and GPU of every step, from its log and the number of GPUs.
         options: adds arguments of its own to the command line, and reads them.

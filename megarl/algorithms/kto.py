@@ -52,10 +52,8 @@ def kto_loss(
 
     Args:
         logp: float [N], log-probs of the policy, differentiable.
-        responses: of the examples.
         labels: bool [B], which are desirable.
         z: the mini-batch's `baseline`.
-        settings: of the loss.
         counts: of the mini-batch: the loss is a mean over its examples.
     """
     own, ratios = log_ratios(logp, responses)

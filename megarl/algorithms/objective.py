@@ -45,7 +45,6 @@ class TokenInputs:
 
     Attributes:
         offsets: int64 [B + 1], boundaries of the samples.
-        advantages: float.
         response_mask: bool, tokens that the policy generated.
         loss_mask: bool, those of them that are trained on.
         weights: float32, share of each token in the loss, from `Objective.weigh`.

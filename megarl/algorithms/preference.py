@@ -73,8 +73,6 @@ def preference_loss(
 
     Args:
         logp: float [N], log-probs of the policy, differentiable.
-        responses: of the pairs.
-        settings: of the loss.
         counts: `local_pair_counts` added over all ranks of the mini-batch: the loss is a mean over its pairs, and the
             term of the chosen responses one over their tokens.
     """
@@ -102,7 +100,6 @@ def score_loss(
     Args:
         scores: float [2P], differentiable, each chosen response's before its rejected one's.
         margins: float [P], by how much chosen scores are to be larger; None: not at all.
-        settings: of the loss.
         pairs: in the mini-batch over all ranks: the loss is a mean over them.
     """
     scores = at_least_float32(scores)

@@ -73,7 +73,6 @@ class ProgressReport:
         invalid: bool [B], embeddings that are zero, NaN or infinite, including those of successes.
         clusters: number of clusters of each task's successes; 0 where their mean was the reference. Tasks without
             success are missing.
-        task: as given.
     """
 
     scores: Tensor

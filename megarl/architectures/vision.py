@@ -29,7 +29,6 @@ class TowerShape:
     Attributes:
         width: of features.
         blocks: number of executed blocks: all but the last of a published tower.
-        heads: of attention.
         mlp: width between the two linear maps of a block.
         patch, image: side of a patch and of a picture, in pixels.
         class_token: whether a token represents the whole picture.

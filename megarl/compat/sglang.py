@@ -99,7 +99,6 @@ def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
     """Return the version of sglang in the servers' interpreter.
 
     Args:
-        python: the interpreter.
         cuda: as for `find_python`; messages depend on it.
 
     Raises:

@@ -38,7 +38,6 @@ class Demonstration:
     """One episode that somebody solved.
 
     Attributes:
-        task: its name.
         frames: uint8 [T, H, W, 3] by camera: the observation before each action.
         states: float32 [T, S], likewise; S may be 0.
         actions: float32 [T, D].
@@ -71,7 +70,6 @@ class OpenDemonstration:
     """A demonstration whose frames are read when they are asked for; its other data are a few numbers a step.
 
     Attributes:
-        task: its name.
         where: file or folder, for messages.
         cameras: that it has frames of.
         states: float32 [T, S]; S may be 0.
@@ -230,7 +228,6 @@ def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
     """Yield the demonstrations of a folder that `write_demonstrations` made, in order; frames are read on demand.
 
     Args:
-        folder: their folder.
         tasks: only those of these tasks; files of others are not read.
 
     Raises:

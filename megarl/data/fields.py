@@ -37,7 +37,6 @@ class Field:
     Attributes:
         dtype, shape: see the module.
         writer: the stages that write it, or what else does.
-        meaning: the meaning of its values.
         example: example of one sample.
     """
 

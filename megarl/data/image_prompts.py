@@ -45,7 +45,6 @@ class ImagePrompts:
         limit: `data.limit_images`.
         settings: sizes of patches and pixels.
         token: id of the token that stands for a feature.
-        token_text: its text.
         text: text of an image in a prompt, with one such token.
     """
 

@@ -46,7 +46,6 @@ class Patches:
 
     Attributes:
         values: uint8 [rows * columns, 3 * patch * patch], see `patchify`.
-        rows, columns: patches of the image.
         digest: 64 bits of a hash of the pixels: equal images have equal ones.
     """
 

@@ -44,12 +44,7 @@ def is_lerobot(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Episode:
-    """The place of an episode in the files.
-
-    Attributes:
-        number: number of the episode.
-        row: its row in the table of episodes.
-    """
+    """The place of an episode in the files."""
 
     number: int
     row: Mapping[str, Any]

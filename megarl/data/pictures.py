@@ -169,7 +169,6 @@ def policy_normalisation(
 
     Args:
         preprocessor: content of its preprocessor_config.json; None: it has none, and gets the usual numbers.
-        towers: that it sees with.
         side: side of their pictures, in pixels.
         where: the file, for messages.
 
@@ -201,7 +200,6 @@ class VideoPipeline:
         frames: length of the clip.
         size: height and width; frames are resized until their shorter side is 256/224 of it, and cropped.
         filter: filter of resizing. V-JEPA 2's own transforms, its class in transformers and SRPO's are bilinear.
-        normalisation: normalisation of the pixels.
     """
 
     frames: int = 64

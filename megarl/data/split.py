@@ -23,10 +23,6 @@ def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Ro
     Rows with the same prompt (and images) are on the same side. Which prompts are held out follows from a hash of their
     content: of a share, those whose hash is in it, so that further rows move none; of a count, those with the smallest.
 
-    Args:
-        rows: of all files.
-        config: with `val_split`.
-
     Raises:
         DataError: there are none: no prompt is held out, or none is left to train on; or an image cannot be read.
     """

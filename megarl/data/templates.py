@@ -130,7 +130,6 @@ class ChatTemplate:
     """A chat template with what it is given in addition to the messages. Called, it writes a prompt.
 
     Args:
-        tokenizer: tokenizer of the policy.
         template: Jinja text; or several by name, of which one may be for tools.
         tools: JSON schemas of tools that the template announces to the model.
         more: `data.chat_template_kwargs`.

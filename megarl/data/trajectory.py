@@ -205,7 +205,6 @@ def add_fields(samples: Batch, trajectories: Sequence[Trajectory], *, by_turn: b
     """Write the fields of `trajectories`, one per sample, into `samples`.
 
     Args:
-        samples: samples of the same number.
         trajectories: none is partial.
         by_turn: they are episodes, which have fields of turns and may have prompts of their own; else plain answers.
     """

@@ -36,7 +36,6 @@ class Turns:
     """The tokeniser of observations.
 
     Args:
-        tokenizer: tokenizer of the policy.
         render: messages to text that ends where the assistant begins; None: no chat template is in use.
         stop_ids: tokens that end a turn, the tokenizer's own first.
 

@@ -40,7 +40,6 @@ class Spread:
     """The assignment of devices to teams and servers.
 
     Attributes:
-        workers: workers of all teams.
         servers: that are started; 0: none are, or the recipe's stay.
         tp_size: ranks of each.
         colocated: on the trainer's devices.
@@ -77,8 +76,6 @@ class Choice:
     """One recipe that the search compares.
 
     Attributes:
-        spread: the assignment of devices.
-        parallel: the actor's layout.
         micro_batch_tokens: tokens of a micro-batch of the engines that train.
         recompute: recomputation of these engines.
         offload: offloading of these engines.
@@ -155,7 +152,6 @@ class Space:
     """All choices for a recipe on some hardware.
 
     Attributes:
-        config: the recipe.
         roles: models that its graph works with.
         facts: sizes of the policy.
         hardware: whose devices are all used.

@@ -24,13 +24,11 @@ class Decoder:
     """One engine or server: the ranks that decode the same samples.
 
     Attributes:
-        facts: sizes of the model.
         dtype: dtype of weights, keys and values.
         tp: ranks that share every layer.
         pp: stages, which work one after the other.
         ep: ranks that share the experts of a layer.
         hardware: that it runs on, while a stage works.
-        given: the assumptions.
         etp: ranks that share an expert of an embedded engine; 0: a server's, whose experts tp divides in any case.
         vpp: parts of each stage, which take turns.
     """

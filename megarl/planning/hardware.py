@@ -25,11 +25,9 @@ class Hardware:
     """One kind of device, and how many there are. Rates are peaks of one device, one way.
 
     Attributes:
-        name: name of the kind.
         bf16_tflops: dense matrix products in bf16.
         fp32_tflops: the same in fp32, without TF32.
         memory_gb: gigabytes of a device.
-        memory_tb_s: TB/s of its memory.
         node_gb_s: GB/s of its link to others of its domain.
         net_gbit: Gbit/s of its link to other machines.
         per_node: devices of a machine.

@@ -63,7 +63,6 @@ class GpuRoom:
     """A GPU that a server may be on.
 
     Attributes:
-        bytes: its bytes.
         server_share: share of the free memory that a server takes when it starts, where the recipe names none.
     """
 
@@ -76,7 +75,6 @@ class Memory:
     """An estimate.
 
     Attributes:
-        moments: moments of a step.
         free: bytes of the device that are free when a server starts on it; 0: none does, or the device is not known.
     """
 

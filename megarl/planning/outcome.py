@@ -23,7 +23,6 @@ class PlannedPhase:
 
     Attributes:
         name: the node's id; `weights`, `moves` and `other` are no nodes.
-        team: that works on it.
         parts: by formula.
         begins: seconds after the step began.
     """
@@ -44,8 +43,7 @@ class ServerRoom:
     """The room of an engine or a server for keys and values. [K1]
 
     Attributes:
-        engines: number of engines.
-        ranks: devices of each.
+        ranks: devices of each engine.
         weights: bytes of weights of a device.
         bytes: bytes of a device, for keys and values.
         tokens: that fit into one engine.
@@ -74,20 +72,16 @@ class StepPlan:
     """The expected costs of a recipe's step.
 
     Attributes:
-        hardware: it runs on.
         devices: that it occupies, servers' included.
-        placement: its teams.
         phases: in the order of the graph.
         step_s: seconds of a step. [S1]
         tokens: tokens of a step, prompts and responses. [S2]
         generated: those of them that are generated.
         flops: FLOPs of the policy in a step. [F2]
-        dtype: dtype of its products.
         filled: the fullest device of each team in each of its moments. [M1]
         room: room of the engine or servers for keys and values.
         checkpoint: bytes and seconds of the machines' disks, and seconds that training stands still. [C1]
         sft: one step of supervised fine-tuning, whose examples are taken to be as long as samples; none: there is none.
-        given: the assumptions.
     """
 
     hardware: Hardware

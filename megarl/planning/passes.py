@@ -79,13 +79,6 @@ class ModelPass:
     """One model in one layout on one team.
 
     Attributes:
-        facts: sizes of the model.
-        parallel: its layout.
-        devices: devices of its team.
-        engine: memory and speed.
-        dtype: dtype of its parameters.
-        hardware: that it runs on.
-        given: the assumptions.
         value_head: it gives one value per token.
         lora: adapters are trained in place of its weights.
     """

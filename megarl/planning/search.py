@@ -37,13 +37,7 @@ _MOST = 0.9
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A choice that fits.
-
-    Attributes:
-        choice: the choice.
-        config: the recipe with it.
-        plan: its step.
-    """
+    """A choice that fits."""
 
     choice: Choice
     config: RunConfig
@@ -78,11 +72,7 @@ class Search:
     """The comparison of the choices of one recipe.
 
     Args:
-        config: the recipe.
-        graph: its task graph.
-        sizes: sizes of its models.
         hardware: all of whose devices are used.
-        given: the assumptions.
     """
 
     def __init__(

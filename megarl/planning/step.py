@@ -78,12 +78,7 @@ class StepFormulas:
     """The formulas for one recipe.
 
     Attributes:
-        config: the recipe.
-        graph: its task graph.
         placement: its teams; their layouts divide their workers.
-        sizes: sizes of its models.
-        hardware: that it runs on.
-        given: the assumptions.
         memo: passes and generation that were found before, of the same recipe in other layouts.
         caches: the same of servers' caches.
     """
@@ -469,7 +464,6 @@ def plan_step(
     """Plan a step of a recipe on some hardware.
 
     Args:
-        config: the recipe.
         graph: its task graph, of `megarl.recipes.build.build_task_graph`.
         sizes: sizes of its models, from `model_sizes`.
         hardware: devices, from `read_hardware`, or `this_cpu`.

@@ -31,7 +31,6 @@ class WeightSyncMemory:
     """Uses of memory on the fullest rank of the actor's team, on GPUs.
 
     Args:
-        facts: of the policy.
         team: the actor's.
     """
 

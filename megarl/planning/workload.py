@@ -43,7 +43,6 @@ class Share:
 
     Attributes:
         samples: number of them.
-        prompt: tokens of a prompt.
         response: mean tokens of their responses.
         variance: variance of the tokens of a response, for costs that are quadratic in them.
         patches: of the images of a prompt.
@@ -75,8 +74,6 @@ class Workload:
     Attributes:
         groups: prompts.
         samples: samples of a group.
-        prompt: tokens of a prompt.
-        lengths: lengths of responses.
         even: replicas get equal tokens (`placement.share=tokens`).
         patches: of the images of a prompt, or of an episode.
         apart: samples of a group see images of their own, which an environment shows.

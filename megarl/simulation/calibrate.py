@@ -38,8 +38,6 @@ class Calibration:
     """The measurements of a run.
 
     Attributes:
-        seconds: of its parts.
-        lengths: of its samples.
         system: that it was measured on.
         prompt_tokens: of its prompts, on average.
         step_s: of its steps, on average.

@@ -12,11 +12,7 @@ from megarl.simulation.engine import Simulation, Steps
 
 
 class Ordered:
-    """The times at which the samples of a step are there and weights go.
-
-    Args:
-        simulation: that asks.
-    """
+    """The times at which the samples of a step are there and weights go."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._s, self._policy = simulation, simulation.policy

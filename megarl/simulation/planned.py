@@ -82,10 +82,6 @@ class Planned:
     """The seconds by formulas; see `megarl.simulation.seconds.Seconds`.
 
     Attributes:
-        facts: sizes of the model.
-        system: that it is for.
-        lengths: of samples.
-        given: the assumptions.
         model_parallel: ranks of a replica of the actor.
         trains: nodes that train: passes over the samples of a step, and updates.
         scores: nodes that make a forward pass.

@@ -22,7 +22,6 @@ class ReplicaClock:
     Args:
         seconds: of tokens and prompts.
         slots: samples side by side, at most; others wait in their order.
-        prompt: tokens of a prompt.
     """
 
     def __init__(self, seconds: Seconds, slots: int, prompt: int) -> None:

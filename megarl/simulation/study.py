@@ -34,8 +34,6 @@ class StudyRow:
 
     Attributes:
         what: the overrides, or `RECIPE`.
-        system: that ran.
-        outcome: what it did.
         wall_s: of the simulation.
     """
 
@@ -62,7 +60,6 @@ class Study:
         run_dir: of measurements; None: formulas.
         devices: numbers of them; none: the recipe's.
         grow: the batch grows with the devices.
-        steps: of each run.
         seed: of lengths and failures.
         refuse: raises what is wrong with a recipe.
     """

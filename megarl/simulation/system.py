@@ -20,7 +20,6 @@ class SimTeam:
     """One team.
 
     Attributes:
-        name: as in the recipe.
         devices: workers, one per device.
         replicas: data-parallel size.
         nodes: that it walks, in order, but the one that generates.

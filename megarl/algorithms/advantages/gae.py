@@ -48,7 +48,6 @@ def gae(
     Args:
         values: float, in the shape of the rewards.
         gamma: discount per valid token.
-        lam: GAE lambda.
         whiten: give the advantages mean 0 and variance 1 over all valid tokens of all ranks.
 
     Source: arXiv 1506.02438.

@@ -57,7 +57,6 @@ def optimal_token_baseline(
         old_logp: same shape, log pi(y) of the sampled tokens.
         sum_pi_squared: same shape, sum over the vocabulary of pi(v)^2.
         is_weights: same shape as the mask, factors of the policy loss; needed with `is_weighted`.
-        is_weighted: see above.
 
     Source: Weaver and Tao's optimal baseline (UAI 2001) per position, with the gradient proxy of arXiv 2602.07078.
     """

@@ -19,7 +19,6 @@ class Ratios:
     """log rho of N tokens in B rows, rho = pi / pi_rollout, without gradient.
 
     Attributes:
-        rows: boundaries of the rows.
         mask: bool [N].
         raw: float [N], log pi - log pi_rollout, not clamped; zero where the mask hides.
     """

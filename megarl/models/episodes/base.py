@@ -60,9 +60,7 @@ def build_embedder(
     Args:
         settings: the mapping `robot.reward.embedding`.
         cameras: that episodes have pictures of, in the policy's order.
-        device: the device that it computes on.
         group: data-parallel ranks, which learn together.
-        seed: seed of the run.
 
     Raises:
         ConfigError: a key that only another embedding reads, or a checkpoint that cannot be used.

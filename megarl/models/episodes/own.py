@@ -39,13 +39,7 @@ _AT_A_TIME = 256
 
 
 class PointEncoder(nn.Module):
-    """The encoder that maps pictures and state of one point in time to a unit vector.
-
-    Args:
-        cameras: number of pictures.
-        state_dim: numbers of a state.
-        width: width of the vector.
-    """
+    """The encoder that maps pictures and state of one point in time to a unit vector."""
 
     def __init__(self, cameras: int, state_dim: int, width: int) -> None:
         super().__init__()
@@ -73,9 +67,7 @@ class OwnEmbedder(EpisodeEmbedder):
         width: numbers of a vector.
         updates: updates of the encoder in a training step.
         lr: learning rate of Adam.
-        device: the device that it computes on.
         group: data-parallel ranks.
-        seed: seed of the run.
     """
 
     def __init__(

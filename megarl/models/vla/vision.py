@@ -117,7 +117,6 @@ class Vision(nn.Module):
     """The towers and projectors.
 
     Args:
-        shape: their sizes.
         dtype: dtype of parameters and features.
         sequence_parallel: each tensor-parallel rank has some of a stream's columns, so that its gradient of these
             parameters is a part of the sum.

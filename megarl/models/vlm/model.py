@@ -52,13 +52,7 @@ class Images:
 
 
 def gather_images(lengths: Sequence[int], sets: Sequence[ImageSet | None], encoder: VisionEncoder) -> Images | None:
-    """Return the images of sequences that stand one after another, those of equal pixels once; None: there are none.
-
-    Args:
-        lengths: tokens of each sequence.
-        sets: images of each sequence.
-        encoder: of the model.
-    """
+    """Return the images of sequences that stand one after another, those of equal pixels once; None: there are none."""
     known, parts, grids = dict[int, int](), list[Tensor](), list[tuple[int, int]]()
     features, places, at, begin = list[Tensor](), list[Tensor](), 0, 0
     for length, own in zip(lengths, sets, strict=True):
@@ -126,7 +120,6 @@ class VisionLanguageModel(PolicyModel):
     `position_ids` are [3, t] (`megarl.models.vlm.positions`), or [1, t] for text.
 
     Args:
-        encoder: sizes of the vision encoder.
         settings: see `PolicyModel`.
 
     Raises:

@@ -119,7 +119,6 @@ class AdapterReader:
     """The tensors of a PEFT adapter, by the names of `adapter_tensors`.
 
     Args:
-        folder: of the adapter.
         where: the key that names it, for errors.
 
     Raises:

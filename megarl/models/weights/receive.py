@@ -82,7 +82,6 @@ class WeightWriter:
         """Copy some elements of a tensor.
 
         Args:
-            shape: shape of the tensor.
             positions: int64 [n], in the flattened tensor.
             values: [n].
 
