@@ -4,7 +4,8 @@
            -> added up for each process -> [combine: added up for each token]
 
 An all-to-all sends a token once for each of its experts; DeepEP once to each process, and once to each machine over
-the network. Only `Buffer` of the package is used, whose functions are those of versions 1.2.1 and 2.1.0.
+the network. Only `Buffer` of the package is used, whose functions are those of versions 1.2.1 and 2.1.0. Megatron's
+dispatcher for DeepEP is not used: it imports names that 2.1.0 no longer has.
 """
 
 from __future__ import annotations
