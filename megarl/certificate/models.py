@@ -52,15 +52,16 @@ MODELS: dict[str, dict[str, Any]] = {
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.0, clip_grad=1.0)
 _SCALE = 4.0  # of random weights, so that every part of the model shows in log-probs
 SEED = 3
+_DEADLINE_S = 300.0
 
 
-def single_layout(deadline_s: float) -> Layout:
+def single_layout() -> Layout:
     """Return the layout of this one process."""
     from megarl.comm import single_world
     from megarl.config.model import ParallelConfig
     from megarl.training.parallel import init_parallel
 
-    return init_parallel(ParallelConfig(), single_world(dist_backend(), deadline_s))
+    return init_parallel(ParallelConfig(), single_world(dist_backend(), _DEADLINE_S))
 
 
 def hf_config(model: str) -> PretrainedConfig:
@@ -91,7 +92,6 @@ def make_engine(
     dtype: torch.dtype,
     *,
     layers: Form = "local",
-    chunk_tokens: int = 64,
     frozen: bool = False,
 ) -> MegatronEngine:
     """Return an engine of one of `MODELS` under `layout`, with `layers` of this form."""
@@ -101,7 +101,7 @@ def make_engine(
     return MegatronEngine(
         hf,
         layout.parallel,
-        EngineConfig(layers=layers, micro_batch_tokens=256, logits_chunk_tokens=chunk_tokens),
+        EngineConfig(layers=layers, micro_batch_tokens=256, logits_chunk_tokens=64),
         None if frozen else OPTIM,
         dtype=dtype,
         layout=layout,

@@ -127,12 +127,7 @@ def _devices() -> list[str]:
     from megarl.device import has_cuda
 
     if not has_cuda():
-        return [f"cpu, {torch.get_num_threads()} threads per process, bf16 and fp32 (torch built for {_built_for()})"]
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+        return [f"cpu, {torch.get_num_threads()} threads per process, bf16 and fp32 (torch built for {built})"]
     names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"cuda:{index} {p.name}, {p.total_memory / 1e9:.0f} GB" for index, p in enumerate(names)]
-
-
-def _built_for() -> str:
-    import torch
-
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.artifacts.records import read_run
+from megarl.artifacts.trained import steps_in
 from megarl.checks import before_start
 from megarl.credentials import mask
 from megarl.errors import ConfigError, UserError
@@ -153,18 +154,12 @@ def run(arguments: argparse.Namespace) -> int:
     if (
         arguments.command in ("train", "sft")
         and (code or read_run(run_dir).get("status") == "stopped")
-        and (code != UserError.exit_code or (begun and _has_saved(run_dir)))
+        and (code != UserError.exit_code or (begun and steps_in(run_dir / "checkpoints")))
     ):
         first = "correct what is named above, then\n            " if code == UserError.exit_code else ""
         command = command_to_go_on(arguments, run_dir, config.trainer.resume, begun=begun)
         print(f"  to go on: {first}{command}", file=sys.stderr)
     return code
-
-
-def _has_saved(run_dir: Path) -> bool:
-    from megarl.artifacts.trained import steps_in
-
-    return bool(steps_in(run_dir / "checkpoints"))
 
 
 def _check_inputs(config: RunConfig, job: str) -> bool:

@@ -13,29 +13,6 @@ from megarl.errors import count
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
 
-Preset = Literal[
-    "disabled",
-    "decoupled_token_is",
-    "decoupled_seq_is",
-    "decoupled_seq_is_rs",
-    "decoupled_geo_rs",
-    "decoupled_token_icepop",
-    "decoupled_geo_rs_token_tis",
-    "decoupled_geo_rs_seq_tis",
-    "decoupled_k3_rs",
-    "decoupled_k3_rs_token_tis",
-    "decoupled_k3_rs_seq_tis",
-    "ppo_is_bypass",
-    "bypass_ppo_clip_geo_rs",
-    "bypass_ppo_clip_k3_rs",
-    "pg_is",
-    "pg_rs",
-    "bypass_pg_token_icepop",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_token_tis",
-    "bypass_pg_geo_rs_seq_tis",
-]
-
 _ICEPOP: dict[str, Any] = {"is_level": "token", "is_threshold": (0.5, 5.0)}
 _TOKEN: dict[str, Any] = {"is_level": "token", "is_threshold": 2.0}
 _SEQUENCE: dict[str, Any] = {"is_level": "sequence", "is_threshold": 2.0}
@@ -68,6 +45,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs_token_tis": {**_PG, **_GEOMETRIC, **_TOKEN},
     "bypass_pg_geo_rs_seq_tis": {**_PG, **_GEOMETRIC, **_SEQUENCE},
 }
+
+
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[tuple(PRESETS)]
 
 
 class RejectionRule(Section):

@@ -98,11 +98,8 @@ def load_config(
     assert config is not None
     for line in dropped:
         print(f"megarl: {line}", file=sys.stderr)
-    return config if "max_restarts" in document.data["cluster"] else _with_restarts(config)
-
-
-def _with_restarts(config: RunConfig) -> RunConfig:
-    """Return the recipe with the default of `cluster.max_restarts`, which it does not set."""
+    if "max_restarts" in document.data["cluster"]:
+        return config
     restarts = config.placement.default_max_restarts
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_restarts": restarts})})
 

@@ -191,7 +191,8 @@ class ConsoleView:
                 cells["best"] += f" (step {row['best_step']})"
             unit = f" [{shown.unit}]" if shown.unit else ""
             table.add_row(Text(shown.short + unit), *(cells.get(column, "") for column in columns))
-        bounds = bounding_team(_bottlenecks(records))
+        names = sorted({name for record in records for name in record if name.startswith(BOTTLENECK)})
+        bounds = bounding_team({name: [record[name] for record in records if name in record] for name in names})
         if bounds is not None:
             cells = {columns[-1]: bounds}
             table.add_row(Text("bounded by"), *(cells.get(column, "") for column in columns))
@@ -246,9 +247,3 @@ def _duration(seconds: float) -> str:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}" if hours < 48 else f"{hours // 24}d{hours % 24:02}h"
-
-
-def _bottlenecks(records: list[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """Return the values of the metrics that tell which team bounds a step."""
-    names = {name for record in records for name in record if name.startswith(BOTTLENECK)}
-    return {name: [record[name] for record in records if name in record] for name in sorted(names)}

@@ -28,12 +28,11 @@ _SLACK = 1 << 16  # bytes: a cache of these models has a megabyte
 #: Log-probs of decoding against those of the training pass: other kernels on the same weights. In bf16 a token may go
 #: to another expert: 0.003 on a CPU.
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-_DEADLINE_S = 300.0
 
 
 def run(found: Findings, folder: Path) -> None:
     """Generate with every model in every dtype, with and without CUDA graphs."""
-    layout = single_layout(_DEADLINE_S)
+    layout = single_layout()
     if not has_cuda():
         found.skip("graphs", "no GPU")
     for model in _MODELS:

@@ -9,7 +9,6 @@ from megarl.certificate.models import save_model, single_layout
 from megarl.device import has_cuda
 
 _MODELS = ("dense", "tied", "mixture", "llama", "mistral", "mixtral", "qwen2")
-_DEADLINE_S = 300.0
 
 
 def run(found: Findings, folder: Path) -> None:
@@ -17,7 +16,7 @@ def run(found: Findings, folder: Path) -> None:
     from megarl.commands.parity import parity
 
     for model in _MODELS:
-        layout = single_layout(_DEADLINE_S)
+        layout = single_layout()
         save_model(model, folder / model, layout)
         layout.close()
         for dtype in ("fp32", "bf16") if has_cuda() else ("fp32",):

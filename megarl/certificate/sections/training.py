@@ -24,12 +24,11 @@ _STEPS = 4
 _NUMBERS = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 #: In bf16 a token may go to another expert than in float64, and its gradient with it: 0.08 on a CPU.
 _AFTER_STEPS = {torch.float32: 1e-4, torch.bfloat16: 0.3}
-_DEADLINE_S = 300.0
 
 
 def run(found: Findings, folder: Path) -> None:
     """Train every model for some steps in float32 and bf16."""
-    layout = single_layout(_DEADLINE_S)
+    layout = single_layout()
     for model in _MODELS:
         save_model(model, folder / model, layout)
         reference = Reference(folder / model, critic=model == "critic")
