@@ -21,6 +21,7 @@ from megarl.artifacts.records import Needs, read_record, write_record
 from megarl.credentials import MASK, PASSWORD, mask, put_back
 from megarl.errors import ConfigError
 from megarl.tracing import beat
+from megarl.tracking.loggers import LoggedRun
 from megarl.tracking.mlflow_store import down_text, unreachable
 from megarl.tracking.names import SafeNames
 
@@ -46,29 +47,12 @@ class MlflowLog:
     Args:
         uri: tracking URI.
         artifacts: folder for artifacts of a new experiment, for stores on this machine; None: the server decides.
-        name: run name.
-        params: logged once, when the MLflow run is created.
-        id_file: file for the id of the MLflow run.
-        resume: continue the run of `id_file`.
-        experiment: its name, created when absent.
-        tags: of a new run.
+        run: its project is the experiment, created when absent; its configuration is logged once.
+        id_file: file for the id of the MLflow run, which a resumed run continues.
     """
 
-    def __init__(
-        self,
-        uri: str,
-        artifacts: str | None,
-        name: str,
-        params: dict[str, Any],
-        id_file: Path,
-        *,
-        resume: bool,
-        experiment: str = "megarl",
-        tags: dict[str, str] | None = None,
-    ) -> None:
-        self._experiment, self._tags = experiment, tags or {}
-        self._uri, self._artifacts, self._name, self._params = uri, artifacts, name, params
-        self._id_file, self._resume = id_file, resume
+    def __init__(self, uri: str, artifacts: str | None, run: LoggedRun, id_file: Path) -> None:
+        self._uri, self._artifacts, self._run, self._id_file = uri, artifacts, run, id_file
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._steps: dict[str, frozenset[int]] = {}
         self._names, self._rejected = SafeNames(), set[str]()
@@ -171,12 +155,12 @@ class MlflowLog:
         self._keep(run_id, status)
 
     def _keep(self, run_id: str, status: str) -> None:
-        known = {"uri": self._uri, "experiment": self._experiment, "run_id": run_id, "status": status}
+        known = {"uri": self._uri, "experiment": self._run.project, "run_id": run_id, "status": status}
         write_record(self._id_file, known)
 
     def _earlier(self, client: Any, run_id: str, key: str) -> frozenset[int]:
         """Return the steps of a metric logged before this process: a resumed run repeats some, MLflow deletes none."""
-        if not self._resume:
+        if not self._run.resumed:
             return frozenset()
         if key not in self._steps:
             self._steps[key] = frozenset(point.step for point in client.get_metric_history(run_id, key))
@@ -262,7 +246,7 @@ class MlflowLog:
 
     def _open(self) -> tuple[Any, str]:
         client = _connect(self._uri)
-        run_id = (self._continued(client) if self._resume else None) or self._create(client)
+        run_id = (self._continued(client) if self._run.resumed else None) or self._create(client)
         self._keep(run_id, "RUNNING")
         return client, run_id
 
@@ -275,17 +259,19 @@ class MlflowLog:
         return str(known["run_id"])
 
     def _create(self, client: Any) -> str:
-        experiment = client.get_experiment_by_name(self._experiment)
+        experiment = client.get_experiment_by_name(self._run.project)
         if experiment is None:
-            experiment_id = client.create_experiment(self._experiment, artifact_location=self._artifacts)
+            experiment_id = client.create_experiment(self._run.project, artifact_location=self._artifacts)
         else:
             experiment_id = experiment.experiment_id
         if self._created is None:
-            self._created = str(client.create_run(experiment_id, run_name=self._name, tags=self._tags).info.run_id)
+            self._created = str(
+                client.create_run(experiment_id, run_name=self._run.name, tags=self._run.tags).info.run_id
+            )
         from mlflow.entities import Param
 
         names = SafeNames()
-        params = [Param(names.of(key), str(value)[:_PARAM_CHARS]) for key, value in flatten(self._params)]
+        params = [Param(names.of(key), str(value)[:_PARAM_CHARS]) for key, value in flatten(self._run.config)]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             client.log_batch(self._created, params=params[start : start + _PARAMS_PER_CALL])
         return self._created

@@ -255,16 +255,7 @@ class Tracker:
             store = Path(self._cfg.dir).absolute()
             store.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{store / 'mlflow.db'}", (store / "mlartifacts").as_uri()
-        return MlflowLog(
-            uri,
-            artifacts,
-            about.name,
-            about.config,
-            self.run_dir / f"mlflow.{self._stage}.json",
-            resume=about.resumed,
-            experiment=about.project,
-            tags=about.tags,
-        )
+        return MlflowLog(uri, artifacts, about, self.run_dir / f"mlflow.{self._stage}.json")
 
     def _write_run(self) -> None:
         write_record(self.run_dir / RUN, self._run)

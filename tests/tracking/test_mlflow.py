@@ -16,6 +16,7 @@ from megarl.config.load import load_config
 from megarl.errors import ConfigError
 from megarl.tracking import mlflow_log, mlflow_store
 from megarl.tracking.close import close_run
+from megarl.tracking.loggers import LoggedRun
 from megarl.tracking.mlflow_log import MlflowLog
 from megarl.tracking.mlflow_store import check_store, unreachable
 from megarl.tracking.names import safe_name
@@ -39,7 +40,8 @@ def uri(tmp_path, empty_store):
 
 
 def opened(tmp_path, uri, params=None):
-    return MlflowLog(uri, str(tmp_path / "artifacts"), "run", params or {}, tmp_path / "id.json", resume=False)
+    run = LoggedRun("id", "run", "train", tmp_path, "megarl", params or {}, {}, resumed=False)
+    return MlflowLog(uri, str(tmp_path / "artifacts"), run, tmp_path / "id.json")
 
 
 def only_run(uri):
