@@ -13,6 +13,7 @@ from megarl.artifacts.robot_policy import (
     refuse_other_state,
 )
 from megarl.checks.checklist import Checklist
+from megarl.config.robot import RobotConfig
 from megarl.config.run import RunConfig
 from megarl.data.demonstration_sources import EXPERTS
 from megarl.errors import ConfigError
@@ -23,9 +24,10 @@ _LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
 def check_policy(config: RunConfig, checks: Checklist) -> None:
     """Check the folder of a policy on this machine; a model that cannot be read is left to another check."""
     checks = checks.of("robot")
-    data = None
+    robot, data = config.robot, None
+    assert robot is not None, "a recipe with the section `robot`"
     with checks.recorded():
-        data = _check_statistics(config)
+        data = _check_statistics(config, robot)
     try:
         found = raw_config(config.model)
         facts = None if found is None else facts_from_config(*found)
@@ -35,7 +37,7 @@ def check_policy(config: RunConfig, checks: Checklist) -> None:
         return
     with checks.recorded():
         shape = VisionShape.from_config(found[0], facts.hidden, found[1])
-        _check_columns(config, shape, facts.max_positions)
+        _check_columns(robot, shape, facts.max_positions)
         _check_pictures(config, shape)
         if data is not None:
             refuse_other_state(data, shape.state)
@@ -52,12 +54,11 @@ def _check_pictures(config: RunConfig, shape: VisionShape) -> None:
     policy_normalisation(preprocessor, len(shape.towers), shape.towers[0].image, str(folder / PREPROCESSOR))
 
 
-def _check_statistics(config: RunConfig) -> DatasetStatistics | None:
+def _check_statistics(config: RunConfig, robot: RobotConfig) -> DatasetStatistics | None:
     """Check the statistics beside the model: readable, with `robot.unnorm_key`, for actions of `robot.dim` numbers."""
-    robot, path = config.robot, config.model.path
-    assert robot is not None, "a recipe with the section `robot`"
+    path = config.model.path
     if robot.statistics == "demonstrations":
-        _check_shown(config)
+        _check_shown(config.sft.train_files or [], robot)
         return None
     folder = None if path is None else local_folder(path)
     if folder is None:
@@ -78,10 +79,8 @@ def _check_statistics(config: RunConfig) -> DatasetStatistics | None:
     return data
 
 
-def _check_shown(config: RunConfig) -> None:
+def _check_shown(files: list[str], robot: RobotConfig) -> None:
     """Check that statistics of demonstrations have their files; experts' actions are in the simulator's own units."""
-    robot, files = config.robot, config.sft.train_files or []
-    assert robot is not None, "a recipe with the section `robot`"
     if not files or EXPERTS in files:
         raise ConfigError(
             "statistics of demonstrations, and not only files of them",
@@ -100,10 +99,8 @@ def _check_shown(config: RunConfig) -> None:
         )
 
 
-def _check_columns(config: RunConfig, shape: VisionShape, limit: int) -> None:
+def _check_columns(robot: RobotConfig, shape: VisionShape, limit: int) -> None:
     """Check the length of a call with the shortest prompt; instructions are known once the simulator has started."""
-    robot = config.robot
-    assert robot is not None, "a recipe with the section `robot`"
     pictures, actions = shape.patches * len(robot.cameras), robot.chunk * robot.dim
     columns = _LEAST_PROMPT + pictures + bool(shape.state) + actions + (robot.family != "openvla")
     if columns > limit:
