@@ -177,7 +177,15 @@ def bounds(
     high: float | None,
     truncated: bool,
 ) -> Tensor:
-    """Return bool [B]: `accuracy_filter` and, with `truncated`, `truncated_filter`."""
+    """Return bool [B]: `accuracy_filter` and, with `truncated`, `truncated_filter`.
+
+    Args:
+        score: float [B].
+        uid: B group names.
+        live: bool [B], samples whose score counts; None: all.
+        finish_reason: of each sample.
+        low, high, truncated: the settings.
+    """
     keep = accuracy_filter(score, uid, low=low, high=high, live=live)
     return keep & truncated_filter(finish_reason) if truncated else keep
 
