@@ -36,7 +36,7 @@ class RobotConfig(Section):
     )
     dim: PositiveInt = Field(1, description="numbers of an action, D")
     chunk: PositiveInt = Field(1, description="actions of a policy call, K")
-    cameras: list[str] = Field(default_factory=list, description="cameras that the policy sees by, in its order")
+    cameras: list[str] = Field(default_factory=list, description="cameras of the policy, in its order")
     family: Literal["openvla-oft", "openvla", "small"] = Field(
         "openvla-oft",
         description="form of a policy call. openvla-oft: all tokens in one pass; openvla: one after another; small: "

@@ -30,7 +30,7 @@ class SamplingConfig(Section):
         description="log-probs kept with the tokens. full: of the whole distribution at this temperature; processed: "
         "of the one sampled from, after top_p, top_k and min_new_tokens (embedded engine)",
     )
-    ignore_eos: bool = Field(False, description="generate max_new_tokens whatever comes (benchmarks)")
+    ignore_eos: bool = Field(False, description="always generate max_new_tokens (benchmarks)")
 
 
 class LimitsConfig(Section):

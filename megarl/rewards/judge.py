@@ -58,7 +58,7 @@ class JudgeSettings(EndpointSettings):
     )
     max_tokens: PositiveInt = Field(512, description="tokens of a verdict, at most")
     temperature: float = Field(0.0, ge=0, le=2, description="of the judge")
-    cache: str | None = Field(None, description="folder of verdicts: what any run had judged is not asked again")
+    cache: str | None = Field(None, description="folder of verdicts: what a run has judged is not asked again")
     budget: PositiveInt | None = Field(
         None,
         description="calls of all ranks and runs that share the cache, attempts included; samples beyond have failed",
