@@ -46,8 +46,10 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
             response.
 
     Raises:
-        ValueError: the reference answer holds no number.
+        ValueError: the reference answer holds no number, or `method` is unknown.
     """
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method must be strict or flexible, not {method!r}")
     reference = read_reference(str(sample["answer"]))
     found = _read(_marked(sample["response"]) if method == "strict" else _last(sample["response"]))
     if found is None:

@@ -79,8 +79,12 @@ def math(
         timeout_s: CPU seconds per sample; an undecided answer is wrong and has part `timeout` = 1.
 
     Raises:
-        ValueError: the reference answer is empty.
+        ValueError: the reference answer is empty, or an argument is out of range.
     """
+    if method not in ("strict", "flexible", "answer") or not timeout_s > 0:
+        raise ValueError(
+            f"method must be strict, flexible or answer and timeout_s positive, not {method!r} and {timeout_s!r}"
+        )
     gold = read_reference(str(sample["answer"]))
     content = boxed(sample["response"]) if method != "answer" else _tagged(sample["response"])
     extracted = (content or "").strip()

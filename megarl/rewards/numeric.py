@@ -50,8 +50,10 @@ def numeric(
         evaluated: refuse a response written as a quotient, which would let `48/2` answer the prompt `48/2=`.
 
     Raises:
-        ValueError: the answer is not a number.
+        ValueError: the answer is not a number, or an argument is out of range.
     """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be at least 0, not {tolerance!r}")
     reference = read_reference(str(sample["answer"]))
     value = _read(sample["response"], extract)
     if value is None or (evaluated and ("/" in sample["response"] or "frac" in sample["response"])):
@@ -63,5 +65,7 @@ def numeric(
 def _read(text: str, extract: str) -> Fraction | None:
     if extract == "whole":
         return parse_number(text)
+    if extract not in ("first", "last"):
+        raise ValueError(f"extract must be whole, first or last, not {extract!r}")
     numbers = find_numbers(text)
     return parse_number(numbers[0 if extract == "first" else -1]) if numbers else None
