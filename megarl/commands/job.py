@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(config, arguments)
     from megarl.checks.hub import check_hub
-    from megarl.checks.recipe import validate
+    from megarl.checks.recipe import ConfigWarning, validate
     from megarl.dag.placement import settled
     from megarl.launchers.common import make_run_dir, process_of, run_workers
 
@@ -144,8 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_trained(arguments.run_dir, arguments.command)
     if arguments.command != "generate":
         warn_of_mlflow(config)
-    if arguments.command != "sft":
-        _warn_of_servers(config)
+    if arguments.command != "sft" and (silent := before_start.silent_servers(config)) is not None:
+        warnings.warn(silent, ConfigWarning, stacklevel=2)  # workers notice it only after the cold start
     run_dir = make_run_dir(config, arguments.run_dir, arguments.command)
     print(f"run folder: {run_dir}", file=config.tracking.messages, flush=True)
     before = process_of(run_dir)
@@ -197,16 +197,6 @@ def warn_of_mlflow(config: RunConfig) -> None:
     reason = unreachable(uri) if config.tracking.mlflow and uri is not None else None
     if uri is not None and reason is not None:
         warnings.warn(down_text(uri, reason), ConfigWarning, stacklevel=2)
-
-
-def _warn_of_servers(config: RunConfig) -> None:
-    """Warn at once that an address has no server: the workers notice it only after the cold start."""
-    from megarl.checks.before_start import silent_servers
-    from megarl.checks.recipe import ConfigWarning
-
-    silent = silent_servers(config)
-    if silent is not None:
-        warnings.warn(silent, ConfigWarning, stacklevel=2)
 
 
 def _use_run(arguments: argparse.Namespace) -> str:
