@@ -136,8 +136,9 @@ def _engine(layout: Layout) -> MegatronEngine:
         total_steps=1,
         weights=lambda chunks: None,
     )
-    for box in engine_slices("actor", engine, writing=False):  # makes the optimizer state, and touches every page of it
-        box.data.fill_(0.5)
+    # Makes the optimizer state, and touches every page of it.
+    for part in engine_slices("actor", engine, writing=False):
+        part.data.fill_(0.5)
     return engine
 
 

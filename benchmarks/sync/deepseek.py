@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.models.weights.plan import TensorSlice
+from megarl.models.weights.plan import TensorRegion
 from megarl.sync.plan import Held, TrainerRank
 
 LAYERS, DENSE_LAYERS, EXPERTS = 61, 3, 256
@@ -42,7 +42,7 @@ def deepseek_v3(pp: int, ep: int) -> tuple[dict[str, Held], list[TrainerRank]]:
 
     def add(shapes: dict[str, tuple[int, ...]], ranks: tuple[int, ...]) -> None:
         for name, shape in shapes.items():
-            region: TensorSlice = tuple((0, n) for n in shape)
+            region: TensorRegion = tuple((0, n) for n in shape)
             tensors[name] = Held(shape, ((region, ranks),))
 
     def stage(number: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from megarl.models.weights.plan import TensorSlice
+    from megarl.models.weights.plan import TensorRegion
     from megarl.rollout.sglang.receiver import SglangReceiver
     from megarl.sync.plan import Held, SyncPlan
     from megarl.sync.sender import BucketSender
@@ -173,7 +173,7 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     rows = []
     with _receiver(folder) as receiver, _transport(name, plan, folder) as transport:
-        held: dict[tuple[str, TensorSlice], Tensor] = {(key, region): tensor for key, tensor in weights.items()}
+        held: dict[tuple[str, TensorRegion], Tensor] = {(key, region): tensor for key, tensor in weights.items()}
         source = Source(held, plan, WorkerGroup.alone(), torch.bfloat16, live=transport.live)
         sender = BucketSender(source, transport)
         update = _Update(sender, transport, receiver)

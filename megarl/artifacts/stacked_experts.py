@@ -68,9 +68,9 @@ class ExpertSlice:
         """Return the dtype as the file spells it."""
         return str(self._stack.get_dtype())
 
-    def __getitem__(self, box: Any) -> Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         expert, first, shape, transposed = self._cut
-        rows, columns = (slice(0, size) for size in shape) if box is ... else box
+        rows, columns = (slice(0, size) for size in shape) if index is ... else index
         rows = slice(rows.start + first, rows.stop + first)
         one = slice(expert, expert + 1)
         if transposed:

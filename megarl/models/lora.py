@@ -46,7 +46,7 @@ from megarl.models.experts import GroupedLinear, expert_groups, grouped_linear
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors, check_targets
 from megarl.models.weights.fill import coordinate, fill, generator_of
 from megarl.models.weights.peft import AdapterReader
-from megarl.models.weights.plan import Shard, TensorSlice, as_index, slice_shape
+from megarl.models.weights.plan import Shard, TensorRegion, as_index, region_shape
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
@@ -85,7 +85,7 @@ class Adapter(torch.nn.Module):
             parameter.allreduce = weight.allreduce  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def merged(self, weight: Tensor, region: TensorSlice) -> Tensor:
+    def merged(self, weight: Tensor, region: TensorRegion) -> Tensor:
         """Return W + scale * B A inside a region of this rank's weight, whose rows are of one projection.
 
         Computed in float32 (or wider) and rounded once to the dtype of the weight.
@@ -267,11 +267,11 @@ def init_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig, seed: int) ->
         stored = AdapterReader(lora.path, "model.lora.path")
         stored.check(lora, shapes)
 
-    def read(name: str, region: TensorSlice) -> Tensor:
+    def read(name: str, region: TensorRegion) -> Tensor:
         if stored is not None:
             return stored.read(name)[as_index(region)]
         if not name.endswith(DOWN):
-            return torch.zeros(slice_shape(region))
+            return torch.zeros(region_shape(region))
         bound = 1 / math.sqrt(shapes[name][1])
         whole = torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator_of(name, seed))
         return whole[as_index(region)]

@@ -1,6 +1,6 @@
 """The plan of bytes from senders to receivers: plain data, no torch, testable without processes.
 
-    holders of a tensor's regions          routes                             buckets of a sender
+    holders of a tensor's regions        routes                             buckets of a sender
     (trainer ranks)
     r0: rows 0..63   of q_proj --.
                                   >--> replica 0, sender r0 --> receiver 0   [q_proj | k_proj | v_proj | ...]
@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megarl.models.weights.plan import Coordinate, TensorSlice, hf_tensors, slice_numel, slices_for
+from megarl.models.weights.plan import Coordinate, TensorRegion, hf_tensors, region_numel, slices_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,7 +46,7 @@ class Held:
     """One Hugging Face tensor: each region it is held in, with the trainer ranks that hold it, in rank order."""
 
     shape: tuple[int, ...]
-    regions: tuple[tuple[TensorSlice, tuple[int, ...]], ...]
+    regions: tuple[tuple[TensorRegion, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Route:
     replica: int
     receivers: tuple[int, ...]
     senders: dict[int, tuple[Bucket, ...]]
-    givers: dict[str, tuple[tuple[TensorSlice, int], ...]] = field(repr=False)
+    givers: dict[str, tuple[tuple[TensorRegion, int], ...]] = field(repr=False)
 
     @property
     def lead(self) -> int:
@@ -150,7 +150,7 @@ def _gathered(route: Route, sender: int) -> int:
             if entry.name == entry.source:
                 size = ITEMSIZE[entry.dtype]
                 total += sum(
-                    slice_numel(region) * size for region, giver in route.givers[entry.source] if giver != sender
+                    region_numel(region) * size for region, giver in route.givers[entry.source] if giver != sender
                 )
     return total
 
@@ -160,11 +160,11 @@ def holdings(hf: PretrainedConfig, ranks: Sequence[Coordinate]) -> dict[str, Hel
     same: dict[Coordinate, list[int]] = {}
     for rank, at in enumerate(ranks):
         same.setdefault(at, []).append(rank)
-    found: dict[str, dict[TensorSlice, set[int]]] = {name: {} for name in hf_tensors(hf)}
+    found: dict[str, dict[TensorRegion, set[int]]] = {name: {} for name in hf_tensors(hf)}
     for at, members in same.items():
         for shard in slices_for(hf, at):
             for piece in shard.pieces:
-                found[piece.source].setdefault(piece.source_slice, set()).update(members)
+                found[piece.source].setdefault(piece.source_region, set()).update(members)
     shapes = hf_tensors(hf)
     return {
         name: Held(shapes[name], tuple((region, tuple(sorted(who))) for region, who in regions.items()))
@@ -313,7 +313,7 @@ def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> i
 
 def _assign(
     tensors: dict[str, Held],
-    holders: dict[str, tuple[tuple[TensorSlice, tuple[int, ...]], ...]],
+    holders: dict[str, tuple[tuple[TensorRegion, tuple[int, ...]], ...]],
     pools: dict[int, tuple[int, ...]],
     ranks: Sequence[TrainerRank],
     itemsize: int,

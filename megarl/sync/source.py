@@ -21,11 +21,11 @@ from megarl.comm import WorkerGroup
 from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.fill import weight_readers
-from megarl.models.weights.plan import TensorSlice, as_index, slice_numel
+from megarl.models.weights.plan import TensorRegion, as_index, region_numel
 from megarl.sync.plan import FP8_BLOCK, ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan
 from megarl.tracing import beat
 
-Held = Mapping[tuple[str, TensorSlice], Tensor]
+HeldTensors = Mapping[tuple[str, TensorRegion], Tensor]
 HOST = torch.device("cpu")
 
 
@@ -36,24 +36,24 @@ class Move:
     giver: int
     sender: int
     entry: Entry
-    region: TensorSlice
+    region: TensorRegion
 
 
-class Pieces(Held):
+class Pieces(HeldTensors):
     """This rank's pieces of the weights that the model computes with: views of parameters, or where adapters are added
     to them, sums that are computed when they are asked for."""
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:
         self._readers = {
-            (piece.source, piece.source_slice): partial(read, piece.target_slice)
+            (piece.source, piece.source_region): partial(read, piece.target_region)
             for shard, read in weight_readers(chunks)
             for piece in shard.pieces
         }
 
-    def __getitem__(self, key: tuple[str, TensorSlice]) -> Tensor:
+    def __getitem__(self, key: tuple[str, TensorRegion]) -> Tensor:
         return self._readers[key]()
 
-    def __iter__(self) -> Iterator[tuple[str, TensorSlice]]:
+    def __iter__(self) -> Iterator[tuple[str, TensorRegion]]:
         return iter(self._readers)
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Source:
 
     def __init__(
         self,
-        held: Held,
+        held: HeldTensors,
         plan: SyncPlan,
         world: WorkerGroup,
         dtype: torch.dtype,
@@ -235,7 +235,7 @@ def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]
                 moves = [
                     Move(g, sender, entry, region)
                     for region, g in regions
-                    if rank in (sender, g) and slice_numel(region)
+                    if rank in (sender, g) and region_numel(region)
                 ]
                 if moves:
                     found.setdefault(number, []).append((entry, moves))

@@ -174,8 +174,8 @@ def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[t
     for shard, parameter in local_adapters(engine.chunks, lora):
         places = []
         for piece in shard.pieces:
-            (top, bottom), (left, right) = piece.source_slice
-            start = piece.target_slice[0][0] * shard.shape[1]
+            (top, bottom), (left, right) = piece.source_region
+            start = piece.target_region[0][0] * shard.shape[1]
             places.append(
                 SlicePlace(
                     f"{name}.{piece.source}",

@@ -50,8 +50,8 @@ def test_every_element_of_every_tensor_is_placed(name, tied, layout):
         for shard in slices_for(hf, at):
             local = torch.zeros(shard.shape, dtype=torch.int32)
             for piece in shard.pieces:
-                seen[piece.source][tuple(slice(*span) for span in piece.source_slice)] += 1
-                local[tuple(slice(*span) for span in piece.target_slice)] += 1
+                seen[piece.source][tuple(slice(*span) for span in piece.source_region)] += 1
+                local[tuple(slice(*span) for span in piece.target_region)] += 1
             assert local.max() <= 1
             if "word_embeddings" not in shard.param and "output_layer" not in shard.param:
                 assert local.min() == 1
@@ -89,7 +89,7 @@ def test_mbridge_makes_the_same_parameters(name):
     for shard in slices_for(hf, Coordinate()):
         ours = torch.empty(shard.shape)
         for piece in shard.pieces:
-            region, place = ([slice(*span) for span in b] for b in (piece.source_slice, piece.target_slice))
+            region, place = ([slice(*span) for span in b] for b in (piece.source_region, piece.target_region))
             ours[tuple(place)] = tensors[piece.source][tuple(region)]
         names, found = _in_bridge_form(shard.param, hf), list(dict.fromkeys(piece.source for piece in shard.pieces))
         sources = [bridge._weight_name_mapping_mcore_to_hf(param) for param in names]

@@ -41,7 +41,7 @@ def planned(name: str, layout: str, servers: int = 3, tied: bool = False, **sett
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_every_server_gets_every_element_once(name, layout, tied):
     hf, ranks, plan = planned(name, layout, tied=tied, bucket_bytes=SLAB_BYTES + 40_000)
-    held = [{(p.source, p.source_slice) for s in slices_for(hf, at) for p in s.pieces} for at in ranks]
+    held = [{(p.source, p.source_region) for s in slices_for(hf, at) for p in s.pieces} for at in ranks]
     for server in range(3):
         (route,) = (route for route in plan.routes if server in route.receivers)
         sent = [e.name for buckets in route.senders.values() for b in buckets for e in b.entries]

@@ -112,7 +112,7 @@ def _compare(case: tuple, reference: dict) -> dict[str, float]:
         pairs = zip(got["steps"], want["steps"], strict=True)
         errors[f"step {key}"] = max(abs(a[key] - b[key]) / max(abs(b[key]), 1.0) for a, b in pairs)
     errors["weights"] = max(
-        (parameter[_cut(piece.target_slice)] - want["weights"][piece.source][_cut(piece.source_slice)])
+        (parameter[_cut(piece.target_region)] - want["weights"][piece.source][_cut(piece.source_region)])
         .abs()
         .max()
         .item()

@@ -52,7 +52,7 @@ def _whole(engine, of) -> dict[str, torch.Tensor]:
     found = {name: torch.zeros(shape) for name, shape in adapter_tensors(engine.hf_config, engine.lora).items()}
     for shard, parameter in local_adapters(engine.chunks, engine.lora):
         for piece in shard.pieces:
-            cut = [tuple(slice(*span) for span in region) for region in (piece.source_slice, piece.target_slice)]
+            cut = [tuple(slice(*span) for span in region) for region in (piece.source_region, piece.target_region)]
             found[piece.source][cut[0]] = of(parameter)[cut[1]].float()
     return found
 
@@ -235,7 +235,7 @@ def compare(layouts: list, want: dict) -> list[dict[str, float]]:
             pairs = zip(got["steps"], single["steps"], strict=True)
             errors[key] = max(abs(a[key] - b[key]) / max(abs(b[key]), 1.0) for a, b in pairs)
         errors["merged"] = max(
-            (read(piece.target_slice) - single["weights"][piece.source][cut(piece.source_slice)]).abs().max().item()
+            (read(piece.target_region) - single["weights"][piece.source][cut(piece.source_region)]).abs().max().item()
             for shard, read in weight_readers(got["engine"].chunks)
             for piece in shard.pieces
         )

@@ -184,7 +184,7 @@ def errors(engine, want: dict[str, torch.Tensor]) -> float:
 
     cut = lambda region: tuple(slice(*span) for span in region)  # noqa: E731
     found = [
-        (parameter.main_grad[cut(piece.target_slice)].double() - want[piece.source][cut(piece.source_slice)])
+        (parameter.main_grad[cut(piece.target_region)].double() - want[piece.source][cut(piece.source_region)])
         .abs()
         .max()
         for shard, parameter in local_shards(engine.chunks)

@@ -147,7 +147,7 @@ def _after_a_step(folder: str, budget: int, split: dict[str, int]) -> dict[str, 
     assert logp.lengths.tolist() == samples["response_ids"].lengths.tolist()
     metrics = engine.train_step(samples, loss, TEMPERATURE).result()
     pieces = [
-        (piece.source, piece.source_slice, parameter.detach()[tuple(slice(*span) for span in piece.target_slice)])
+        (piece.source, piece.source_region, parameter.detach()[tuple(slice(*span) for span in piece.target_region)])
         for shard, parameter in local_shards(engine.chunks)
         for piece in shard.pieces
     ]

@@ -23,11 +23,11 @@ from megarl.models.weights.plan import (
     Coordinate,
     Piece,
     Shard,
-    TensorSlice,
+    TensorRegion,
     as_index,
     hf_tensors,
-    slice_numel,
-    slice_shape,
+    region_numel,
+    region_shape,
     slices_for,
 )
 from megarl.tracing import beat
@@ -52,7 +52,7 @@ def _owners(
 ) -> dict[str, dict[int, list[tuple[_Key, Piece]]]]:
     """Map each tensor to the ranks that give its pieces of parameters. Each region is given once."""
     table: dict[str, dict[int, list[tuple[_Key, Piece]]]] = {}
-    given: set[tuple[str, TensorSlice]] = set()
+    given: set[tuple[str, TensorRegion]] = set()
     seen: set[Coordinate] = set()
     for rank, at in enumerate(layout):
         if at in seen:
@@ -60,8 +60,8 @@ def _owners(
         seen.add(at)
         for shard in slices(at):
             for piece in shard.pieces:
-                if (piece.source, piece.source_slice) not in given:
-                    given.add((piece.source, piece.source_slice))
+                if (piece.source, piece.source_region) not in given:
+                    given.add((piece.source, piece.source_region))
                     table.setdefault(piece.source, {}).setdefault(rank, []).append(((shard.chunk, shard.param), piece))
     return table
 
@@ -102,7 +102,7 @@ def iter_adapter_tensors(
     yield from _gathered(adapter_tensors(hf, lora), owners, read, chunks[0].config.params_dtype, world)
 
 
-def _view(param: torch.Tensor, region: TensorSlice) -> torch.Tensor:
+def _view(param: torch.Tensor, region: TensorRegion) -> torch.Tensor:
     return param[as_index(region)]
 
 
@@ -119,14 +119,14 @@ def _gathered(
         whole = torch.empty(shape, dtype=dtype) if world.rank == _WRITER else None
         for rank, pieces in owners[name].items():
             if rank == world.rank:
-                parts = [read[key](piece.target_slice).cpu() for key, piece in pieces]
+                parts = [read[key](piece.target_region).cpu() for key, piece in pieces]
                 if whole is None:
                     world.send(torch.cat([part.flatten() for part in parts]), dst=_WRITER)
             elif whole is not None:
                 parts = _receive(rank, pieces, dtype, world)
             if whole is not None:
                 for (_, piece), part in zip(pieces, parts, strict=True):
-                    whole[as_index(piece.source_slice)] = part
+                    whole[as_index(piece.source_region)] = part
         yield name, whole
 
 
@@ -149,9 +149,9 @@ def iter_on_all_ranks(
         beat()
         whole: torch.Tensor | None = None
         for rank, pieces in owners[name].items():
-            sizes = [slice_numel(piece.source_slice) for _, piece in pieces]
+            sizes = [region_numel(piece.source_region) for _, piece in pieces]
             if rank == world.rank:
-                mine = [read[key](piece.target_slice).to(device) for key, piece in pieces]
+                mine = [read[key](piece.target_region).to(device) for key, piece in pieces]
                 flat = torch.cat([part.flatten() for part in mine]) if len(mine) > 1 else mine[0].contiguous().view(-1)
             else:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=device)
@@ -161,14 +161,14 @@ def iter_on_all_ranks(
                 break
             whole = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole
             for (_, piece), part in zip(pieces, flat.split(sizes), strict=True):
-                target = whole[as_index(piece.source_slice)]
+                target = whole[as_index(piece.source_region)]
                 target.copy_(part.view(target.shape))
         assert whole is not None, f"nobody holds {name}"
         yield name, whole
 
 
 def _receive(rank: int, pieces: list[tuple[_Key, Piece]], dtype: torch.dtype, world: WorkerGroup) -> list[torch.Tensor]:
-    shapes = [slice_shape(piece.source_slice) for _, piece in pieces]
+    shapes = [region_shape(piece.source_region) for _, piece in pieces]
     buffer = torch.empty(sum(math.prod(shape) for shape in shapes), dtype=dtype)
     parts = world.receive(buffer, src=rank).split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -18,7 +18,7 @@ from megarl.artifacts.checkpoint_files import INDEX, file_names, quantized_block
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
 from megarl.errors import ConfigError
-from megarl.models.weights.plan import TensorSlice, as_index
+from megarl.models.weights.plan import TensorRegion, as_index
 from megarl.tracing import keep_beating
 
 _COMPARED_ROWS = 4096
@@ -157,7 +157,7 @@ class CheckpointReader:
         """Return the dtype of tensor `name` as its file spells it, such as BF16."""
         return str(self._slice(name).get_dtype())
 
-    def read(self, name: str, region: TensorSlice | None = None) -> torch.Tensor:
+    def read(self, name: str, region: TensorRegion | None = None) -> torch.Tensor:
         """Return the tensor `name` or its `region`, in the file's dtype; quantised tensors in float32.
 
         Raises:
@@ -167,7 +167,7 @@ class CheckpointReader:
         part = found[as_index(region)] if region is not None else found[...]
         return part if part.dtype in _CODES else self._dequantized(name, part, region)
 
-    def _dequantized(self, name: str, codes: torch.Tensor, region: TensorSlice | None) -> torch.Tensor:
+    def _dequantized(self, name: str, codes: torch.Tensor, region: TensorRegion | None) -> torch.Tensor:
         """Return each code times the scale of its block; the last blocks of a row or column may be cut off."""
         scale_name, shape = f"{name}_scale_inv", self.shape(name)
         scales = self._slice(scale_name)[...] if scale_name in self else None
@@ -229,8 +229,8 @@ class _LoadedSlice:
     def get_dtype(self) -> str:
         return _CODES.get(self._tensor.dtype, str(self._tensor.dtype))
 
-    def __getitem__(self, region: Any) -> torch.Tensor:
-        return self._tensor[region]
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
 
 
 def _open_file(path: Path) -> Any:

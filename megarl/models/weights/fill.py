@@ -21,11 +21,11 @@ from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.plan import (
     Coordinate,
     Shard,
-    TensorSlice,
+    TensorRegion,
     as_index,
     hf_tensors,
-    slice_numel,
-    slice_shape,
+    region_numel,
+    region_shape,
     slices_for,
 )
 from megarl.processes import is_first_process
@@ -71,7 +71,7 @@ def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Pa
 
 
 #: fn(region of a parameter) -> the values of the weight there.
-Reader = Callable[[TensorSlice], torch.Tensor]
+Reader = Callable[[TensorRegion], torch.Tensor]
 
 
 def weight_readers(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Reader]]:
@@ -87,22 +87,22 @@ def weight_readers(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Reader]]:
     return found
 
 
-def _read(weight: torch.Tensor, adapter: Adapter | None, region: TensorSlice) -> torch.Tensor:
+def _read(weight: torch.Tensor, adapter: Adapter | None, region: TensorRegion) -> torch.Tensor:
     if adapter is not None and adapter.enabled:
         return adapter.merged(weight, region)
     return weight[as_index(region)]
 
 
 @torch.no_grad()
-def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str, TensorSlice], torch.Tensor]) -> None:
+def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str, TensorRegion], torch.Tensor]) -> None:
     """Copy every piece, read by `read(source, region)`, into place; uncovered rows (vocabulary padding) become zero."""
     for shard, param in shards:
         beat()
-        covered = sum(slice_numel(piece.target_slice) for piece in shard.pieces)
+        covered = sum(region_numel(piece.target_region) for piece in shard.pieces)
         if covered != param.numel():
             param.zero_()
         for piece in shard.pieces:
-            param[as_index(piece.target_slice)].copy_(read(piece.source, piece.source_slice))
+            param[as_index(piece.target_region)].copy_(read(piece.source, piece.source_region))
 
 
 def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
@@ -132,9 +132,9 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
                 allowed=[shape],
             )
 
-    def read(name: str, region: TensorSlice) -> torch.Tensor:
+    def read(name: str, region: TensorRegion) -> torch.Tensor:
         if name.startswith("score.") and name not in reader:
-            return torch.zeros(slice_shape(region))
+            return torch.zeros(region_shape(region))
         return reader.read(name, region)
 
     fill(local_shards(chunks), read)
@@ -149,7 +149,7 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
     shapes = hf_tensors(hf_config, value_head=chunks[0].has_value_head)
     drawn: dict[str, torch.Tensor] = {}
 
-    def read(name: str, region: TensorSlice) -> torch.Tensor:
+    def read(name: str, region: TensorRegion) -> torch.Tensor:
         if name not in drawn:
             drawn.clear() if len(drawn) > 2 else None  # the three parts of qkv are read in turns
             drawn[name] = draw_tensor(hf_config, name, shapes[name], seed)

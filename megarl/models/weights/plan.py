@@ -20,23 +20,23 @@ from megarl.models.hf import checkpoint_name, dimensions, moe_layers, value_bias
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: A region of a tensor: (start, stop) of each dimension.
-TensorSlice = tuple[tuple[int, int], ...]
+#: A region of a tensor: (start, stop) of each dimension. It holds no data, unlike a `TensorSlice` of a checkpoint.
+TensorRegion = tuple[tuple[int, int], ...]
 
 
-def as_index(region: TensorSlice) -> tuple[slice, ...]:
+def as_index(region: TensorRegion) -> tuple[slice, ...]:
     """Return the index of a region in its tensor."""
     return tuple(slice(*span) for span in region)
 
 
-def slice_shape(region: TensorSlice) -> tuple[int, ...]:
+def region_shape(region: TensorRegion) -> tuple[int, ...]:
     """Return the sizes of a region."""
     return tuple(stop - start for start, stop in region)
 
 
-def slice_numel(region: TensorSlice) -> int:
-    """Return the elements inside a region."""
-    return math.prod(slice_shape(region))
+def region_numel(region: TensorRegion) -> int:
+    """Return the number of elements of a region."""
+    return math.prod(region_shape(region))
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Piece:
-    """One assignment: hf[source][source_slice] is local[target_slice]."""
+    """One assignment: hf[source][source_region] is local[target_region]."""
 
     source: str
-    source_slice: TensorSlice
-    target_slice: TensorSlice
+    source_region: TensorRegion
+    target_region: TensorRegion
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def sources_of(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> 
     return list(zip(names, shapes * (len(names) // len(shapes)), strict=True))
 
 
-def _whole(shape: tuple[int, ...]) -> TensorSlice:
+def _whole(shape: tuple[int, ...]) -> TensorRegion:
     return tuple((0, n) for n in shape)
 
 
@@ -202,8 +202,8 @@ def _row(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
     pieces, offset = [], 0
     for name, (rows, total) in sources:
         columns = total // ways
-        source_slice = ((0, rows), (rank * columns, (rank + 1) * columns))
-        pieces.append(Piece(name, source_slice, ((offset, offset + rows), (0, columns))))
+        source_region = ((0, rows), (rank * columns, (rank + 1) * columns))
+        pieces.append(Piece(name, source_region, ((offset, offset + rows), (0, columns))))
         offset += rows
     return (offset, columns), tuple(pieces)
 

@@ -15,10 +15,10 @@ from megarl.models.weights.plan import (
     Coordinate,
     Piece,
     Shard,
-    TensorSlice,
+    TensorRegion,
     as_index,
     hf_tensors,
-    slice_numel,
+    region_numel,
     slices_for,
 )
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[TensorSlice]]:
+def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[TensorRegion]]:
     """Return the regions of each tensor that the process at `at` holds, as often as it holds them."""
-    found: dict[str, list[TensorSlice]] = {}
+    found: dict[str, list[TensorRegion]] = {}
     for shard in slices_for(hf, at):
         for piece in shard.pieces:
-            found.setdefault(piece.source, []).append(piece.source_slice)
+            found.setdefault(piece.source, []).append(piece.source_region)
     return found
 
 
-def part_name(tensor: str, region: TensorSlice, number: int) -> str:
+def part_name(tensor: str, region: TensorRegion, number: int) -> str:
     """Return the name in messages of region `region` of a tensor, the `number`-th that a process holds of it.
 
     >>> part_name("norm.weight", ((0, 4),), 0)
@@ -75,7 +75,7 @@ class WeightWriter:
         """
         self._check(name, tuple(tensor.shape))
         for piece, param in self._places.get(name, ()):
-            param[as_index(piece.target_slice)].copy_(tensor[as_index(piece.source_slice)])
+            param[as_index(piece.target_region)].copy_(tensor[as_index(piece.source_region)])
 
     @torch.no_grad()
     def write_elements(self, name: str, shape: tuple[int, ...], positions: Tensor, values: Tensor) -> None:
@@ -92,9 +92,11 @@ class WeightWriter:
         at = torch.unravel_index(positions, shape)
         for piece, param in self._places.get(name, ()):
             inside = torch.ones_like(positions, dtype=torch.bool)
-            for index, (start, stop) in zip(at, piece.source_slice, strict=True):
+            for index, (start, stop) in zip(at, piece.source_region, strict=True):
                 inside &= (index >= start) & (index < stop)
-            offsets = [to - source for (source, _), (to, _) in zip(piece.source_slice, piece.target_slice, strict=True)]
+            offsets = [
+                to - source for (source, _), (to, _) in zip(piece.source_region, piece.target_region, strict=True)
+            ]
             where = tuple(index[inside] + offset for index, offset in zip(at, offsets, strict=True))
             param[where] = values[inside].to(param.dtype)
 
@@ -108,13 +110,13 @@ class WeightWriter:
         reader = CheckpointReader(folder)
         for name, places in self._places.items():
             for piece, param in places:
-                param[as_index(piece.target_slice)].copy_(reader.read(name, piece.source_slice))
+                param[as_index(piece.target_region)].copy_(reader.read(name, piece.source_region))
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every part that this process holds, under its `part_name`."""
         for name, places in self._places.items():
             for number, (piece, param) in enumerate(places):
-                yield part_name(name, piece.source_slice, number), param.detach()[as_index(piece.target_slice)]
+                yield part_name(name, piece.source_region, number), param.detach()[as_index(piece.target_region)]
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if self.shapes.get(name) != shape:
@@ -123,9 +125,9 @@ class WeightWriter:
 
 @torch.no_grad()
 def _clear_padding(shard: Shard, param: Tensor) -> None:
-    if sum(slice_numel(piece.target_slice) for piece in shard.pieces) == param.numel():
+    if sum(region_numel(piece.target_region) for piece in shard.pieces) == param.numel():
         return
     padding = torch.ones_like(param, dtype=torch.bool)
     for piece in shard.pieces:
-        padding[as_index(piece.target_slice)] = False
+        padding[as_index(piece.target_region)] = False
     param.masked_fill_(padding, 0)

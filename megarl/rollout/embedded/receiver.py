@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import ServerError
-from megarl.models.weights.plan import Coordinate, TensorSlice, as_index
+from megarl.models.weights.plan import Coordinate, TensorRegion, as_index
 from megarl.models.weights.receive import held_slices, part_name
 from megarl.rollout.embedded.inbox import PEER
 from megarl.sync.checksum import Checksum, make_checksum
@@ -54,7 +54,7 @@ class EngineLayout:
         return len(self.coordinates)
 
     @functools.cached_property
-    def _regions(self) -> list[dict[str, list[TensorSlice]]]:
+    def _regions(self) -> list[dict[str, list[TensorRegion]]]:
         return [held_slices(self.hf, at) for at in self.coordinates]
 
     def needs(self, rank: int, tensor: str) -> bool:

@@ -72,7 +72,7 @@ def _run(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
             dist.all_reduce(gradient, group=mpu.get_tensor_model_parallel_group())
         if place.dp_size > 1:
             dist.all_reduce(gradient, group=mpu.get_data_parallel_group())
-        gradients += [(p.source, p.source_slice, gradient[_cut(p.target_slice)]) for p in shard.pieces]
+        gradients += [(p.source, p.source_region, gradient[_cut(p.target_region)]) for p in shard.pieces]
     return {"seen": dict(zip(map(str, numbers), seen, strict=False)), "gradients": gradients}
 
 
