@@ -73,12 +73,14 @@ class Relay:
         }
         with self._lock:
             name = header.pop("sender")
+            if name not in self._senders:
+                self._senders[name] = _Sender()
             try:
-                return actions[header.pop("op")](self._senders.setdefault(name, _Sender()), bodies=bodies, **header)
+                return actions[header.pop("op")](self._senders[name], bodies=bodies, **header)
             except Refused:
                 raise
             except Exception:
-                self._senders.pop(name, None)  # half of it may be new: what comes next has to be whole
+                del self._senders[name]  # half of it may be new: what comes next has to be whole
                 raise
 
     def _full(
