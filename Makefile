@@ -101,15 +101,15 @@ metaworld-env: $(STAMP)
 
 # Nothing is compiled while it is installed, which would take as long again. These import what a run needs.
 COMPILED := ray, mlflow.store.tracking.sqlalchemy_store, megarl.runtime.worker, megarl.runtime.loop, megarl.training.engine
-# uv installs in seconds, pip where there is none of it (tools/installer.py). torch comes first, by itself: resolved
-# together with the rest, another build of several gigabytes may be chosen.
+# uv installs in seconds; without it, pip installs (tools/installer.py). torch comes first, by itself: resolved together
+# with the rest, another build of several gigabytes may be chosen.
 INSTALL := $(BIN)/python tools/installer.py $(BIN)/python
 $(STAMP): setup.py pyproject.toml constraints.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "megarl needs Python 3.11 or newer, $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12 ..." % v[:2])'
 	@echo 'installing into $(VENV)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(UV)" || echo 'there is no uv: pip takes some minutes'
+	$(BIN)/python -m pip install --quiet "$(UV)" || echo 'uv could not be installed: pip takes some minutes'
 	$(INSTALL) "$(TORCH)"
 	(echo "$(TORCH)"; grep -v '^torch==' constraints.txt) > $(VENV)/constraints.txt
 	$(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'

@@ -1,8 +1,8 @@
 """Install packages into an interpreter: `python tools/installer.py PYTHON ARGUMENTS...`, with arguments of pip.
 
-uv installs them where the interpreter that runs this file has it: in seconds, where pip takes a minute or more. pip
-installs them elsewhere, and where uv fails. Neither compiles what it installs, which takes as long again: an import
-compiles what is needed.
+uv installs them if the interpreter that runs this file has it: in seconds, where pip takes a minute or more. pip
+installs them without uv, and after uv has failed. Neither compiles what it installs, which takes as long again: an
+import compiles what is needed.
 """
 
 from __future__ import annotations
@@ -22,44 +22,59 @@ SETTINGS = {
     "constraint": "UV_CONSTRAINT",
     "trusted-host": "UV_INSECURE_HOST",
     "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "proxy": "ALL_PROXY",
 }
+#: What says the same, and has no variable of uv: where it is set, pip installs.
+NO_INDEX = "no-index"
+FALSE = ("", "0", "f", "false", "n", "no", "off")
 
 
-def settings_of_pip(listed: str) -> dict[str, str]:
-    """Translate the output of `pip config list` into environment variables of uv."""
+def read_settings(listed: str) -> dict[str, str]:
+    """Read the output of `pip config list`: each setting's value for an installation."""
     found: dict[str, str] = {}
     lines = [line.partition("=") for line in listed.splitlines()]
     for section in ("global", "install", ":env:"):  # a later one has precedence
         for name, _, value in lines:
-            variable = SETTINGS.get(name.removeprefix(f"{section}."))
-            if variable is not None:
-                separator = "," if variable == "UV_FIND_LINKS" else " "
-                found[variable] = separator.join(ast.literal_eval(value).split())
+            if name.startswith(f"{section}."):
+                found[name.removeprefix(f"{section}.")] = ast.literal_eval(value)
     return found
 
 
-def environment() -> dict[str, str]:
-    """Return the environment in which uv takes packages from where pip takes them."""
+def uv_variables(settings: dict[str, str]) -> dict[str, str]:
+    """Translate settings of pip into environment variables of uv."""
+    separators = dict.fromkeys(SETTINGS, " ") | {"find-links": ","}
+    return {SETTINGS[name]: separators[name].join(settings[name].split()) for name in SETTINGS if name in settings}
+
+
+def uv_environment() -> dict[str, str] | None:
+    """Return the environment in which uv takes packages from where pip takes them; None: it cannot, or is not here."""
+    if find_spec("uv") is None:
+        return None
     command = [sys.executable, "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    settings = read_settings(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    if settings.get(NO_INDEX, "").lower() not in FALSE:
+        return None
     # pip takes the newest of all its indexes.
-    return {"UV_INDEX_STRATEGY": "unsafe-best-match", **settings_of_pip(listed), **os.environ}
+    return {"UV_INDEX_STRATEGY": "unsafe-best-match", **uv_variables(settings), **os.environ}
 
 
 def make_environment(folder: Path) -> None:
     """Make a virtual environment of the running interpreter's Python, with a pip of its own."""
-    if find_spec("uv") is not None:
+    environment = uv_environment()
+    if environment is not None:
         command = [sys.executable, "-m", "uv", "venv", "--quiet", "--seed", "--python", sys.executable, str(folder)]
-        if subprocess.run(command, check=False, env=environment()).returncode == 0:
+        if subprocess.run(command, check=False, env=environment).returncode == 0:
             return
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
 
 
 def install(python: Path, *arguments: str) -> None:
     """Install into `python`; raise CalledProcessError where neither uv nor pip can."""
-    if find_spec("uv") is not None:
+    environment = uv_environment()
+    if environment is not None:
         command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python), *arguments]
-        if subprocess.run(command, check=False, env=environment()).returncode == 0:
+        if subprocess.run(command, check=False, env=environment).returncode == 0:
             return
         print("uv could not install this, see above; pip tries it", file=sys.stderr)
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--no-compile", *arguments], check=True)

@@ -33,12 +33,14 @@ def test_the_environment_has_precedence_over_files_and_what_says_no_place_is_lef
             "global.index-url='https://d.example/simple?a=b'",
             "install.index-url='https://e.example/simple?a=b'",
             "freeze.constraint='/never.txt'",
+            "global.proxy='http://proxy.example:3128'",
         ]
     )
-    assert installer.settings_of_pip(listed) == {
+    assert installer.uv_variables(installer.read_settings(listed)) == {
         "UV_INDEX": "https://a.example/simple https://b.example/simple",
         "UV_FIND_LINKS": "/one,/two",
         "UV_DEFAULT_INDEX": "https://e.example/simple?a=b",
+        "ALL_PROXY": "http://proxy.example:3128",
     }
 
 
@@ -57,6 +59,18 @@ def test_uv_finds_a_package_where_pip_does(setting: str, tmp_path: Path, monkeyp
     installer.install(Path(sys.executable), "--no-index", "--target", str(target), "megarl_probe==1.0")
     assert (target / "megarl_probe.py").exists()
     assert (target / "megarl_probe-1.0.dist-info" / "INSTALLER").read_text() == "uv"
+
+
+@pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make .venv/.installed` brings it")
+def test_pip_installs_where_it_is_told_to_ask_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv would ask PyPI: it has no variable for this."""
+    write_wheel(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "true")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    installer.install(Path(sys.executable), "--target", str(tmp_path / "target"), "megarl_probe==1.0")
+    assert (tmp_path / "target" / "megarl_probe-1.0.dist-info" / "INSTALLER").read_text().strip() == "pip"
+    monkeypatch.setenv("PIP_NO_INDEX", "false")
+    assert installer.uv_environment() is not None
 
 
 @pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make .venv/.installed` brings it")
