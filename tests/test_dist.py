@@ -1,6 +1,9 @@
 """The multi-process harness itself."""
 
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.processes import has_nvidia_device
+from tests import dist as harness
 from tests.dist import run_distributed, wait_for_ranks
 
 
@@ -43,6 +47,30 @@ def test_ranks_are_given_any_number_of_tensors():
 def test_error_of_one_rank_is_shown():
     with pytest.raises(AssertionError, match="rank one is unwell"):
         run_distributed(_one_rank_raises, 2, 60)
+
+
+@contextmanager
+def _taken_port() -> Iterator[int]:
+    """A port on which another program listens."""
+    with socket.create_server(("127.0.0.1", 0)) as program:
+        yield program.getsockname()[1]
+
+
+@pytest.mark.procs
+def test_ranks_that_could_not_meet_are_started_once_more(monkeypatch):
+    ports = [_taken_port, harness._reserved_port]
+    monkeypatch.setattr(harness, "_reserved_port", lambda: ports.pop(0)())
+    assert [found["rank"] for found in run_distributed(_sum_of_ranks, 2, 60, 10)] == [0, 1]
+    assert ports == []
+
+
+@pytest.mark.procs
+def test_ranks_that_have_met_and_fail_are_not_started_again(monkeypatch):
+    ports, reserved = [], harness._reserved_port
+    monkeypatch.setattr(harness, "_reserved_port", lambda: ports.append("reserved") or reserved())
+    with pytest.raises(AssertionError, match="rank one is unwell"):
+        run_distributed(_one_rank_raises, 2, 60)
+    assert ports == ["reserved"]
 
 
 def _imported_and_order() -> list:

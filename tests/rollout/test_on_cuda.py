@@ -18,7 +18,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "filtered": {"top_k": 20, "top_p": 0.9, "min_new_tokens": 3},
     "greedy": {"temperature": 0.0},
     "to the limit": {"ignore_eos": True},
-    "many ends": {"stop_token_ids": tuple(range(30, 70))},
+    # More tokens than steps between two looks at what has ended: rows are closed up while others go on.
+    "many ends": {"stop_token_ids": tuple(range(30, 70)), "max_new_tokens": 10},
 }
 CASES = [("qwen3", name) for name in SETTINGS] + [("mistral", "sampled"), ("qwen3_moe", "sampled")]
 ONE_LAYER, TWO_LAYERS = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
@@ -26,7 +27,8 @@ ONE_LAYER, TWO_LAYERS = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
 
 def generate(chunks, settings: dict, dtype: str = "model", **config: Any) -> list:
     limits = {"max_running": 7, **config}
-    return engine(chunks, dtype=dtype, **limits).generate(make_requests(4), sampled(max_new_tokens=6, **settings), STOP)
+    sampling = sampled(**{"max_new_tokens": 6, **settings})
+    return engine(chunks, dtype=dtype, **limits).generate(make_requests(4), sampling, STOP)
 
 
 def plain() -> list:

@@ -19,7 +19,7 @@ from tests.training import cases
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=1)
 STEPS = 2
-COUNT = 6  # of two ranks the first has five, of four it has four: several micro-batches
+COUNT = 6  # the first of two data-parallel ranks has five of them, the first of four has four: several micro-batches
 
 TWO = [
     ("dense", {"tp": 2}, {}),

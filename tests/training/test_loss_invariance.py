@@ -121,7 +121,7 @@ def _samples(engine, masked: str) -> Batch:
 def _cuts(loss: str, masked: str, ranks: int) -> list[int]:
     """Micro-batches of the whole batch: one loss is cut in all ways, the others in those that differ most.
 
-    With holes a single process has only the whole to compare with; of two ranks each has several micro-batches.
+    With holes, a single process takes the whole batch at once, and two ranks are compared with it in several each.
     """
     if masked == "holes":
         return [4] if ranks == 2 else [1]
