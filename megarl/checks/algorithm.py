@@ -266,7 +266,7 @@ def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
     if sampling.enabled and sampling.surplus == "keep" and config.async_.in_order:
         checks.warn(
             "algorithm.dynamic_sampling.surplus",
-            f"{name} has no ratio to correct for groups that the policy of an earlier step drew",
+            f"{name} has no ratio to correct for groups that the policy of an earlier step generated",
             found="keep",
             fix="set algorithm.dynamic_sampling.surplus=drop, or another loss",
         )

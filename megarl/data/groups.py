@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Column: number of a sample's group among those of the step. Where it is missing, group k of replica r of d is number
-#: k * d + r, as the loader deals prompts.
+#: k * d + r, as the loader shares prompts round-robin.
 ORDINAL = "ordinal"
 
 

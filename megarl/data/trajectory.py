@@ -35,8 +35,8 @@ class Trajectory:
     segments: one, unless it is interrupted.
 
     Attributes:
-        token_ids, sampled, logprobs: one entry per token after the prompt: its id, whether it is the policy's, and its
-            log-prob (0 for the environment's).
+        token_ids, sampled, logprobs: one entry per token after the prompt: its id, whether the policy sampled it (False
+            for all tokens of an episode that failed), and its log-prob (0 for the environment's).
         versions: versions of the weights that sampled these tokens, as runs; the environment's tokens count to the turn
             before them.
         turn_starts, turn_ends: where each turn of the policy begins and ends in `token_ids`; the last turn has no end

@@ -106,7 +106,7 @@ class AsReadyLoop:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: BufferedGroups | None
-    _update: int = 1  # metrics number 0 are those before the first step
+    _update_number: int = 1  # of the next weight update; metrics number 0 are those before the first step
     _dry: bool = False  # nothing more may begin with these weights
     _looked: float = 0.0
     _wanted: bool = False
@@ -282,7 +282,7 @@ class AsReadyLoop:
         if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
         self._looked = now
-        return store_of(self.c).has_come(f"{WANTED}/{self._update}")
+        return store_of(self.c).has_come(f"{WANTED}/{self._update_number}")
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
         """Walk the nodes after the one that generates, as far as they do not wait for rewards."""
@@ -370,17 +370,17 @@ class AsReadyLoop:
     # -- between two segments ----------------------------------------------------------------------------------------
 
     def _update_weights(self) -> int:
-        """Let the actor's team replace the weights; the version that is generated with from here on."""
-        c, update = self.c, self._update
+        """Let the actor's team replace the weights, and return the version of the new ones."""
+        c, number = self.c, self._update_number
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
-                store_of(c).arrive(f"{OPEN}/{update}")
-            version = int(c.mail.read(f"{UPDATE}/{update}"))
+                store_of(c).arrive(f"{OPEN}/{number}")
+            version = int(c.mail.read(f"{UPDATE}/{number}"))
         publish(c, version)
         c.context.step = version
-        self.recorder.end_step(update)  # what it has measured until here
+        self.recorder.end_step(number)  # what it has measured until here
         self.recorder.start_step()
-        self._update, self._dry, self._wanted = update + 1, False, False
+        self._update_number, self._dry, self._wanted = number + 1, False, False
         return version
 
     def _validate(self, version: int) -> None:

@@ -125,9 +125,8 @@ class InOrderLoop:
         tell_loader(c)
         # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
         if c.layout.is_lead:
-            store_of(c).arrive(
-                f"{GENERATED}/{c.context.step}"
-            )  # what others wait for: one piece of mail of all replicas
+            # What others wait for: one piece of mail of all replicas.
+            store_of(c).arrive(f"{GENERATED}/{c.context.step}")
 
     def _follow(self, version: int) -> None:
         c, validated = self.c, validates(self.c.config, version)

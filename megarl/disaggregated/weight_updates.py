@@ -86,7 +86,7 @@ class AsReadyUpdates:
     """The actor's end of the weight updates of a rollout's team (see `as_ready_loop`). Collective."""
 
     def __init__(self, c: RankState) -> None:
-        self._c, self._number, self._version, self._policy = c, 1, c.context.step, policy_of(c.config)
+        self._c, self._update_number, self._version, self._policy = c, 1, c.context.step, policy_of(c.config)
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run generates samples"
         self._team = team
@@ -114,7 +114,7 @@ class AsReadyUpdates:
             c.mail.post(f"{SAVES}/{step}", saves)
         if saves or validates(c.config, step) or self._policy.weights_must_go(self._version, step + 1):
             if c.layout.rank == 0:
-                c.mail.post(f"{WANTED}/{self._number}", step)
+                c.mail.post(f"{WANTED}/{self._update_number}", step)
             self._await_open()
             self._push(step)
         elif self._is_open():
@@ -134,15 +134,15 @@ class AsReadyUpdates:
 
     def _await_open(self) -> None:
         with phase("await_drawn", waits_for=self._team.name):
-            self._c.mail.read(f"{OPEN}/{self._number}")
+            self._c.mail.read(f"{OPEN}/{self._update_number}")
 
     def _push(self, version: int) -> None:
         c = self._c
         if c.layout.rank == 0:
-            c.mail.post(f"{UPDATE}/{self._number}", version)
+            c.mail.post(f"{UPDATE}/{self._update_number}", version)
         publish(c, version)
-        self._told.append(self._number)
-        self._number, self._version = self._number + 1, version
+        self._told.append(self._update_number)
+        self._update_number, self._version = self._update_number + 1, version
 
     def metrics(self, step: int) -> list[dict[str, Any]]:
         """Of the samples of `step`, and of the segments of the rollout's team that have ended in it."""

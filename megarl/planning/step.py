@@ -230,7 +230,7 @@ class StepFormulas:
         room, all_of_them = self.room, node.declared.resamples  # else one greedy response to every prompt
         decoder = self.decoder
         layout = (decoder.tp, decoder.pp, decoder.ep, decoder.etp, decoder.vpp)
-        key = ("draw", all_of_them, layout, room.engines, room.slots)
+        key = ("generate", all_of_them, layout, room.engines, room.slots)
         if key not in self.memo:
             work = self.work if all_of_them else replace(self.work, samples=1)
             parts = decoder.generate(work, room.engines, room.slots, flows=not self.config.async_.in_order)

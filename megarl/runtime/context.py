@@ -52,7 +52,7 @@ class StepContext:
         surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
         sequences: how samples become sequences of the model.
         scores: of robots' episodes, in the team that plays them.
-        cuts: where mini-batches begin, which replicas share by tokens (`TeamPlan.cuts`); None: groups are dealt.
+        cuts: where mini-batches begin, which replicas share by tokens (`TeamPlan.cuts`); None: round-robin.
     """
 
     config: RunConfig
@@ -76,7 +76,7 @@ class StepContext:
 
     @property
     def temperature(self) -> float:
-        """Temperature that samples are sampled and scored at."""
+        """Temperature that samples are generated and scored at."""
         return self.config.rollout.sampling.temperature
 
     @cached_property

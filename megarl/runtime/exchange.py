@@ -99,7 +99,7 @@ class GroupPool:
     Args:
         group: one rank of every replica, in the order of the replicas.
         cuts: groups are shared by tokens, those between two of these places by themselves (`share_groups`); None: they
-            are dealt.
+            are shared round-robin.
     """
 
     def __init__(self, group: WorkerGroup, cuts: Sequence[int] | None = None) -> None:
@@ -114,7 +114,7 @@ class GroupPool:
         return len(self._owners)
 
     def add(self, samples: Batch, keep: list[bool]) -> None:
-        """Take the groups that `keep` marks, one entry for each, of this replica's share of what all drew together."""
+        """Take the groups that `keep` marks, one entry for each, of this replica's share of what all have generated."""
         groups = [group if kept else [] for group, kept in zip(group_places(samples["uid"]), keep, strict=True)]
         tokens = [0] * len(samples) if self._cuts is None else tokens_of(samples)
         self._mine.append(samples.select([place for group in groups for place in group]))
@@ -128,10 +128,10 @@ class GroupPool:
                     self._tokens.append(share[place][1])
 
     def split(self, wanted: int) -> tuple[Batch, Batch]:
-        """This replica's share of the first `wanted` groups, and of the rest; the samples of a group stand together.
+        """Return this replica's share of the first `wanted` groups, and of the rest; samples of a group stand together.
 
-        Groups that are shared by tokens have their numbers in the column ORDINAL. The rest is dealt in any case, as it
-        is looked for in a checkpoint.
+        Groups that are shared by tokens have their numbers in the column ORDINAL. The rest is shared round-robin in any
+        case, as it is looked for in a checkpoint.
 
         Raises:
             ValueError: a column cannot be sent.

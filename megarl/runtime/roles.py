@@ -6,7 +6,7 @@
     reference    parameters                                                   log_probs
     teacher      parameters                                                   log_probs
     reward_model parameters                                                   scores
-    rollout      the actor's parameters or a server's weights, and a cache    drawing, engine
+    rollout      the actor's parameters or a server's weights, and a cache    generating, engine
     scorer       nothing                                                      runner, by_environment
 
 A model enters its phase of the offload schedule by itself, so that a stage cannot forget to. Which models there are

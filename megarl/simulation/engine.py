@@ -35,7 +35,7 @@ class Faults:
 
     Attributes:
         device_hours: hours that a device runs on average until it fails; None: nothing fails.
-        server_s: until a server is back; what it drew begins again.
+        server_s: until a server is back; what it was generating begins again.
         train_s: until the actor's team is back; it goes on from its newest checkpoint.
         save_every: steps between checkpoints.
     """
@@ -179,9 +179,8 @@ class Simulation:
             if step % self.faults.save_every == 0:
                 saved = self.env.now
             began = self._without_pushes()
-            yield from rules.after_step(
-                step
-            )  # in order, weights wait for samples that the ones before have to generate
+            # In order, new weights wait for samples that are generated with the ones before.
+            yield from rules.after_step(step)
             self._spent["samples"] += self._without_pushes() - began
             self.outcome.ends.append(self.env.now)
             self.outcome.tokens.append(sum(self._tokens.pop(number) for number in groups))

@@ -1,4 +1,4 @@
-"""Samples of several turns in a batch: whose tokens they are, and which weights drew them."""
+"""Samples of several turns in a batch: whose tokens they are, and which weights sampled them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.data.versions import runs_of, set_versions, token_versions, tokens_b
 from tests.trajectories import add_turn
 
 EOS = 2
-#: An episode: for each turn the version of each token that the policy drew, and how much the environment said to it.
+#: An episode: for each turn the version of each token that the policy sampled, and how much the environment said to it.
 episodes = st.lists(
     st.lists(st.tuples(st.lists(st.integers(3, 6), min_size=1, max_size=5), st.integers(0, 4)), min_size=1, max_size=4),
     min_size=1,

@@ -20,7 +20,7 @@ HANDOVERS = (
     Handover("reward", "draw", ("score", "optional"), ("train",), "rollout"),
 )
 FINISHED, UNDER_WAY, BEGUN, LATE = (0, 1, 2, 5, 6), 3, 4, 1
-DRAFTS = [
+PARTIALS = [
     Trajectory([1], [5, 6], [True] * 2, [-0.5, -1.0], [[0, 1], [1, 1]], [0], segments=2),
     Trajectory([1], [7], [True], [-2.0], [[0, 1]], [0], [1], [0.0], ended_by="done", info={"found": 1.0}, segments=1),
 ]
@@ -55,11 +55,11 @@ def layout(replica: int, *, lead: bool = True) -> SimpleNamespace:
 def write(folder, *, lead: bool = True) -> None:
     """Two replicas, which had finished groups 0 and 2 together, then 6; and 1 and 5 together."""
     versions = [{0: 1, 2: 1, 6: 2, UNDER_WAY: 2}, {1: 1, 5: 2, BEGUN: 2}]
-    for replica, (done, drafts) in enumerate(
-        [([ready(0, 2), ready(6)], {UNDER_WAY: DRAFTS}), ([ready(1, 5)], {BEGUN: [Trajectory([1]), Trajectory([1])]})]
+    for replica, (done, partials) in enumerate(
+        [([ready(0, 2), ready(6)], {UNDER_WAY: PARTIALS}), ([ready(1, 5)], {BEGUN: [Trajectory([1]), Trajectory([1])]})]
     ):
         again = [8, 9] if replica == 0 else []
-        files = flow_files(layout(replica, lead=lead), done, versions[replica], drafts, again, counted(10 + replica))
+        files = flow_files(layout(replica, lead=lead), done, versions[replica], partials, again, counted(10 + replica))
         for name, content in files.items():
             (folder / name).write_bytes(content)
 
@@ -81,7 +81,7 @@ def test_every_group_goes_on_at_one_replica(tmp_path, now):
             metrics.merge(one.metrics)
     assert sorted(numbers) == sorted({*FINISHED, UNDER_WAY, BEGUN} - {LATE})
     assert held.versions == {0: 1, 1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 2}
-    assert held.partials == {UNDER_WAY: DRAFTS, BEGUN: [Trajectory([1]), Trajectory([1])]}
+    assert held.partials == {UNDER_WAY: PARTIALS, BEGUN: [Trajectory([1]), Trajectory([1])]}
     assert held.again == [8, 9]
     assert metrics.result() == {"groups": 3}, "of those that were finished together the first one has them"
 

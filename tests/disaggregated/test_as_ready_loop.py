@@ -301,9 +301,9 @@ def stands_still_until_weights_come(recipe: str, run_dir: str, overrides: list[s
         return swap(self, c, ready, *rest)
 
     def called(self: Any) -> bool:
-        if self._update == 1 and len(given) >= 4:
+        if self._update_number == 1 and len(given) >= 4:
             calls.append(len(given))
-        stands = self._update == 1 and len(calls) > 1  # since the call before samples have got tokens
+        stands = self._update_number == 1 and len(calls) > 1  # since the call before samples have got tokens
         while not (found := is_called(self)) and stands:
             time.sleep(0.01)
         return found

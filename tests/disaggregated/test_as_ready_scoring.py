@@ -1,4 +1,4 @@
-"""Rewards that take long do not keep a replica from drawing, where samples go to training as they get ready."""
+"""Rewards that take long do not keep a replica from generating, where samples go to training as they get ready."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_an_interrupt_does_not_wait_for_rewards_and_a_checkpoint_does(monkeypatc
     monkeypatch.setattr(
         flow,
         "files_of_flow",
-        lambda c, version, under_way, drafts, carried: saved.append(([*run.told], under_way)) or {},
+        lambda c, version, under_way, partials, carried: saved.append(([*run.told], under_way)) or {},
     )
     run.rewards[0].set_result(1.0)
     run.steps._save(1, stream)  # type: ignore[arg-type]

@@ -71,9 +71,9 @@ def test_every_replica_gives_what_it_would_have_drawn(tmp_path, before, now):
             drawn(replica, now),
         )
         assert list(found.given) == list(wanted.given)
-        for key, gift in found.given.items():
-            assert (gift.node, gift.groups) == (wanted.given[key].node, wanted.given[key].groups)
-            assert gift.samples.to_bytes() == wanted.given[key].samples.to_bytes()
+        for key, sent in found.given.items():
+            assert (sent.node, sent.groups) == (wanted.given[key].node, wanted.given[key].groups)
+            assert sent.samples.to_bytes() == wanted.given[key].samples.to_bytes()
         metrics.merge(found.metrics)
     assert metrics.result() == {"score": sum(range(GROUPS)) / GROUPS}
 

@@ -1,4 +1,4 @@
-"""Runs whose rollout draws a step while the one before it is trained: `async.max_staleness=1`."""
+"""Runs whose rollout generates a step while the one before it is trained: `async.max_staleness=1`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
-    """Folder and numbers of a run in which drawing and training wait for each other, so that both go on at once."""
+    """Folder and numbers of a run in which generating and training wait for each other, so that both go on at once."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
     return run_dir, train(recipe, run_dir, work=at_the_same_time)
 
@@ -78,7 +78,7 @@ def test_a_step_is_drawn_while_the_one_before_it_is_trained(undisturbed):
     """Else one of the two would have timed out."""
     run_dir, _ = undisturbed
     assert {path.name for path in run_dir.glob("began-*")} == {
-        *(f"began-drawing-{step}" for step in (1, 2, 3, 4)),
+        *(f"began-generating-{step}" for step in (1, 2, 3, 4)),
         *(f"began-training-{step}" for step in (1, 2, 3, 4)),
     }
 
@@ -246,8 +246,8 @@ def at_the_same_time(recipe: str, run_dir: str, overrides: list[str], teams: lis
     folder, last = Path(run_dir), 4
     generate = rollout.generate
 
-    def drawing(c: Any, *arguments: Any, **named: Any) -> Any:
-        (folder / f"began-drawing-{c.step}").touch()
+    def generating(c: Any, *arguments: Any, **named: Any) -> Any:
+        (folder / f"began-generating-{c.step}").touch()
         if c.step > 1:
             wait_for(folder / f"began-training-{c.step - 1}")
         return generate(c, *arguments, **named)
@@ -256,9 +256,9 @@ def at_the_same_time(recipe: str, run_dir: str, overrides: list[str], teams: lis
         note_versions(folder, c.step, samples)
         (folder / f"began-training-{c.step}").touch()
         if c.step < last:
-            wait_for(folder / f"began-drawing-{c.step + 1}")
+            wait_for(folder / f"began-generating-{c.step + 1}")
 
-    rollout.generate = drawing
+    rollout.generate = generating
     before_training(training)
     draw_by_chance(folder)
     harness.work_of_rank(recipe, run_dir, overrides, teams)
@@ -278,18 +278,18 @@ def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: lis
 
 
 def killed_when_it_draws_step_5(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
-    """The run, whose rollout is killed when it draws step 5, after the checkpoint of step 2."""
+    """The run, whose rollout is killed when it generates step 5, after the checkpoint of step 2."""
     from megarl.runtime.stages import rollout
 
     generate = rollout.generate
 
-    def drawing(c: Any, *arguments: Any, **named: Any) -> Any:
+    def generating(c: Any, *arguments: Any, **named: Any) -> Any:
         if c.step == 5:
             wait_for(Path(run_dir) / "checkpoints" / "step_2" / "meta.json")
             os.kill(os.getpid(), signal.SIGKILL)
         return generate(c, *arguments, **named)
 
-    rollout.generate = drawing
+    rollout.generate = generating
     harness.work_of_rank(recipe, run_dir, overrides, teams)
 
 
@@ -315,12 +315,12 @@ def draw_by_chance(run_dir: Path) -> None:
 
     generate = rollout.generate
 
-    def drawing(c: Any, *arguments: Any, **named: Any) -> Any:
+    def generating(c: Any, *arguments: Any, **named: Any) -> Any:
         with (run_dir / "by-chance").open("a") as file:
             file.write(f"{c.step} {torch.rand(()).item()} {numpy.random.rand()}\n")
         return generate(c, *arguments, **named)
 
-    rollout.generate = drawing
+    rollout.generate = generating
 
 
 def drawn_by_chance(run_dir: Path) -> dict[int, tuple[str, ...]]:

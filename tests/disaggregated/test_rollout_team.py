@@ -50,7 +50,7 @@ def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
     layout, mail = single_process(), Letters()
     trained, held = cases.build(seed=3), cases.build(seed=4)
     engine = cases.engine(held)
-    draws = SimpleNamespace(
+    holder = SimpleNamespace(
         config=config,
         run_dir=tmp_path,
         layout=layout,
@@ -58,7 +58,7 @@ def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
         team=SimpleNamespace(store=mail),
         rollout=SimpleNamespace(engine=engine),
     )
-    pushed = rollout_team.open_engine(draws)
+    pushed = rollout_team.open_engine(holder)
     trains = SimpleNamespace(
         config=config,
         run_dir=tmp_path,
@@ -175,7 +175,7 @@ def test_a_resumed_loader_begins_where_the_checkpoint_was_written(tmp_path):
 
 @pytest.mark.parametrize("resumed_at", [0, 2], ids=["of a cold start", "of a step"])
 def test_a_resumed_run_draws_the_prompts_that_come_next(tmp_path, resumed_at):
-    """In the team that draws, which has no engine of its own in the checkpoint."""
+    """In the team that generates, which has no engine of its own in the checkpoint."""
     data = Numbers(9)
     written = PromptLoader(data, 4, seed=7)
     for _ in range(resumed_at):

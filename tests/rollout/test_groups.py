@@ -128,7 +128,7 @@ def test_enough_ends_the_waiting():
     asked = after(3)
     assert stream.wait(asked) == []
     stream.interrupt()
-    assert [len(draft.token_ids) for draft in stream.partial()[0]] == [3, 3]
+    assert [len(kept.token_ids) for kept in stream.partial()[0]] == [3, 3]
 
 
 def test_what_was_interrupted_goes_on_with_its_tokens_the_rest_of_its_room_and_the_next_seed():
@@ -139,9 +139,9 @@ def test_what_was_interrupted_goes_on_with_its_tokens_the_rest_of_its_room_and_t
     stream.interrupt()
     assert made.opened[0].closed
     assert (stream.busy, stream.free) == (True, 7)
-    [draft] = stream.partial()[0]
+    [kept] = stream.partial()[0]
     tokens, logprobs = replay([1, 3], lambda turn: turn, [[0, 5]])
-    assert draft == partial([1, 3], tokens, logprobs)
+    assert kept == partial([1, 3], tokens, logprobs)
 
     made.weight_version = 4
     stream.open()
@@ -182,9 +182,9 @@ def test_a_sample_of_which_nothing_was_drawn_is_as_if_it_had_begun_later():
 @pytest.mark.parametrize(("left", "reason"), [([7] * 11 + [3], "length"), ([7, 5], "stop")])
 def test_a_draft_that_is_full_or_ends_with_an_end_token_is_over(left, reason):
     stream = opened(ScriptedEngine(), slots=1)
-    draft = partial([1], left, [-1.0] * len(left))
-    stream.add(group(0, [1], 1), [draft])
-    assert (stream.free, draft.turn_ends) == (1, [])
+    kept = partial([1], left, [-1.0] * len(left))
+    stream.add(group(0, [1], 1), [kept])
+    assert (stream.free, kept.turn_ends) == (1, [])
     [(_, [sample])] = stream.wait()
     assert (sample.token_ids, sample.versions, sample.finish_reason) == (left, [[0, len(left)]], reason)
 
@@ -198,7 +198,7 @@ def test_a_group_that_an_interruption_finds_complete_comes_without_generation():
     made.opened[0].turns[0].sampled = [(7, -1.0), (5, -2.0)]  # it had just ended
     made.opened[0].turns[1].sampled = [(2, -3.0)]
     stream.interrupt()
-    assert [draft.finish_reason for draft in stream.partial()[0]] == ["stop", "stop"]
+    assert [kept.finish_reason for kept in stream.partial()[0]] == ["stop", "stop"]
     [(number, samples)] = stream.wait()
     assert (number, [sample.token_ids for sample in samples]) == (0, [[7, 5], [2]])
     assert not stream.busy

@@ -295,7 +295,7 @@ def test_when_all_servers_die_the_rest_is_generated_after_restart_and_catch_up(b
 
 
 def scheduler_of(fleet: Fleet, number: int) -> psutil.Process:
-    """The process of a server that draws: of its children it has the most threads."""
+    """The process of a server that generates: of its children it has the most threads."""
     return max(psutil.Process(fleet._owned[number].pid).children(recursive=True), key=psutil.Process.num_threads)
 
 
@@ -319,7 +319,7 @@ def test_a_server_whose_scheduler_hangs_is_replaced_while_the_other_one_draws(bo
             generation.submit(i, [20 + i] * 5, 7, 16)
         time.sleep(0.3)
     generation.close()
-    assert [len({tuple(ids) for ids in drawn[i]}) for i in turns] == [1, 1]  # the same sample, whoever draws it
+    assert [len({tuple(ids) for ids in drawn[i]}) for i in turns] == [1, 1]  # the same sample, whoever generates it
     assert both.servers[1].restarts == before + 1
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert shared_memory(instance) == []

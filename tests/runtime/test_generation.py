@@ -123,21 +123,21 @@ def test_servers_elsewhere_move_nothing_of_the_trainer(controller, monkeypatch, 
     assert controller.calls == ["refresh", "push"]
 
 
-@pytest.mark.parametrize(("draws", "limit"), [(True, 60.0), (False, 300.0)])
+@pytest.mark.parametrize(("generates", "limit"), [(True, 60.0), (False, 300.0)])
 def test_a_probe_of_idle_servers_waits_no_longer_than_other_calls_that_move_no_weights(
-    controller, monkeypatch, draws, limit
+    controller, monkeypatch, generates, limit
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(probe, "probe_servers", lambda *args: asked.append(args[3]) or [])
     monkeypatch.setattr(updater, "WeightSync", SimpleNamespace)
     controller.sync, controller.hf_config = SimpleNamespace(run="a run"), SimpleNamespace(vocab_size=20)
-    controller.team, controller.fleet.answer_s = SimpleNamespace(holds=lambda role: draws), 60.0
+    controller.team, controller.fleet.answer_s = SimpleNamespace(holds=lambda role: generates), 60.0
     generation.account_update(controller, updater.SyncReport(3, "tensor", updated=[0], to_probe=[0]))
     assert asked == [limit]
 
 
 def test_any_generation_has_the_servers_cache(controller) -> None:
-    """Validation draws samples through the same function as training, and needs the same memory."""
+    """Validation generates samples through the same function as training, and needs the same memory."""
 
     def answer(requests: Any, *args: Any) -> list[list[Completion]]:
         controller.calls.append("generate")

@@ -141,16 +141,16 @@ def test_servers_are_asked_by_one_team_and_filled_by_another(recipe, tmp_path):
 
 
 def killed_in_step_4(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
-    """The run, whose rollout's worker is killed when it draws step 4, after the checkpoint of step 2."""
+    """The run, whose rollout's worker is killed when it generates step 4, after the checkpoint of step 2."""
     from megarl.runtime.stages import rollout
 
     generate = rollout.generate
 
-    def drawing(c: Any, *arguments: Any, **named: Any) -> Any:
+    def generating(c: Any, *arguments: Any, **named: Any) -> Any:
         if c.step == 4:
             wait_for(Path(run_dir) / "checkpoints" / "step_2" / "meta.json")  # this team has written its part
             os.kill(os.getpid(), signal.SIGKILL)
         return generate(c, *arguments, **named)
 
-    rollout.generate = drawing
+    rollout.generate = generating
     harness.work_of_rank(recipe, run_dir, overrides, teams)

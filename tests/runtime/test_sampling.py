@@ -1,4 +1,4 @@
-"""Groups that wait for the next step: scored by the policy that drew them, whatever is between rollout and update."""
+"""Groups that wait for the next step are scored by the policy that generated them, whatever follows the rollout."""
 
 from __future__ import annotations
 

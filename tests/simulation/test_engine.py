@@ -57,7 +57,7 @@ def test_as_ready_is_the_ideal_pipeline_but_for_calls_that_are_put_off(case, par
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3])
-def test_where_drawing_is_slower_training_is_hidden_in_order_at_any_staleness(lag):
+def test_where_generation_is_slower_training_is_hidden_in_order_at_any_staleness(lag):
     work = replace(CASES["tails"], training_s=0.5)
     generation = sum(max(work.step_seconds(step)) for step in range(1, STEPS + 1))
     assert simulate(work, system(work, lag)).ends[-1] == pytest.approx(generation + work.training_s, rel=0.02)

@@ -60,7 +60,7 @@ class StoreClient:
         self._given: dict[int, list[Any]] = {}  # references, by the number of the call
         self._changes = 0
         self._waits_for = ""
-        self._notice = Mailbox(actor, team, self._slice_s)
+        self._mailbox = Mailbox(actor, team, self._slice_s)
         tracing.on_change(self._moved)
         self._serial = self._ping().heard  # of the last call that changes something; another process may have made it
         threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
@@ -107,7 +107,7 @@ class StoreClient:
 
     def has_come(self, name: str) -> bool:
         """Say whether somebody has posted this; cheap enough to be asked all the time (`Mailbox`)."""
-        return self._notice.has_come(name)
+        return self._mailbox.has_come(name)
 
     # -- samples -----------------------------------------------------------------------------------------------------
 

@@ -322,7 +322,7 @@ class DurableCore:
             self._lacking[team, rank].discard(payload)
 
     def ack(self, team: str, rank: int, *, whole: bool = False) -> Ack:
-        """Tell a worker what is new; or the `whole`, which takes long where it gave much that is needed."""
+        """Return what is new to a worker. `whole`: also all of its calls whose bytes are needed, which takes time."""
         gone = self._gone.pop((team, rank), [])
         lacking = sorted(payload.serial for payload in self._lacking[team, rank])
         return Ack(self._last(team, rank), gone, lacking, sorted(self._of(team, rank)) if whole else None)

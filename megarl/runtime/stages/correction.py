@@ -1,4 +1,4 @@
-"""Rollout correction: measure and correct the gap between the policy that drew the samples and the one that is trained.
+"""Rollout correction: measure and correct the gap between the policy that generated the samples and the trained one.
 
 Decoupled, a node does it between the old log-probs and the advantage. In bypass, and when a single update needs no old
 log-probs, the ratio is known in the update only: `megarl.algorithms.objective` does it there, by micro-batches.
@@ -47,7 +47,7 @@ def rollout_gap(c: StepContext, samples: Batch) -> Batch:
 
 @stage(reads=["rollout_logp"], writes=["old_logp"], role=Role.ACTOR)
 def rollout_as_old(c: StepContext, samples: Batch) -> Batch:
-    """Bypass: the policy that drew the samples is the one that the update starts from; nothing is computed."""
+    """Bypass: the policy that generated the samples is the one that the update starts from; nothing is computed."""
     samples.set("old_logp", samples["rollout_logp"])
     return samples
 

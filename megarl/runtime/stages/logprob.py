@@ -53,8 +53,8 @@ def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch
 def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
     """`samples`, which wait for a later step, with all that this step's policy has to say of them.
 
-    The ratio of PPO and its clip are against the policy that drew a sample, and that one is gone by then. In bypass
-    the log-probs of the rollout take this place.
+    The ratio of PPO and its clip are against the policy that generated a sample, and that one is gone by then. In
+    bypass the log-probs of the rollout take this place.
     """
     from megarl.algorithms.needs import component_fields
 

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """`ppo_epochs` passes over the samples, one optimizer step per mini-batch.
 
-    Without `old_logp` every sample is used once, as if by the policy that drew it: the ratio is 1, except for samples
-    that waited since an earlier step. While a critic warms up the policy rests.
+    Without `old_logp` every sample is used once, as if by the policy that generated it: the ratio is 1, except for
+    samples that waited since an earlier step. While a critic warms up the policy rests.
     """
     from megarl.runtime.exchange import record_tokens
 

@@ -24,7 +24,7 @@ async def change(actor: StoreActor, team: str, rank: int, serial: int, *call: An
     return await actor.change(team, rank, serial, json.dumps(call), refs)
 
 
-def test_waiting_calls_are_woken_by_the_last_gift(tmp_path: Path) -> None:
+def test_waiting_calls_are_woken_when_the_last_rank_has_given(tmp_path: Path) -> None:
     async def run() -> None:
         actor = StoreActor("s", by_hand(train=2), 4, "dealt", tmp_path / "j")
         calls = [

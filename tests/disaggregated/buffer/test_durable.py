@@ -112,8 +112,8 @@ class Workers:
         """What the core that never dies holds: numbers of calls by worker."""
         found: dict[tuple[str, int], set[int]] = {worker: set() for worker in self.serials}
         for step in self.core._steps.values():
-            for gift in step.sent_by_key.values():
-                for ref in gift.refs.values():
+            for sent in step.sent_by_key.values():
+                for ref in sent.refs.values():
                     team, rank, serial, _ = ref.split("/")
                     found[team, int(rank)].add(int(serial))
         return {worker: sorted(serials) for worker, serials in found.items()}
@@ -319,10 +319,10 @@ def test_steps_are_formed_of_the_same_groups_whenever_the_store_dies(seed: int, 
                     for key in KEYS:
                         workers.ask("fetch", team, step, key, [group.uid for group in mine])
                     assert workers.ask("read", f"formed/{step}") is not None
-                    arrive = ("arrive", "train", rank, f"gate/{step}")
+                    arrive = ("arrive", "train", rank, f"update/{step}")
                     workers.change((team, rank), dies(), *arrive)
                     workers.change((team, rank), dies(), "done", team, rank, step)
-                assert workers.ask("read", f"gate/{step}") is not None
+                assert workers.ask("read", f"update/{step}") is not None
         assert workers.ask("flow_state")["again"] == []
         assert workers.store._core._steps == {}
 
