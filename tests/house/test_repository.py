@@ -15,10 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Where one developer's files live, or where one site's package mirror is, belongs in no file of the project.
 MACHINE = re.compile(
-    r"(?<![\w.~$}/-])/(?:work|root|home|Users)/[\w.]|(?:index-url|find-links|trusted-host)(?!\x22)|file:///",
+    r"(?<![\w.~$}/-])/(?:work|root|home|Users)/[\w.]|(?:extra-)?index-url|find-links|trusted-host|file:///",
     re.IGNORECASE,
 )
-NAMING_NONE = (Path(__file__), Path(__file__).with_name("test_installer.py"))  # they have patterns and examples
+#: Patterns, examples, and the names of pip's settings.
+NAMING_NONE = (Path(__file__), Path(__file__).with_name("test_installer.py"), ROOT / "tools" / "installer.py")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
