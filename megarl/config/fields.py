@@ -159,7 +159,11 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         item = _describe(args[0], [])
         if item.startswith("integer"):
             return f"list of integers{item.removeprefix('integer')}"
-        return f"list of {item} values"
+        return (
+            f"list of sections{item.removeprefix('section')}"
+            if item.startswith("section")
+            else f"list of {item} values"
+        )
     if origin is dict:
         if isinstance(args[1], type) and issubclass(args[1], Section):
             return f"mapping of names to sections with the keys {', '.join(args[1].model_fields)}"
@@ -177,12 +181,11 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    words = [
-        f"{sign} {getattr(item, attribute)}"
-        for kind, (sign, attribute) in _BOUNDS.items()
-        for item in metadata
-        if isinstance(item, kind)
-    ]
+    """Return the bounds of a number; of several bounds of one kind the one that refuses more."""
+    words = []
+    for kind, (sign, attribute) in _BOUNDS.items():
+        if bounds := [getattr(item, attribute) for item in metadata if isinstance(item, kind)]:
+            words.append(f"{sign} {max(bounds) if sign.startswith('>') else min(bounds)}")
     return " and ".join(words)
 
 
