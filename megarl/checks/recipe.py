@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.asynchrony import check_async
-from megarl.checks.checklist import Check, Checklist
+from megarl.checks.checklist import Check, Checklist, Roles
 from megarl.checks.correction import check_correction
 from megarl.checks.descriptors import check_descriptors
 from megarl.checks.disk import check_disk
@@ -105,37 +105,24 @@ def check_config(
     sizes = {Role.ACTOR: facts, Role.ROLLOUT: facts, **others}
     placement = check_placement(config, graph, job, launcher, checks)
     if placement is not None:
-        check_machine_gpus(config, placement, job, checks)
-        check_layouts(config, placement, sizes, checks)
-        check_descriptors(config, placement, checks)
+        _check_placed(config, placement, sizes, job, checks)
     if job in ("train", "sft"):
         check_only_in_training(facts, checks)
-        check_batches(config, placement, checks)
-        check_schedules(config, roles, checks)
-        check_watched_metrics(config, job, checks)
+        _check_steps(config, placement, roles, job, checks)
     learns_pairs = job == "train" and config.preference is not None
     if job == "train":
         check_graph(config, built, checks)
         if not learns_pairs:
-            check_objective(config, roles, checks)
-            check_correction(config, checks)
-            if placement is not None:
-                check_async(config, placement, facts, checks)
+            _check_learning(config, roles, placement, facts, checks)
     if not learns_pairs:
         check_sampling(config, facts, checks)
         check_reward_model(config, roles, placement, others.get(Role.REWARD_MODEL), job, checks)
     if job != "sft":
         check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
-    check_lora(config, facts, placement, checks)
-    check_images(config, placement, facts, checks)
+    _check_parts(config, facts, placement, checks)
     check_robot(config, placement, checks, starts=starts and launcher != "ray")
-    if config.robot is None:  # else there are neither prompts in files nor a reward function
-        check_chat_template(config, checks)
-        check_end_tokens(config, checks)
-        check_data(config, job, checks)
-        if job != "generate" and not learns_pairs:
-            check_reward(config, checks)
+    _check_texts(config, job, checks)
     check_places(config, checks)
     if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
         check_disk(config, sizes, roles, job, run_dir, checks)
@@ -144,6 +131,51 @@ def check_config(
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     return Checked(checks.items, sizes, graph, placement)
+
+
+def _check_learning(
+    config: RunConfig,
+    roles: Roles,
+    placement: Placement | None,
+    facts: ModelFacts | None,
+    checks: Checklist,
+) -> None:
+    """Check the objective of learning from what is generated."""
+    check_objective(config, roles, checks)
+    check_correction(config, checks)
+    if placement is not None:
+        check_async(config, placement, facts, checks)
+
+
+def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
+    """Check what a model has in addition to its decoder."""
+    check_lora(config, facts, placement, checks)
+    check_images(config, placement, facts, checks)
+
+
+def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: str, checks: Checklist) -> None:
+    """Check the demands of the teams on machines and models."""
+    check_machine_gpus(config, placement, job, checks)
+    check_layouts(config, placement, sizes, checks)
+    check_descriptors(config, placement, checks)
+
+
+def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, job: str, checks: Checklist) -> None:
+    """Check the sizes of training steps, their learning rates, and how they are measured."""
+    check_batches(config, placement, checks)
+    check_schedules(config, roles, checks)
+    check_watched_metrics(config, job, checks)
+
+
+def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
+    """Check prompts in files and the reward function, which a robot's policy does not have."""
+    if config.robot is not None:
+        return
+    check_chat_template(config, checks)
+    check_end_tokens(config, checks)
+    check_data(config, job, checks)
+    if job != "generate" and not (job == "train" and config.preference is not None):
+        check_reward(config, checks)
 
 
 def validate(
