@@ -155,7 +155,7 @@ def tables(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> list[
             made[row.what] = Table(
                 title=head + row.what, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False
             )
-            columns = ("devices", "servers", "prompts", "step s", "tok/s", "effic.", "train", "draw", "wait", "push")
+            columns = ("devices", "servers", "prompts", "step s", "tok/s", "effic.", "train", "gen.", "wait", "push")
             for column in (*columns, "store", "age"):
                 made[row.what].add_column(column, justify="right", no_wrap=True)
         cells = [str(row.system.devices), str(row.system.servers), str(row.system.groups), f"{row.outcome.step_s:.3g}"]

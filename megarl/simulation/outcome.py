@@ -11,7 +11,7 @@ FIRST, LAST = 4, 2  # steps that are not counted: queues fill and run empty
 
 
 class Shares(NamedTuple):
-    """The parts of the counted time, which sum to 1.
+    """Shares of the time of a whole run. Teams work at the same time, so that they need not sum to 1.
 
     Attributes:
         training: the actor's team computes.
@@ -69,7 +69,7 @@ class Simulated:
 
     @property
     def shares(self) -> Shares:
-        """The shares of the whole run."""
+        """How much of the whole run each of these took."""
         whole = self.ends[-1]
         return Shares(*(self.spent.get(name, 0.0) / whole for name in Shares._fields))
 

@@ -167,8 +167,8 @@ def _refuse_unused(given: Mapping[str, Mapping[str, str]]) -> None:
 
 def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None) -> None:
     """Refuse a run of another graph, which says nothing about the nodes of this one."""
-    resampled = {id for id in graph.order() if graph[id].declared.resamples}
-    missing = [id for id in graph.order() if id not in measured.seconds.nodes and id not in resampled]
+    generating = {id for id in graph.order() if graph[id].declared.resamples}
+    missing = [id for id in graph.order() if id not in measured.seconds.nodes and id not in generating]
     if missing:
         raise ConfigError(
             "this run has not measured all nodes of the recipe",
