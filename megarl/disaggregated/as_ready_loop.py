@@ -7,10 +7,10 @@
     follow                     <-------- update/n: v, weights/v ----------------  push
 
 Between two weight updates a replica generates with one version of the weights. With `async.partial` the actor's team
-asks for an update after every step (`wanted/n`); what is under way stops, and goes on with the new weights. Without, a
-replica is open for one when everything is generated that may begin with this version, and the actor's team comes to it
-between two steps; it asks and waits only where it has to: at a validation, where a save may be due, at the end, and
-when these weights are too old for the next step.
+asks for an update after every step (`wanted/n`); what is under way stops, and goes on with the new weights. Without it,
+a replica is open for new weights when everything is generated that may begin with this version, and the actor's team
+looks for that between two steps; it asks and waits only where it has to: at a validation, where a save may be due, at
+the end, and when these weights are too old for the next step.
 
 A group whose rewards are being computed is put aside at the node that waits for them, and generation goes on. With
 `async.partial` the weights may change meanwhile; a checkpoint waits for these rewards.

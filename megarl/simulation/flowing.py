@@ -21,7 +21,7 @@ _MOMENT = 1e-6  # seconds: time goes on, however a difference is rounded
 
 
 class Flowing:
-    """The replicas that generate, each by itself, and the weight update points between two versions of the weights."""
+    """The replicas that generate, each by itself, and the weight updates between their segments."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._s, system = simulation, simulation.system
@@ -65,7 +65,7 @@ class Flowing:
             yield from self._push(step - 1)
 
     def after_step(self, step: int) -> Steps:
-        """Push the weights where they have to go, or where the weight update point is open."""
+        """Push the weights where they have to go, or where no replica generates any more."""
         must = step == self._s.steps or self._policy.weights_must_go(self._version, step + 1)
         if must and not self._wanted:
             self._wanted = True
