@@ -230,8 +230,9 @@ def announcements(
 ) -> list[str]:
     """Return a line for every setting that has changed since the checkpoint, with what it does not do.
 
-    Not `begun`: the checkpoint is that of a cold start, and what comes before the first step is still to come.
-    `generated`: the checkpoint holds samples that no step has been trained on, until this step.
+    Args:
+        begun: False: the checkpoint is that of a cold start, and what comes before the first step is still to come.
+        generated: the last step for which the checkpoint holds samples that were not trained on; None: it holds none.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with one of them.
@@ -255,7 +256,7 @@ def announcements(
 
 
 def _late(key: str, now: Plain, generated: int) -> list[str]:
-    """From when on a setting of sampling counts, where samples have been generated before it changed."""
+    """Say from when on a changed setting of sampling counts, where samples were generated before the change."""
     if _is_in_order(now):
         return [f"from step {generated + 1} on: samples until step {generated} are generated and scored already"]
     if key.startswith("async."):
@@ -310,10 +311,10 @@ def steps_held(saved: Mapping[str, Any] | None) -> int:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """Settings by key that generation and training of one step must have in common.
+    """Return by key the settings that must be the same when samples are generated and when they are trained on.
 
-    In order the store takes as many groups for a step as the one has. The log-probs that the actor computes are
-    compared with those that samples were generated with, which are of the other.
+    The actor's log-probs are compared with those of generation, at one temperature. In order, training takes as many
+    groups for a step as were generated for it.
     """
     settings: dict[str, Any] = {"rollout.sampling.temperature": config.rollout.sampling.temperature}
     if config.async_.in_order:
