@@ -16,16 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.disaggregated.buffer.channel import merge_handovers, split_handovers
+import torch
+from safetensors.torch import load, save
+
+from megarl.data.batch import Batch
+from megarl.data.groups import group_places
+from megarl.data.trajectory import Trajectory
+from megarl.disaggregated.buffer.channel import FinishedGroups, merge_handovers, split_handovers, unused_groups
+from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.dag.placement import Handover
-    from megarl.data.batch import Batch
-    from megarl.data.trajectory import Trajectory
-    from megarl.disaggregated.buffer.channel import FinishedGroups
     from megarl.runtime.rank_state import RankState
     from megarl.training.parallel import Layout
 
@@ -43,8 +47,6 @@ def files_of_flow(
 
     Finished groups are in the store; `under_way`: `versions` of the others. The rest as in `flow_files`.
     """
-    from megarl.disaggregated.buffer.channel import unused_groups
-
     store, layout = c.team.store, c.layout
     assert store is not None, "there are other teams"
     if not layout.is_lead:
@@ -83,12 +85,8 @@ def flow_files(
     }
     files = {f"{_stem(layout.dp_rank)}.json": json.dumps(told).encode()}
     if ready:
-        from megarl.data.batch import Batch
-
         files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat([_batch(one) for one in ready]).to_bytes()
     if patches := _patches_of(partials):
-        from safetensors.torch import save
-
         files[_images_file(layout.dp_rank)] = save({str(digest): one.contiguous() for digest, one in patches.items()})
     return files
 
@@ -108,10 +106,6 @@ def _images_file(part: int) -> str:
 
 def _batch(ready: FinishedGroups) -> Batch:
     """One row per sample, with all that was handed over of it."""
-    import torch
-
-    from megarl.data.groups import group_places
-
     batch = merge_handovers(ready.samples)
     number = torch.zeros(len(batch), dtype=torch.int64)
     for own, places in zip(ready.numbers, group_places(batch["uid"]), strict=True):
@@ -145,9 +139,6 @@ class BufferedGroups:
 
     def ready_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[FinishedGroups]:
         """Those of `numbers` that are finished, one by one, as a team hands them over."""
-        from megarl.disaggregated.buffer.channel import FinishedGroups
-        from megarl.disaggregated.buffer.core import GroupInfo
-
         found = []
         for number in numbers:
             if number not in self.finished:
@@ -163,9 +154,6 @@ class BufferedGroups:
 
 def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
     """Read the groups that `parts` replicas wrote into a checkpoint."""
-    from megarl.data.batch import Batch
-    from megarl.data.trajectory import Trajectory
-
     versions: dict[int, int] = {}
     finished: dict[int, tuple[list[Any], dict[str, Any]]] = {}
     partials: dict[int, list[Trajectory]] = {}
@@ -191,8 +179,6 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
 
 def _read_patches(file: Path) -> dict[int, Tensor]:
     """Return the patches of the images of partial trajectories by their digests; none where none has images."""
-    from safetensors.torch import load
-
     return {int(digest): one for digest, one in load(file.read_bytes()).items()} if file.is_file() else {}
 
 

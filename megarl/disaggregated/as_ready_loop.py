@@ -31,21 +31,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.disaggregated.as_ready_checkpoint import files_of_flow
+from megarl.data.batch import Batch
+from megarl.disaggregated.as_ready_checkpoint import BufferedGroups, files_of_flow, read_buffered_groups
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_loop import store_of
 from megarl.disaggregated.pace import Pace
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
 from megarl.metrics import Metrics
+from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
+from megarl.runtime.stages import sampling
+from megarl.runtime.stages.reward import is_scored
+from megarl.runtime.stages.rollout import record_samples, refuse_broken_logprobs
 from megarl.runtime.validate import validates
 from megarl.staleness import policy_of
 from megarl.tracing import phase, set_step
+from megarl.training.checkpoint import read_state
 
 if TYPE_CHECKING:
     from megarl.dag.executor import Executor
-    from megarl.data.batch import Batch
     from megarl.data.trajectory import Trajectory
-    from megarl.disaggregated.as_ready_checkpoint import BufferedGroups
     from megarl.disaggregated.buffer.channel import FinishedGroups, GroupChannel
     from megarl.disaggregated.checkpoint_part import CheckpointPart
     from megarl.rollout.groups import Groups
@@ -60,9 +64,6 @@ _LOOK_S = 0.1  # between two looks for whether the weights are wanted
 
 def find_buffered_groups(source: Path) -> BufferedGroups | None:
     """Return the groups of a checkpoint that no step was trained on; None: it has none."""
-    from megarl.disaggregated.as_ready_checkpoint import read_buffered_groups
-    from megarl.training.checkpoint import read_state
-
     saved = read_state(source).get("drawn")
     return None if saved is None else read_buffered_groups(source, saved["parts"])
 
@@ -143,8 +144,6 @@ class AsReadyLoop:
     # -- begin -------------------------------------------------------------------------------------------------------
 
     def _make_groups(self) -> Groups:
-        from megarl.runtime.samples import open_groups
-
         c, config = self.c, self.c.config
         sampling, most = config.rollout.sampling, config.rollout.max_running
         if c.fleet is not None:
@@ -254,8 +253,6 @@ class AsReadyLoop:
         self._waiting += numbers
 
     def _begin(self, producer: Groups, number: int) -> None:
-        from megarl.runtime.samples import groups_of_prompts
-
         c = self.c
         assert c.loader is not None, "it has given numbers"
         self._prompts[number] = prompt = c.loader.at([number])
@@ -286,10 +283,6 @@ class AsReadyLoop:
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
         """Walk the nodes after the one that generates, as far as they do not wait for rewards."""
-        from megarl.data.batch import Batch
-        from megarl.runtime.samples import samples_of
-        from megarl.runtime.stages.rollout import record_samples, refuse_broken_logprobs
-
         c, numbers = self.c, [number for number, _ in groups]
         with self._measuring(Metrics()) as metrics:
             prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
@@ -313,8 +306,6 @@ class AsReadyLoop:
 
     def _next_is_scored(self) -> bool:
         """Say whether the first groups that wait for rewards have theirs. Collective over the replica."""
-        from megarl.runtime.stages.reward import is_scored
-
         if not self._scoring:
             return False
         lead = self.c.layout.is_lead
@@ -351,8 +342,6 @@ class AsReadyLoop:
         Raises:
             NoSignalError: they have rejected as many groups in a row as `max_rounds` rounds of a step would be.
         """
-        from megarl.runtime.stages import sampling
-
         config, seen = self.c.config, list[list[float]]()
         asked = sampling.asked_of_groups(config)
         if asked is None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Role
 from megarl.runtime.checkpoints import FOLDER, teams_of
 from megarl.tracing import phase
+from megarl.training import checkpoint
+from megarl.training.multi_team_commit import begin_part
 from megarl.training.saving import UnderWay
 
 if TYPE_CHECKING:
@@ -40,14 +42,12 @@ class CheckpointPart:
         Raises:
             CheckpointError: its files are not intact as this team sees them, or of another model.
         """
-        from megarl.training.checkpoint import load, load_random_states, verify
-
         trained = self._c.trained
         if trained:
             with self._c.offload.phase("resume"):
-                load(source, trained, verify(source, self._world, trained))
+                checkpoint.load(source, trained, checkpoint.verify(source, self._world, trained))
         elif self._teams is not None:
-            load_random_states(source, self._c.layout)
+            checkpoint.load_random_states(source, self._c.layout)
 
     def poll(self) -> None:
         """After a step that no checkpoint may follow: has what is being written come to its end?
@@ -96,8 +96,6 @@ class CheckpointPart:
         Raises:
             CheckpointError: it could not be written; the checkpoint before it is whole.
         """
-        from megarl.training.multi_team_commit import begin_part
-
         if self._teams is None:
             return
         with phase("await_checkpoint", waits_for=self._c.team.of(Role.ACTOR)):

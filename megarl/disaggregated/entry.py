@@ -46,14 +46,13 @@ from megarl.runtime.loop import (
     validate_first,
     validates_first,
 )
-from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.rank_state import OwnTeam, RankState
 from megarl.runtime.stages.reward import PENDING
 from megarl.runtime.validate import validates
 from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
-    from megarl.runtime.rank_state import RankState
 
 _START, _READY = "start", "ready"
 

@@ -17,12 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.disaggregated.buffer.channel import merge_handovers, split_handovers
+import torch
+
+from megarl.data.batch import Batch
+from megarl.data.groups import group_places
+from megarl.disaggregated.buffer.channel import SentSamples, merge_handovers, split_handovers
+from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Handover
-    from megarl.disaggregated.buffer.channel import SentSamples
     from megarl.training.parallel import Layout
 
 _NUMBER, _TOKENS = "group_number", "group_tokens"
@@ -44,10 +48,6 @@ class BufferedStep:
 
     def files(self, layout: Layout, saved: int) -> dict[str, bytes]:
         """Name and content of this replica's files in the checkpoint of step `saved`; only its first rank writes."""
-        import torch
-
-        from megarl.data.groups import group_places
-
         if not layout.is_lead:
             return {}
         batch = merge_handovers({key: sent.samples for key, sent in self.given.items()})
@@ -78,11 +78,6 @@ def read_buffered_step(
     Args:
         folder: of the checkpoint of step `saved`.
     """
-    from megarl.data.batch import Batch
-    from megarl.data.groups import group_places
-    from megarl.disaggregated.buffer.channel import SentSamples
-    from megarl.disaggregated.buffer.core import GroupInfo
-
     stems, metrics = [_stem(part, step - saved) for part in range(parts)], Metrics()
     if not layout.is_lead:
         return BufferedStep({}, metrics, step)

@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
 from megarl.disaggregated.generation import publish
-from megarl.disaggregated.in_order_checkpoint import BufferedStep, files_ahead
+from megarl.disaggregated.in_order_checkpoint import BufferedStep, files_ahead, read_buffered_step
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
 from megarl.metrics import Metrics
+from megarl.runtime.resume_compatibility import steps_held
 from megarl.runtime.validate import may_be_last, validates
 from megarl.staleness import StalenessPolicy, policy_of
 from megarl.tracing import phase, set_step
+from megarl.training.checkpoint import read_state
 
 if TYPE_CHECKING:
     from megarl.dag.executor import Executor
@@ -149,10 +151,6 @@ class InOrderLoop:
 
 def find_buffered_steps(c: RankState, source: Path, step: int) -> list[BufferedStep]:
     """Return this replica's share of the steps after `step` in its checkpoint, in a team that generates ahead."""
-    from megarl.disaggregated.in_order_checkpoint import read_buffered_step
-    from megarl.runtime.resume_compatibility import steps_held
-    from megarl.training.checkpoint import read_state
-
     saved = read_state(source).get("drawn")
     if saved is None:
         return []

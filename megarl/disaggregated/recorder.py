@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
 from megarl.runtime.recorder import Recorder
-from megarl.tracing import phase
+from megarl.tracing import PhaseEvent, phase
 
 if TYPE_CHECKING:
     from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
     from megarl.runtime.rank_state import OwnTeam, RankState
-    from megarl.tracing import PhaseEvent
     from megarl.tracking.tracker import Part
 
 _AWAIT = "await_"  # begins the names of phases that wait for something else than samples

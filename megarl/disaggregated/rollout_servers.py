@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Role
 from megarl.disaggregated.rollout_team import WEIGHTS
 from megarl.rendezvous import run_key
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.engine import Replica, SglangEngine
+from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.comm import WorkerGroup
     from megarl.config.run import RunConfig
-    from megarl.rollout.sglang.engine import SglangEngine
-    from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.rank_state import RankState
     from megarl.training.multi_team_commit import Mail
 
@@ -51,8 +52,6 @@ def pump_engine(c: RankState, fleet: Fleet) -> SglangEngine:
 
     Every replica of the layout sends its own requests.
     """
-    from megarl.rollout.sglang.engine import Replica, SglangEngine
-
     layout = c.layout
     if layout.rank == 0:
         c.mail.post(f"{SERVERS}/{_START}", fleet.reports())
@@ -91,9 +90,6 @@ def connect_servers(c: RankState) -> Fleet:
     Raises:
         ConfigError: as `servers_key`.
     """
-    from megarl.rollout.sglang.api import ServerApi
-    from megarl.rollout.sglang.fleet import Fleet, Server
-
     settings, key = c.config.rollout.sglang, servers_key(c.config, c.run_dir)
     with phase("await_servers", waits_for=c.team.of(Role.ROLLOUT)):
         reports = c.mail.read(f"{SERVERS}/{_START}")

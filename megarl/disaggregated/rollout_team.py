@@ -20,23 +20,26 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
 from megarl.data.loader import refuse_other_data
+from megarl.device import has_cuda
 from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.metrics import Metrics
 from megarl.processes import LOOPBACK
 from megarl.rendezvous import run_key
-from megarl.runtime.recorder import VALIDATE
+from megarl.rollout.embedded.engine import EmbeddedEngine
+from megarl.rollout.embedded.inbox import PushedWeights, WeightInbox
+from megarl.rollout.embedded.receiver import EngineReceivers
+from megarl.runtime.recorder import VALIDATE, Recorder
 from megarl.runtime.validate import evaluate, may_be_last, validate
 from megarl.staleness import StalenessPolicy, policy_of
+from megarl.sync.updater import SyncReport, WeightSync
 from megarl.tracing import phase
+from megarl.training.checkpoint import read_state
 
 if TYPE_CHECKING:
     from megarl.comm import WorkerGroup
     from megarl.config.run import RunConfig
-    from megarl.rollout.embedded.inbox import PushedWeights
     from megarl.runtime.context import StepContext
     from megarl.runtime.rank_state import RankState
-    from megarl.runtime.recorder import Recorder
-    from megarl.sync.updater import SyncReport, WeightSync
     from megarl.training.multi_team_commit import Mail
 
 ENGINES, LAST, LOADER, VALIDATION, WEIGHTS = "engines", "last", "loader", "validation", "weights"
@@ -54,9 +57,6 @@ def open_engine(c: RankState) -> PushedWeights:
     Raises:
         ConfigError: replicas that share experts are on several machines.
     """
-    from megarl.rollout.embedded.engine import EmbeddedEngine
-    from megarl.rollout.embedded.inbox import PushedWeights, WeightInbox
-
     config, layout, engine = c.config, c.layout, c.rollout.engine
     assert isinstance(engine, EmbeddedEngine), "servers take weights by themselves"
     group = layout.world if config.parallel_of("rollout").ep > 1 else layout.mp_group
@@ -101,10 +101,6 @@ def connect_engines(c: RankState) -> WeightSync:
     Raises:
         WorkerError: on every rank alike: an engine does not answer.
     """
-    from megarl.device import has_cuda
-    from megarl.rollout.embedded.receiver import EngineReceivers
-    from megarl.sync.updater import WeightSync
-
     key = run_key(c.run_dir, _KEY)
     with phase("connect_engines"):
         said = c.mail.read(ENGINES)
@@ -198,8 +194,6 @@ def tell_loader(c: RankState) -> None:
 
 def resume_loader(c: RankState, checkpoint: Path) -> None:
     """Go on where the loader stood at `checkpoint`, in a rollout's team of its own; in others nothing is to be done."""
-    from megarl.training.checkpoint import read_state
-
     if c.team.holds(Role.ROLLOUT) and not c.team.leads:
         assert c.loader is not None, "the team that generates has the data"
         c.loader.load_state_dict(read_state(checkpoint)["loader"])

@@ -9,17 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from megarl.data.image_prompts import ImageSet
+from megarl.data.image_prompts import ImagePrompts, ImageSet
 from megarl.data.trajectory import Trajectory
 from megarl.data.turns import Turns
 from megarl.envs.host import Host, HostSession, Reply
 from megarl.envs.protocol import Action
 from megarl.errors import UserError, count
-
-if TYPE_CHECKING:
-    from megarl.data.image_prompts import ImagePrompts
 
 #: What ends an episode whose environment is not done, by how its last turn was cut.
 _ENDED_BY = {"length": "tokens", "abort": "seconds"}

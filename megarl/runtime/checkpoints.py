@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.run_folder import LAUNCH_FOLDER, SAVE_REQUEST
+from megarl.artifacts.trained import forget_exported, steps_in
 from megarl.dag.stage import Role
+from megarl.data.batch import Batch
+from megarl.data.groups import group_places
 from megarl.errors import ConfigError, UserError, close_matches
 from megarl.metrics import Metrics
 from megarl.processes import JOB_BEGAN
@@ -28,15 +31,18 @@ from megarl.runtime.resume_compatibility import (
     steps_held,
 )
 from megarl.runtime.robots import check_same_statistics, statistics_file
+from megarl.runtime.stages.rollout import generated_fields
 from megarl.runtime.validate import due, validates
 from megarl.tracing import phase
+from megarl.training import checkpoint
+from megarl.training.checksums import few
+from megarl.training.multi_team_commit import Teams
 from megarl.training.saving import UnderWay
+from megarl.training.shards import CheckpointError, FormatError
 
 if TYPE_CHECKING:
-    from megarl.data.batch import Batch
     from megarl.runtime.context import StepContext
     from megarl.runtime.rank_state import RankState
-    from megarl.training.multi_team_commit import Teams
 
 
 FOLDER = "checkpoints"
@@ -47,8 +53,6 @@ def teams_of(c: RankState) -> Teams | None:
     team = c.team
     if team.store is None:
         return None
-    from megarl.training.multi_team_commit import Teams
-
     parts = {Role.CRITIC, Role.ROLLOUT}
     beside = tuple(plan.name for plan in team.others if parts & {*plan.roles}) if team.leads else ()
     if not beside and (team.leads or not parts & {*team.plan.roles}):
@@ -134,8 +138,6 @@ class Checkpoints:
             ConfigError: no such checkpoint, or it cannot be continued with this configuration.
             DataError: nor with this data.
         """
-        from megarl.training.checkpoint import read_state, verify
-
         resume = self._c.config.trainer.resume
         with phase("resume"):
             if resume == "auto":
@@ -150,11 +152,11 @@ class Checkpoints:
                         found=resume,
                         allowed="auto, never, or RUN_DIR/checkpoints/step_N",
                     )
-                self._meta = verify(self.source, self._world)
+                self._meta = checkpoint.verify(self.source, self._world)
             lines = [] if self._meta is None else self._check(self._meta, key, steps)
             self._continues = self.source is not None and self.source.resolve().parent == self._root.resolve()
             if self._continues and self._c.config.trainer.early_stop is not None:
-                self._early_stop.load_state_dict(read_state(Path(str(self.source))).get("early_stop"))
+                self._early_stop.load_state_dict(checkpoint.read_state(Path(str(self.source))).get("early_stop"))
             self._withdraws = self._meta is None or (self._meta["step"] < steps and not self.over)
             if self._world.rank == 0 and self._meta is not None:
                 for line in lines:
@@ -165,14 +167,12 @@ class Checkpoints:
 
     def _check(self, meta: dict[str, Any], key: str, steps: int) -> list[str]:
         """Can this run go on from `source`? What is to be said of that; arguments and errors as in `find`."""
-        from megarl.training.checkpoint import check_model, read_state
-
         assert self.source is not None, "it has been found"
         c, step, lines = self._c, meta["step"], list[str]()
-        check_model(self.source, meta, c.trained, self._world)
+        checkpoint.check_model(self.source, meta, c.trained, self._world)
         buffered = None
         if c.loading is not None:
-            state = read_state(self.source)
+            state = checkpoint.read_state(self.source)
             c.loading.check_state(state["loader"])
             if step < steps:  # else nothing of it is used
                 saved = state.get("drawn")
@@ -209,17 +209,13 @@ class Checkpoints:
             CheckpointError: there are checkpoints, and none is intact.
             FormatError: another version of megarl wrote one.
         """
-        from megarl.training.checkpoint import named_steps, verify
-        from megarl.training.checksums import few
-        from megarl.training.shards import CheckpointError, FormatError
-
         # One rank looks for all: on a shared file system two ranks may see different folders.
-        steps = self._world.broadcast_json(named_steps(self._root))
+        steps = self._world.broadcast_json(checkpoint.named_steps(self._root))
         damaged = []
         for step in reversed(steps):
             folder = self._root / f"step_{step}"
             try:
-                self._meta, self.source = verify(folder, self._world), folder
+                self._meta, self.source = checkpoint.verify(folder, self._world), folder
                 return
             except FormatError:
                 raise
@@ -238,8 +234,6 @@ class Checkpoints:
 
     def _refuse_without_metrics(self) -> None:
         """Refuse a checkpoint that is all that is left of a deleted folder: the run would end without its past."""
-        from megarl.training.shards import CheckpointError
-
         file = self._c.run_dir / "metrics.jsonl"
         lost = self._world.broadcast_json(not file.exists() if self._world.rank == 0 else None)
         if self._meta is not None and self._meta["step"] > 0 and lost:
@@ -259,9 +253,6 @@ class Checkpoints:
         result any more; a run that has nothing left to train keeps its model. Called after everything that may refuse
         the start, and before a cold start as well as after it.
         """
-        from megarl.artifacts.trained import forget_exported
-        from megarl.training.checkpoint import keep_best
-
         refuse_if_taken(self._c.run_dir)
         self._world.barrier()  # a rank may still be reading the reference in its first place
         if self._world.rank == 0:
@@ -272,15 +263,14 @@ class Checkpoints:
             if self._withdraws:
                 forget_exported(self._c.run_dir)
             if self.best_step is not None:
-                keep_best(self._root, self.best_step)
+                checkpoint.keep_best(self._root, self.best_step)
         self._begun = True
         self._save_by.steps_begin()
 
     def _leave_others(self) -> None:
         """Set aside what the run does not continue, and say where it is; rank 0 only."""
-        from megarl.training.checkpoint import set_aside
-
-        aside = set_aside(self._root, self._meta["step"] if self._meta is not None and self._continues else None)
+        last = self._meta["step"] if self._meta is not None and self._continues else None
+        aside = checkpoint.set_aside(self._root, last)
         if aside is not None:
             print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
             if not self._continues:
@@ -288,12 +278,10 @@ class Checkpoints:
 
     def load(self, source: Path) -> None:
         """Restore `source`, which `find` has found."""
-        from megarl.training.checkpoint import load
-
         c = self._c
         assert c.loading is not None, "only training runs resume"
         with c.offload.phase("resume"):
-            c.context.step, state = load(source, c.trained, self._meta)
+            c.context.step, state = checkpoint.load(source, c.trained, self._meta)
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
         parts = state["surplus_parts"]
@@ -313,8 +301,6 @@ class Checkpoints:
 
         A kill between checkpoint and best.json, a damaged checkpoint or one of another run can part the two.
         """
-        from megarl.artifacts.trained import steps_in
-
         found = self._continues and best_step in steps_in(self._root)
         return self._world.broadcast_json(found if self._world.rank == 0 else None)
 
@@ -332,11 +318,9 @@ class Checkpoints:
         Raises:
             ConfigError: as `check_best_metric`, of a held-out metric.
         """
-        from megarl.training.checkpoint import keep_best
-
         self._save_by.steps_begin()
         value = numbers.get(self._c.config.trainer.best_metric or "", -math.inf)
-        kept = value > self.best and self._world.rank == 0 and keep_best(self._root, 0)
+        kept = value > self.best and self._world.rank == 0 and checkpoint.keep_best(self._root, 0)
         if value > self.best and self._world.broadcast_json(kept):
             self.best, self.best_step = value, 0
         if (self._c.config.trainer.best_metric or "").startswith("val/"):  # others come with the first step
@@ -446,8 +430,6 @@ class Checkpoints:
 
         One that is not `kept` is not the best either: it would stay.
         """
-        from megarl.training.checkpoint import begin
-
         c, settings = self._c, self._c.config.trainer
         assert c.loading is not None, "only training runs save"
         value = numbers.get(settings.best_metric or "", -math.inf)
@@ -469,7 +451,7 @@ class Checkpoints:
         self._under_way.wait()
         began = time.monotonic()
         with phase("checkpoint"), c.offload.phase("checkpoint"):
-            saving = begin(
+            saving = checkpoint.begin(
                 self._root,
                 step,
                 c.trained,
@@ -546,10 +528,6 @@ def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
     Raises:
         ConfigError: an older version wrote it, and it lacks something that generation gives today.
     """
-    from megarl.data.batch import Batch
-    from megarl.data.groups import group_places
-    from megarl.runtime.stages.rollout import generated_fields
-
     if not parts:
         return None
     files = [folder / _surplus_name(part) for part in range(parts)]

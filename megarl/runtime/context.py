@@ -9,9 +9,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
+from megarl.data.image_prompts import image_features
 from megarl.metrics import Metrics
+from megarl.models.hf import facts_of
 from megarl.offload_schedule import OffloadSchedule
+from megarl.planning.flops import FlopCounter
+from megarl.planning.vision import image_flops, picture_flops
 from megarl.rollout.seeds import Seeds
+from megarl.training.sequence_layout import TEXT, SequenceLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,22 +25,14 @@ if TYPE_CHECKING:
     from megarl.algorithms.kl import KLController
     from megarl.artifacts.facts import ModelFacts
     from megarl.data.batch import Batch
-    from megarl.planning.flops import FlopCounter
     from megarl.runtime.episode_scores import EpisodeScores
     from megarl.training.parallel import Layout
-    from megarl.training.sequence_layout import SequenceLayout
 
 
 @contextlib.contextmanager
 def no_progress(description: str, total: int | None) -> Iterator[Callable[[float], None]]:
     """Show nothing; see `megarl.tracking.tracker.Tracker.progress`."""
     yield lambda units: None
-
-
-def _text() -> SequenceLayout:
-    from megarl.training.sequence_layout import TEXT
-
-    return TEXT
 
 
 @dataclass
@@ -65,7 +62,7 @@ class StepContext:
     metrics: Metrics = field(default_factory=Metrics)
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     surplus: Batch | None = None
-    sequences: SequenceLayout = field(default_factory=_text)
+    sequences: SequenceLayout = TEXT
     scores: EpisodeScores | None = None
     cuts: tuple[int, ...] | None = None
 
@@ -82,21 +79,14 @@ class StepContext:
     @cached_property
     def flops(self) -> FlopCounter:
         """Counts what the policy computes, for `perf/flops` and with it MFU."""
-        from megarl.planning.flops import FlopCounter
-
         return FlopCounter.of(self._facts)
 
     @cached_property
     def _facts(self) -> ModelFacts:
-        from megarl.models.hf import facts_of
-
         return facts_of(self.hf_config)
 
     def vision_flops(self, samples: Batch) -> float:
         """Return the FLOPs of one forward pass over what samples see, each image once."""
-        from megarl.data.image_prompts import image_features
-        from megarl.planning.vision import image_flops, picture_flops
-
         vision, encoder = self._facts.vision, self._facts.encoder
         if vision is not None:
             assert self.config.robot is not None, "the policy is a robot's"

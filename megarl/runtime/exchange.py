@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from megarl.comm import WorkerGroup
     from megarl.dag.graph import TaskGraph
     from megarl.dag.node import Node
-    from megarl.data.batch import Batch
     from megarl.runtime.context import StepContext
 
 

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.trained import BEST, LAST, Exported, exported, write_exported
+from megarl.models.weights import export_weights
+from megarl.models.weights.peft import export_adapter
 from megarl.offload_schedule import ACTOR
 from megarl.tracing import phase
+from megarl.training import checkpoint
+from megarl.training.shards import CheckpointError
 
 if TYPE_CHECKING:
     from megarl.config.model import LoraConfig
@@ -46,13 +50,11 @@ def export(c: RankState, checkpoints: Path) -> None:
 
 def _write_best(c: RankState, checkpoints: Path) -> None:
     """Write the best actor where it is not the last, and what there is."""
-    from megarl.training.checkpoint import best
-
     written = [Exported(LAST, c.context.step, "last")]
     if c.layout.rank == 0:
         write_exported(c.run_dir, written)
     # One rank looks for all: on a shared file system two ranks may see different folders.
-    source = c.layout.world.broadcast_json(str(best(checkpoints) or "") if c.layout.rank == 0 else None)
+    source = c.layout.world.broadcast_json(str(checkpoint.best(checkpoints) or "") if c.layout.rank == 0 else None)
     other = source and Path(source).name != f"step_{c.context.step}"
     step = _load_best(c, Path(source)) if other else None
     if step is not None:
@@ -65,12 +67,9 @@ def _write_best(c: RankState, checkpoints: Path) -> None:
 
 def _load_best(c: RankState, source: Path) -> int | None:
     """Load the actor of the best checkpoint. Returns its step; None: it is damaged, which costs no finished run."""
-    from megarl.training.checkpoint import load
-    from megarl.training.shards import CheckpointError
-
     try:
         with c.offload.phase("restore", ACTOR):
-            return load(source, {ACTOR: c.actor.engine})[0]
+            return checkpoint.load(source, {ACTOR: c.actor.engine})[0]
     except CheckpointError as error:  # on all ranks alike
         if c.layout.rank == 0:
             print(f"WARNING: the best checkpoint cannot be read, so {BEST} is not written: {error}", flush=True)
@@ -96,16 +95,12 @@ def trial_command(config: RunConfig, run_dir: Path) -> str:
 
 
 def _write_adapter(c: RankState, lora: LoraConfig) -> None:
-    from megarl.models.weights.peft import export_adapter
-
     with c.offload.phase("export", ACTOR):
         chunks, base = c.actor.chunks, c.config.model.path
         export_adapter(chunks, c.run_dir / ADAPTER, lora, base=base, world=c.layout.world)
 
 
 def _write(c: RankState, model: ModelRole, name: str) -> None:
-    from megarl.models.weights import export_weights
-
     with c.offload.phase("export", model.name):
         folder, source = c.run_dir / name, c.config.model.path
         hf_config, world = model.engine.hf_config, c.layout.world

@@ -26,9 +26,12 @@ from megarl.artifacts.trained import steps_in
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.models.lora import largest_up
+from megarl.models.weights import export_weights
+from megarl.models.weights.files import resolve_folder
 from megarl.offload_schedule import ACTOR, CRITIC
 from megarl.processes import write_atomically
 from megarl.tracing import keep_beating, phase
+from megarl.training.checkpoint import read_state
 from megarl.training.checksums import FileChecksum, checksums_of, faults, few
 
 if TYPE_CHECKING:
@@ -190,8 +193,6 @@ def keep_start(c: RankState) -> str:
 
 
 def _export_actor(c: RankState, folder: Path) -> None:
-    from megarl.models.weights import export_weights
-
     with phase("keep_reference"), c.offload.phase("load"):
         world, source = c.layout.world, c.config.model.path
         export_weights(c.actor.chunks, folder, c.hf_config, c.tokenizer, world=world, source=source)
@@ -351,8 +352,6 @@ class Frozen:
 
 def frozen_in(checkpoint: Path | str | None) -> dict[str, Frozen]:
     """Those of the run that wrote a checkpoint, by their names; none where an older version wrote it."""
-    from megarl.training.checkpoint import read_state
-
     told: Mapping[str, Any] = {} if checkpoint is None else read_state(Path(checkpoint)).get("frozen", {})
     return {name: Frozen(**model) for name, model in told.items()}
 
@@ -368,8 +367,6 @@ def record_frozen(c: RankState, name: str, key: str, source: str, checkpoint: st
     Raises:
         ConfigError: that checkpoint's run began with other files of this place, or machines have different ones.
     """
-    from megarl.models.weights.files import resolve_folder
-
     if name in c.frozen:  # read where it was found
         return
     path = source if key else ""
@@ -420,8 +417,6 @@ def check_base(checkpoint: Path, path: str | None, world: WorkerGroup) -> None:
 
 
 def _refuse_other_base(before: Frozen, path: str, key: str, world: WorkerGroup) -> None:
-    from megarl.models.weights.files import resolve_folder
-
     folder = resolve_folder(path, key)
     if lines := changed_files(folder, before.files, world):
         raise _other_files(key, folder, lines)

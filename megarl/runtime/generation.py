@@ -15,14 +15,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
+from megarl.data.batch import Batch, Jagged
+from megarl.data.image_prompts import image_fields
+from megarl.device import DTYPES, has_cuda
 from megarl.errors import ConfigError, ServerError
-from megarl.rollout.sglang.engine import SglangEngine
+from megarl.models.hf import encoder_of, facts_of, image_settings
+from megarl.models.weights.metadata import write_metadata
+from megarl.rollout.sglang.block_fp8 import write_block_fp8
+from megarl.rollout.sglang.engine import Replica, SglangEngine
+from megarl.rollout.sglang.images import write_processor
+from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.rollout.sglang.layout import ServerLayout
+from megarl.rollout.sglang.memory import ServerMemory
+from megarl.rollout.sglang.probe import probe_gap, probe_servers
+from megarl.rollout.sglang.receiver import SglangReceivers
+from megarl.sync.protocol import version_tag
+from megarl.sync.updater import SyncReport, WeightSync
 from megarl.tracing import keep_beating, phase
 
 if TYPE_CHECKING:
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.rank_state import RankState
-    from megarl.sync.updater import SyncReport, WeightSync
 
 MODEL_FOLDER = "servers/model"
 
@@ -32,8 +45,6 @@ def open_rollout(c: RankState) -> None:
 
     Servers hold no usable weights before the first `publish`.
     """
-    from megarl.rollout.sglang.engine import Replica
-
     if c.config.rollout.engine != "sglang" or not c.team.holds(Role.ROLLOUT):
         return
     config, layout = c.config, c.layout
@@ -53,9 +64,6 @@ def start_servers(c: RankState, key: str | None = None, host: str | None = None)
         key: their API key, which another team knows, too; None: they get one of their own.
         host: the address at which workers of other teams reach them; None: loopback.
     """
-    from megarl.device import DTYPES, has_cuda
-    from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
-
     config, layout = c.config, c.layout
     if layout.rank == 0:
         urls, logs = config.rollout.sglang.urls, c.run_dir / "servers"
@@ -87,12 +95,6 @@ def start_servers(c: RankState, key: str | None = None, host: str | None = None)
 
 def send_weights_to(c: RankState, fleet: Fleet) -> WeightSync:
     """Make what sends the actor's weights to these servers. Collective over the actor's team."""
-    from megarl.device import has_cuda
-    from megarl.rollout.sglang.layout import ServerLayout
-    from megarl.rollout.sglang.memory import ServerMemory
-    from megarl.rollout.sglang.receiver import SglangReceivers
-    from megarl.sync.updater import WeightSync
-
     config = c.config
     if config.rollout.colocated:
         c.offload.add_servers(ServerMemory(fleet, config.rollout.sglang.health_timeout_s, c.layout.world))
@@ -179,12 +181,6 @@ def record_servers(c: RankState, fleet: Fleet, engine: SglangEngine) -> None:
 def _write_model_config(c: RankState) -> Path:
     """Folder with the model's configuration and no weights, readable on every machine; with the processor of a model
     that sees images."""
-    from megarl.device import DTYPES
-    from megarl.models.hf import encoder_of, facts_of
-    from megarl.models.weights.metadata import write_metadata
-    from megarl.rollout.sglang.block_fp8 import write_block_fp8
-    from megarl.rollout.sglang.images import write_processor
-
     folder = c.run_dir / MODEL_FOLDER
     if c.layout.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,13 +198,6 @@ def account_update(c: RankState, report: SyncReport) -> None:
     _record(c, report)
     if c.fleet is None or not report.to_probe:
         return
-    from megarl.data.batch import Batch, Jagged
-    from megarl.data.image_prompts import image_fields
-    from megarl.models.hf import image_settings
-    from megarl.rollout.sglang.probe import probe_gap, probe_servers
-    from megarl.sync.protocol import version_tag
-    from megarl.sync.updater import WeightSync
-
     with phase("probe"), c.offload.phase("probe"):
         assert isinstance(c.sync, WeightSync), "servers get their weights from it"
         tag = version_tag(report.version, c.sync.run)

@@ -21,6 +21,7 @@ from megarl.runtime.role_models import make_reward_model
 from megarl.runtime.setup import build_rank_state
 from megarl.runtime.stages import rollout
 from megarl.tracing import phase, set_step
+from megarl.training.checkpoint import load
 
 if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
@@ -78,8 +79,6 @@ def _write_responses(c: RankState) -> None:
 
 def _restore(c: RankState) -> None:
     """Take weights and step from `trainer.resume` when it names a checkpoint; else keep `model.path`, step 0."""
-    from megarl.training.checkpoint import load
-
     resume = c.config.trainer.resume
     if resume not in ("auto", "never"):
         with phase("resume"), c.offload.phase("restore", ACTOR):

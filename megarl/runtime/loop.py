@@ -30,7 +30,7 @@ from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import RunStart, drop_refused_start, keep_run_start, record_base, record_frozen
 from megarl.runtime.generation import open_rollout, publish
-from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.rank_state import OwnTeam, RankState
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.role_models import (
     make_critic,
@@ -45,7 +45,6 @@ from megarl.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
-    from megarl.runtime.rank_state import RankState
     from megarl.runtime.roles import ModelRole
     from megarl.tracking.tracker import Part
 

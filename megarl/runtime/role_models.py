@@ -16,12 +16,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl import offload_schedule
+from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.config.data import BY_MODEL
+from megarl.data.tokenizer import load_tokenizer
+from megarl.device import DTYPES
 from megarl.errors import ConfigError
-from megarl.runtime.frozen_models import SHARED_BASE, Frozen, now_at, record_base, record_frozen
+from megarl.models.config import load_hf_config
+from megarl.models.hf import check_trainable, checkpoint_name
+from megarl.models.weights import init_random, load_weights
+from megarl.models.weights.files import CheckpointReader
+from megarl.runtime.frozen_models import SHARED_BASE, Frozen, RunStart, now_at, record_base, record_frozen
 from megarl.runtime.roles import BaseReferenceRole, CriticRole, ReferenceRole, RewardModelRole, TeacherRole
 from megarl.runtime.setup import build_frozen, check_embeddings, read_other_config, sequence_layout_of
 from megarl.tracing import phase
+from megarl.training.engine import MegatronEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +39,7 @@ if TYPE_CHECKING:
 
     from megarl.config.model import ModelConfig
     from megarl.models.policy import PolicyModel
-    from megarl.runtime.frozen_models import RunStart
     from megarl.runtime.rank_state import RankState
-    from megarl.training.engine import MegatronEngine
 
 _REWARD_MODEL_PATH = "reward_model.path"
 
@@ -80,10 +86,6 @@ def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
 def read_teacher_head(c: RankState) -> Tensor | None:
     """Read the output embedding of the teacher, of the tokens whose logits this rank of the actor computes; None on a
     rank that computes none."""
-    from megarl.architectures.tensors import EMBEDDINGS, HEAD
-    from megarl.models.hf import checkpoint_name
-    from megarl.models.weights.files import CheckpointReader
-
     ((key, path),) = c.config.teacher.paths.items()
     engine = c.actor.engine
     chunk = engine.chunks[-1]
@@ -101,10 +103,6 @@ def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> Crit
     It starts from `critic.path`, else from the actor as it is where RL starts: from the one beside it, or in another
     team from the model at `start`. A resumed run then reads it from its `checkpoint`.
     """
-    from megarl.device import DTYPES
-    from megarl.models.hf import check_trainable
-    from megarl.training.engine import MegatronEngine
-
     config, source = c.config.critic, c.config.critic.path
     with phase("load_critic"), c.offload.phase("load"):
         hf_config = c.hf_config
@@ -132,8 +130,6 @@ def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> Crit
 
 
 def _begin(c: RankState, chunks: list[PolicyModel], source: str | None) -> None:
-    from megarl.models.weights import init_random, load_weights
-
     if source is not None:
         load_weights(chunks, source)
     elif c.team.leads:
@@ -164,8 +160,6 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
         ConfigError: the model has no score or several, other tokens than the policy has mean other things to it, it has
             no chat template, or as `record_frozen`.
     """
-    from megarl.models.config import load_hf_config
-
     settings = c.config.reward_model
     path = settings.path
     assert path is not None, "the checks ask for it"
@@ -191,8 +185,6 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
 
 def _check_head(hf_config: PretrainedConfig, path: str) -> None:
     """Refuse a model without exactly one score; a missing head would be read as zeros."""
-    from megarl.models.weights.files import CheckpointReader
-
     classifies = any("SequenceClassification" in name for name in hf_config.architectures or ())
     if classifies and hf_config.num_labels == 1 and "score.weight" in CheckpointReader(path):
         return
@@ -251,8 +243,6 @@ def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizer
 
 def load_tokenizer_of(model: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of another model than the policy, which the recipe names at `key`."""
-    from megarl.data.tokenizer import load_tokenizer
-
     try:
         return load_tokenizer(model.model_copy(update={"path": path, "tokenizer": None}))
     except ConfigError as error:

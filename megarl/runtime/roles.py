@@ -21,10 +21,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from megarl import offload_schedule, tracing
 from megarl.config.data import BY_MODEL
+from megarl.data.batch import Batch, Jagged
 from megarl.data.messages import PromptColumn
+from megarl.data.teachers import choose_teacher
 from megarl.errors import RewardError
+from megarl.models.lora import adapters_off
 from megarl.rewards.classifier import shown_text
 
 if TYPE_CHECKING:
@@ -32,7 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config.training import OptimConfig
-    from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
     from megarl.models.policy import PolicyModel
     from megarl.rewards.parts import Rewards
@@ -147,8 +151,6 @@ class BaseReferenceRole(ReferenceRole):
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """As `ModelRole.score`."""
-        from megarl.models.lora import adapters_off
-
         with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
             wanted = self._c.temperature if temperature is None else temperature
             return self.engine.logprobs(samples, wanted, entropy=False)[0]
@@ -186,10 +188,6 @@ class TeacherRole(ModelRole):
 
     def _of_each(self, samples: Batch, compute: Callable[[MegatronEngine, Batch], Jagged]) -> Jagged:
         """Compute numbers of all samples, with one teacher after the other on the device."""
-        import torch
-
-        from megarl.data.jagged import Jagged
-
         engines = self._turns.engines
         if len(engines) == 1:
             with self._c.offload.phase("score", self.name):
@@ -210,8 +208,6 @@ class TeacherRole(ModelRole):
         return Jagged.concat(found).select(torch.tensor(order, dtype=torch.int64).argsort())
 
     def _names(self, samples: Batch) -> list[str]:
-        from megarl.data.teachers import choose_teacher
-
         settings, seeds = self._c.config.teacher, self._c.seeds
         return [
             choose_teacher(settings, {"data_source": source, **row}, seeds.teacher(uid))
@@ -263,8 +259,6 @@ class RewardModelRole(ModelRole):
         Raises:
             RewardError: a sample has more, and `reward.on_error` is `raise`.
         """
-        import torch
-
         rows = self.token_ids(samples)
         limit = self._settings.max_tokens or self.engine.hf_config.max_position_embeddings
         long = torch.tensor([len(row) > limit for row in rows], dtype=torch.bool)
@@ -307,10 +301,6 @@ class RewardModelRole(ModelRole):
 
 def as_sequences(rows: Sequence[Sequence[int]]) -> Batch:
     """Return sequences of one value each: that of a token after the last one, which is not read."""
-    import torch
-
-    from megarl.data.batch import Batch, Jagged
-
     prompts = Jagged.from_list(rows, dtype=torch.int64)
     ends = torch.tensor([row[-1] for row in rows], dtype=torch.int64)
     return Batch({"prompt_ids": prompts, "response_ids": Jagged.from_lengths(ends, torch.ones_like(ends))})

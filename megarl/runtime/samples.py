@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from megarl.config.rollout import env_section
+import torch
+
+from megarl.config.rollout import SamplingConfig, env_section
+from megarl.data.batch import Batch, Jagged
 from megarl.data.image_prompts import image_sets, pil_images
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
@@ -16,12 +19,8 @@ from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config.rollout import SamplingConfig
-    from megarl.data.batch import Batch
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import RolloutRole
     from megarl.simulators.protocol import Recording
@@ -129,10 +128,6 @@ def play_robots(
     record: Recording | None = None,
 ) -> Batch:
     """`sampling.n` episodes of each of `prompts`, with the fields of EPISODE_FIELDS, and clips as `record` says."""
-    import torch
-
-    from megarl.data.batch import Jagged
-
     robots = rollout.robots
     assert robots is not None, "a run with the section `robot`"
     assert robots.player is not None, "`take_policy` comes first"

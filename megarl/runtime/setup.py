@@ -38,11 +38,11 @@ from megarl.rewards.parts import Rewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
-from megarl.rollout.engine import UnopenedEngine
+from megarl.rollout.engine import RolloutEngine, UnopenedEngine
 from megarl.runtime.context import StepContext
-from megarl.runtime.episodes import build_episodes
+from megarl.runtime.episodes import Episodes, build_episodes
 from megarl.runtime.rank_state import OwnTeam, RankState
-from megarl.runtime.robots import open_robots, vla_layout
+from megarl.runtime.robots import Robots, open_robots, vla_layout
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 from megarl.sync.updater import NullSync
 from megarl.tracing import keep_beating, phase
@@ -60,10 +60,7 @@ if TYPE_CHECKING:
     from megarl.data.sft import SFTDataset
     from megarl.models.policy import PolicyModel
     from megarl.models.vla.cloning import CloningExamples
-    from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.robots.trials import Trials
-    from megarl.runtime.episodes import Episodes
-    from megarl.runtime.robots import Robots
 
 Scored = Collection[str]
 SCORED: Scored = ("train", "val")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from megarl.config.run import RunConfig
 from megarl.data.demonstration_sources import EXPERTS, find_demonstrations
@@ -20,18 +21,18 @@ from megarl.errors import ConfigError
 from megarl.models.vla.cloning import CloningExamples
 from megarl.offload_schedule import ACTOR
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
+from megarl.runtime.checkpoints import FOLDER, Checkpoints, settling
+from megarl.runtime.export import export, show_export
+from megarl.runtime.frozen_models import record_base
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_rank_state, image_prompts, open_loader
 from megarl.runtime.validate import due, evaluate
 from megarl.tracing import keep_beating, phase, set_step
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
     from megarl.data.batch import Batch
-    from megarl.runtime.checkpoints import Checkpoints
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.robots import Robots
 
@@ -51,10 +52,6 @@ def cold_start(c: RankState, examples: PromptLoader) -> None:
 
 def train(config: RunConfig, run_dir: Path) -> None:
     """Train in a run of its own, with checkpoints and an export at the end."""
-    from megarl.runtime.checkpoints import FOLDER, Checkpoints, settling
-    from megarl.runtime.export import export, show_export
-    from megarl.runtime.frozen_models import record_base
-
     c = build_rank_state(config, run_dir, scored=("val",))
     try:
         c.loader = load_examples(c)
@@ -140,8 +137,6 @@ def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: 
 
 def sft_step(c: RankState, batch: Batch) -> None:
     """One optimizer step on the mean of -logp over the response tokens of the global batch."""
-    import torch
-
     mask = batch["response_mask"]
     tokens = c.context.all_sum(mask.values.sum(dtype=torch.float64))
     batch.set("loss_weights", mask.like(mask.values / tokens.float()))

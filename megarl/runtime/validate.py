@@ -5,20 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megarl.data.fields import PATCHES
+from megarl.data.image_prompts import image_sets, pixels_of
+from megarl.data.loader import rounds
 from megarl.errors import MegarlError
+from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
 from megarl.metrics import Metrics
+from megarl.rewards.parts import with_model_scores
 from megarl.rewards.scoring import ERROR_KEY
-from megarl.runtime.recorder import VALIDATE
+from megarl.runtime.recorder import VALIDATE, Recorder
+from megarl.runtime.roles import RewardModelRole
+from megarl.runtime.stages.kto import measure_examples
+from megarl.runtime.stages.preference import measure_pairs
 from megarl.runtime.stages.reward import collect, submit
 from megarl.runtime.stages.rollout import generate
 from megarl.tracing import phase
+from megarl.tracking.films import film_rows
+from megarl.tracking.sample_images import write_images
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
     from megarl.data.preferences import LabelledDataset, PairDataset
     from megarl.runtime.rank_state import RankState
-    from megarl.runtime.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -39,10 +48,6 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
     Args:
         films_of: the training step that episodes of robots are filmed for; None: they are not.
     """
-    from megarl.data.loader import rounds
-    from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
-    from megarl.tracking.films import film_rows
-
     if c.val_data is None:
         return None
     scored: list[Scored] = []
@@ -78,9 +83,6 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
 
 def _scored(c: RankState, samples: Batch) -> list[dict[str, Any]]:
     """Return the results of the rewards, with the reward model's where this team has it."""
-    from megarl.rewards.parts import with_model_scores
-    from megarl.runtime.roles import RewardModelRole
-
     results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
     model = c.held.get("reward_model")
     if not isinstance(model, RewardModelRole):
@@ -90,10 +92,6 @@ def _scored(c: RankState, samples: Batch) -> list[dict[str, Any]]:
 
 def _report_rows(c: RankState, samples: Batch, results: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """Return the first `count` samples for the report; the first rank writes pictures of their images."""
-    from megarl.data.fields import PATCHES
-    from megarl.data.image_prompts import image_sets, pixels_of
-    from megarl.tracking.sample_images import write_images
-
     shown = samples.select(list(range(min(count, len(samples)))))
     text = "transcript" if "transcript" in shown else "response_text"
     columns = (shown["prompt_text"], shown[text], shown["answer"], results[: len(shown)])
@@ -127,10 +125,6 @@ def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False
 
 def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
     """Count the metrics of held-out pairs with those of the step; the share that is ranked right, over all ranks."""
-    from megarl.data.loader import rounds
-    from megarl.runtime.stages.kto import measure_examples
-    from megarl.runtime.stages.preference import measure_pairs
-
     settings = c.config.preference
     assert settings is not None, "there are pairs"
     found = Metrics()

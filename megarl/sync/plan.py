@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megarl.models.weights.plan import Coordinate, TensorRegion, hf_tensors, region_numel, slices_for
+from megarl.models.weights.plan import Coordinate, TensorRegion, hf_tensors, slices_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,10 +90,6 @@ class Route:
         """The rank that opens and closes the update on these receivers."""
         return min(self.senders)
 
-    def nbytes(self, sender: int) -> int:
-        """Return the bytes that `sender` sends to each receiver."""
-        return sum(bucket.nbytes for bucket in self.senders[sender])
-
 
 @dataclass(frozen=True)
 class SyncPlan:
@@ -111,48 +107,6 @@ class SyncPlan:
     def route_of(self, receiver: int) -> Route:
         """Return the route that feeds `receiver`."""
         return next(route for route in self.routes if receiver in route.receivers)
-
-    def seconds(self, gb_per_s: float) -> float:
-        """Time of the busiest sender when each sends at `gb_per_s` (10**9 bytes), one receiver after the other."""
-        busiest = max(route.nbytes(s) * len(route.receivers) for route in self.routes for s in route.senders)
-        return busiest / (gb_per_s * 1e9)
-
-    def describe(self, gb_per_s: float | None = None, rows: int = 20) -> str:
-        """Return the plan as a table of at most `rows` senders."""
-        sizes = f"{'tensors':>8} {'buckets':>8} {'MB':>10} {'gathered MB':>12}"
-        lines = [f"{'replica':>7} {'sender':>6} {'receivers':<16} {sizes}"]
-        table = [(route, sender) for route in self.routes for sender in sorted(route.senders)]
-        for route, sender in table[:rows]:
-            buckets = route.senders[sender]
-            count, size = sum(len(bucket.entries) for bucket in buckets), route.nbytes(sender) / 1e6
-            who = f"{route.replica:>7} {sender:>6} {_ranges(route.receivers):<16}"
-            lines.append(f"{who} {count:>8} {len(buckets):>8} {size:>10.1f} {_gathered(route, sender) / 1e6:>12.1f}")
-        if len(table) > rows:
-            lines.append(f"... and {len(table) - rows} more senders")
-        total = sum(r.nbytes(s) * len(r.receivers) for r in self.routes for s in r.senders)
-        largest = max(bucket.nbytes for r in self.routes for buckets in r.senders.values() for bucket in buckets)
-        lines.append(f"{total / 1e9:.3f} GB to {len(self.hosts)} receivers, largest bucket {largest / 1e6:.1f} MB")
-        if gb_per_s is not None:
-            lines.append(f"about {self.seconds(gb_per_s):.2f} s at {gb_per_s:g} GB/s per sender")
-        return "\n".join(lines)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    shown = ",".join(map(str, numbers[:4]))
-    return shown if len(numbers) <= 4 else f"{shown},.. ({len(numbers)})"
-
-
-def _gathered(route: Route, sender: int) -> int:
-    """Return the bytes, in the wire's dtype, that other ranks pass to `sender`."""
-    total = 0
-    for bucket in route.senders[sender]:
-        for entry in bucket.entries:
-            if entry.name == entry.source:
-                size = ITEMSIZE[entry.dtype]
-                total += sum(
-                    region_numel(region) * size for region, giver in route.givers[entry.source] if giver != sender
-                )
-    return total
 
 
 def holdings(hf: PretrainedConfig, ranks: Sequence[Coordinate]) -> dict[str, Held]:

@@ -6,7 +6,10 @@ import json
 import random
 from pathlib import Path
 
+import numpy
 import torch
+from safetensors import safe_open
+from safetensors.torch import save as to_bytes
 
 from megarl.compat import megatron as compat
 from megarl.device import has_cuda
@@ -18,8 +21,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E
 
 def seed_generators(seed: int) -> None:
     """Start the generators of this process that anybody may draw from; Megatron seeds its own by the layout."""
-    import numpy
-
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -28,9 +29,6 @@ def seed_generators(seed: int) -> None:
 def rng_bytes() -> bytes:
     """Return the states of this rank's generators: Python, numpy, torch, CUDA, and Megatron's tracker; a safetensors
     file."""
-    import numpy
-    from safetensors.torch import save as to_bytes
-
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     assert not isinstance(keys, str)
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.copy())}
@@ -43,9 +41,6 @@ def rng_bytes() -> bytes:
 
 def load_rng(path: Path) -> None:
     """Set the generators to the states in a file of `rng_bytes`."""
-    import numpy
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         plain = json.loads(file.metadata()["plain"])
         # Copies: the tracker keeps what it is given, and a mapped file may be cut or removed later.

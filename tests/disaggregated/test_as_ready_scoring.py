@@ -20,8 +20,6 @@ from megarl.disaggregated.as_ready_loop import AsReadyLoop
 from megarl.disaggregated.buffer.channel import FinishedGroups
 from megarl.disaggregated.pace import Pace
 from megarl.metrics import Metrics
-from megarl.runtime import samples as samples_module
-from megarl.runtime.stages import rollout as rollout_stages
 from megarl.runtime.stages.reward import PENDING, Pending
 
 LIMIT_S = 30.0
@@ -103,9 +101,9 @@ class Run:
         self.steps._versions = dict.fromkeys(self.rewards, 0)
         monkeypatch.setattr(flow, "_LOOK_S", 0.0)
         monkeypatch.setattr(flow, "tell_loader", lambda c: None)
-        monkeypatch.setattr(samples_module, "samples_of", lambda role, prompts, drawn: prompts)
-        monkeypatch.setattr(rollout_stages, "refuse_broken_logprobs", lambda batch: None)
-        monkeypatch.setattr(rollout_stages, "record_samples", lambda c, batch: c.metrics.sum("drawn", len(batch)))
+        monkeypatch.setattr(flow, "samples_of", lambda role, prompts, drawn: prompts)
+        monkeypatch.setattr(flow, "refuse_broken_logprobs", lambda batch: None)
+        monkeypatch.setattr(flow, "record_samples", lambda c, batch: c.metrics.sum("drawn", len(batch)))
 
     def draw(self, lengths: dict[int, int], after_token: Callable[[int], None]) -> Stream:
         self.stream = Stream(lengths, after_token)

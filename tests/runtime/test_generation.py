@@ -14,7 +14,6 @@ from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
 from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.rollout.engine import Completion
-from megarl.rollout.sglang import launch, probe
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.runtime import generation
 from megarl.runtime.context import Seeds, no_progress
@@ -82,7 +81,7 @@ def test_gradients_and_optimizer_are_away_before_servers_start(controller, monke
     def start(*args: Any, **kwargs: Any) -> None:
         raise StartedError
 
-    monkeypatch.setattr(launch, "open_fleet", start)
+    monkeypatch.setattr(generation, "open_fleet", start)
     monkeypatch.setattr(generation, "_write_model_config", lambda c: c.run_dir)
     with pytest.raises(StartedError):
         generation.open_rollout(controller)
@@ -115,7 +114,7 @@ def test_servers_elsewhere_move_nothing_of_the_trainer(controller, monkeypatch, 
     sglang = controller.config.rollout.sglang.model_copy(update=overrides)
     rollout = controller.config.rollout.model_copy(update={"sglang": sglang})
     controller.config = controller.config.model_copy(update={"rollout": rollout})
-    monkeypatch.setattr(launch, "open_fleet", start)
+    monkeypatch.setattr(generation, "open_fleet", start)
     monkeypatch.setattr(generation, "_write_model_config", lambda c: c.run_dir)
     with pytest.raises(StartedError):
         generation.open_rollout(controller)
@@ -128,8 +127,8 @@ def test_a_probe_of_idle_servers_waits_no_longer_than_other_calls_that_move_no_w
     controller, monkeypatch, generates, limit
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(probe, "probe_servers", lambda *args: asked.append(args[3]) or [])
-    monkeypatch.setattr(updater, "WeightSync", SimpleNamespace)
+    monkeypatch.setattr(generation, "probe_servers", lambda *args: asked.append(args[3]) or [])
+    monkeypatch.setattr(generation, "WeightSync", SimpleNamespace)
     controller.sync, controller.hf_config = SimpleNamespace(run="a run"), SimpleNamespace(vocab_size=20)
     controller.team, controller.fleet.answer_s = SimpleNamespace(holds=lambda role: generates), 60.0
     generation.account_update(controller, updater.SyncReport(3, "tensor", updated=[0], to_probe=[0]))

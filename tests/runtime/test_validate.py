@@ -28,7 +28,7 @@ def test_end_tokens_of_training_also_end_held_out_responses(module, call, monkey
     def generate(c: object, rollout: object, prompts: object, sampling: SamplingConfig) -> None:
         raise SeenError(sampling)
 
-    monkeypatch.setattr("megarl.data.loader.rounds", lambda *args: [["prompt"]])
+    monkeypatch.setattr(validate, "rounds", lambda *args: [["prompt"]])
     monkeypatch.setattr(inference, "rounds", lambda *args: [["prompt"]])
     monkeypatch.setattr(module, "generate", generate)
     config = RunConfig(

@@ -26,12 +26,9 @@ from megarl.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
-    from megarl.dag.node import Node
     from megarl.dag.placement import Handover, Placement
-    from megarl.data.batch import Batch
     from megarl.data.wire import Span
     from megarl.disaggregated.buffer.client import StoreClient
-    from megarl.disaggregated.buffer.core import GroupInfo
 
 
 #: Comes with every handover: which samples it belongs to.
@@ -327,8 +324,6 @@ class GroupChannel:
 
 def unused_groups(client: StoreClient, step: int, part: int, parts: int) -> tuple[list[FinishedGroups], dict[int, int]]:
     """One of `parts` shares of what is finished and of no step until `step`, one by one; and versions by number."""
-    from megarl.data.batch import Batch
-
     found, versions = [], {}
     for group in sorted(client.unused(step, part, parts), key=lambda group: group.number):
         assert group.info is not None, "it is finished"
@@ -345,8 +340,6 @@ def merge_handovers(given: Mapping[str, Batch]) -> Batch:
     Args:
         given: by the keys of handovers, at least one; the same samples in the same order.
     """
-    from megarl.data.batch import Batch
-
     batch: Batch | None = None
     for key, samples in given.items():
         node, _, _ = key.partition(">")  # see `Handover.key`

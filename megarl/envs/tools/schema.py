@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import inspect
 import io
+import json
 import re
 import typing
 from collections.abc import Callable, Sequence
@@ -181,8 +182,6 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 def _plain(result: Any) -> str:
     """Return a result as a model reads it: JSON where possible."""
-    import json
-
     try:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -333,8 +334,6 @@ def seen(parts: Sequence[tuple[range, ImageSet | None]], stage: DecoderStage) ->
         parts: of each the places in its sequence, and all images of the sequence.
         stage: of a model that sees images.
     """
-    import numpy as np
-
     from megarl.models.vlm.model import gather_images
 
     encoder = stage.encoder

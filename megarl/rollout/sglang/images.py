@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.robot_policy import PREPROCESSOR
-from megarl.data.image_prompts import pixels_of
+from megarl.data.image_prompts import ImageSet, pixels_of
 from megarl.data.images import MOST_PIXELS
 from megarl.models.hf import encoder_of, image_settings
 from megarl.rewards.images import png
@@ -28,7 +28,6 @@ from megarl.rewards.images import png
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from megarl.data.image_prompts import ImageSet
 
 #: The texts of `VisionEncoder.image_tokens` that SGLang and transformers look for.
 _TEXTS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.comm import WorkerGroup, address_for_others
@@ -80,7 +80,10 @@ def open_fleet(
         # In memory only: no file and no command line has it.
         key = key or world.broadcast_json(secrets.token_urlsafe(32))
         host = config.host or host or address_for_others(f"machine {place.machine}", world)
-        fleet = _own(config, place, run_dir, model, dtype, host, key, cuda, random_weights, fp8, world)
+        if not cuda:
+            _check_cpu(config, fp8)
+        spec = ServerSpec(0, config, model, dtype, host, key, run_dir / "servers", cuda, random_weights=random_weights)
+        fleet = _own(spec, place, world)
     try:
         if not config.urls:
             fleet.start()
@@ -133,21 +136,9 @@ def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
         )
 
 
-def _own(
-    config: SGLangConfig,
-    place: WorkerPlace,
-    run_dir: Path,
-    model: Path,
-    dtype: str,
-    host: str,
-    key: str,
-    cuda: bool,
-    random_weights: bool,
-    fp8: bool,
-    world: WorkerGroup,
-) -> Fleet:
-    if not cuda:
-        _check_cpu(config, fp8)
+def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:
+    """Return the run's own servers: `spec`, as each of them and each of its nodes has it."""
+    config = spec.config
     workers = dict(world.all_gather_json([place.machine, place.workers]))
     machines = [workers[machine] for machine in range(place.machines)]
     if len(machines) < config.nnodes:
@@ -161,19 +152,10 @@ def _own(
     here = place_servers(config.servers, config.ranks_per_node, machines, config.nnodes)[place.machine]
     owned: dict[int, ServerProcess] = {}
     for local, (number, node) in enumerate(here if place.is_first else ()):
-        spec = ServerSpec(
-            number,
-            config,
-            model,
-            dtype,
-            host,
-            key,
-            run_dir / "servers",
-            cuda,
-            server_gpus(config, len(here), local, place.workers, os.environ, nvidia_devices()) if cuda else None,
-            random_weights,
-            node,
-        )
-        owned[number] = ServerProcess(spec)
-    servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(config.servers)]  # addresses: wait_started
+        gpus = None
+        if spec.cuda:
+            gpus = server_gpus(config, len(here), local, place.workers, os.environ, nvidia_devices())
+        owned[number] = ServerProcess(replace(spec, number=number, node=node, gpus=gpus))
+    apis = (ServerApi("", spec.api_key, f"server {number}") for number in range(config.servers))
+    servers = [Server(number, api) for number, api in enumerate(apis)]  # addresses: wait_started
     return Fleet(servers, config, owned, world=world)

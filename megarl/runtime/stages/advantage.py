@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.advantages import ADVANTAGES, estimate
+from megarl.algorithms.kl import chosen_estimator
+from megarl.algorithms.kl import kl_in_reward as penalise
 from megarl.dag.stage import Role, stage
 from megarl.runtime.stages.needs import estimator_fields
 
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 )
 def advantage(c: StepContext, samples: Batch) -> Batch:
     """Estimate advantages with `algorithm.advantage`; groups lie whole on one rank, other statistics span all ranks."""
-    from megarl.algorithms.advantages import ADVANTAGES, estimate
     from megarl.data.batch import Jagged
 
     algorithm = c.config.algorithm
@@ -74,9 +76,6 @@ def _mask(samples: Batch, *, grouped: bool) -> Jagged:
 @stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"], role=Role.ADVANTAGE)
 def kl_in_reward(c: StepContext, samples: Batch) -> Batch:
     """Subtract coef * KL(policy || reference) from every token's reward, then let the controller move coef."""
-    from megarl.algorithms.kl import chosen_estimator
-    from megarl.algorithms.kl import kl_in_reward as penalise
-
     rewards = samples["token_rewards"]
     values, sums = penalise(
         rewards.values,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role, stage
-from megarl.data.versions import VERSION_FIELDS
+from megarl.data.versions import VERSION_FIELDS, tokens_by_version
 
 if TYPE_CHECKING:
     from megarl.algorithms.correction import Correction
@@ -79,7 +79,6 @@ def _measure(c: StepContext, samples: Batch, knobs: ResolvedCorrection) -> Corre
 def ages(c: StepContext, samples: Batch) -> Metrics:
     """Record how old the weights were that sampled this rank's tokens; those of an environment have no age."""
     from megarl.algorithms.correction import staleness
-    from megarl.data.versions import tokens_by_version
 
     versions, tokens = tokens_by_version(samples, samples["response_mask"].values)
     buckets = c.config.rollout.stale_steps + c.config.async_.max_staleness + 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.losses import value_loss
+from megarl.algorithms.stats import explained_variance
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.groups import ORDINAL
 from megarl.runtime.stages.needs import call_fields
@@ -57,7 +59,6 @@ def critic_train(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch
 def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
     """One optimizer step on the value loss of the mini-batch over all ranks, aggregated by `critic.aggregation`."""
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
-    from megarl.algorithms.losses import value_loss
 
     mask, settings = mini["response_mask"], c.config.critic
     copies = mini[COPIES] if COPIES in mini else None  # noqa: SIM401 (a Batch has no get)
@@ -83,8 +84,6 @@ def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
 
 def _record(c: StepContext, samples: Batch) -> None:
     """Record what the values of before the update were worth."""
-    from megarl.algorithms.stats import explained_variance
-
     values, returns, mask = (samples[name].values for name in ("values", "returns", "response_mask"))
     share = explained_variance(values, returns, mask, all_sum=c.all_sum)
     if share is not None:

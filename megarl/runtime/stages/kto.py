@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.groups import ORDINAL
+from megarl.metrics import Metrics
 from megarl.runtime.stages.needs import call_fields
 from megarl.runtime.stages.preference import PAIR_FIELDS, count_tokens, responses_of
 from megarl.runtime.stages.resampling import COPIES
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.kto import Counts
     from megarl.data.batch import Batch, Jagged
-    from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import ActorRole, ReferenceRole
 
@@ -76,7 +76,6 @@ def example_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 def measure_examples(c: StepContext, examples: Batch, actor: ActorRole, reference: ReferenceRole) -> Metrics:
     """Return the loss and the rewards of held-out examples, of which this rank may have none. Collective."""
     from megarl.algorithms.kto import kto_loss
-    from megarl.metrics import Metrics
 
     settings = c.config.preference
     assert settings is not None, "there are examples"

@@ -6,6 +6,8 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.divergences import chosen_divergence
+from megarl.algorithms.needs import component_fields
 from megarl.dag.stage import Kind, Role, stage
 from megarl.runtime.stages.needs import call_fields, teacher_fields
 
@@ -56,8 +58,6 @@ def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
     The ratio of PPO and its clip are against the policy that generated a sample, and that one is gone by then. In
     bypass the log-probs of the rollout take this place.
     """
-    from megarl.algorithms.needs import component_fields
-
     if c.config.rollout_correction.resolved().bypass:
         return samples.drop([DRAWN_LOGP, DRAWN_SUM])
     samples.set(DRAWN_LOGP, _scored_once(samples, DRAWN_LOGP, actor.log_probs))
@@ -126,8 +126,6 @@ def teacher_topk(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Bat
 
     float32 [tokens, k + 1, 2]: ids and log-probs, the last ones of all other tokens together.
     """
-    from megarl.algorithms.divergences import chosen_divergence
-
     chosen = chosen_divergence(c.config.algorithm.distillation)
     assert chosen is not None, "the node is in the graph only for such an estimator"
     samples.set("teacher_topk", teacher.top_tokens(samples, chosen.settings.topk))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import IMAGES
 from megarl.data.groups import ORDINAL
+from megarl.metrics import Metrics
 from megarl.runtime.stages.needs import call_fields
 from megarl.runtime.stages.resampling import COPIES
 from megarl.runtime.stages.update import train_actor
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.config.training import PreferenceConfig
     from megarl.data.batch import Batch
-    from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import ActorRole, ReferenceRole
 
@@ -145,7 +145,6 @@ def measure_pairs(c: StepContext, pairs: Batch, actor: ActorRole, reference: Ref
     import torch
 
     from megarl.algorithms.preference import preference_loss, score_loss
-    from megarl.metrics import Metrics
 
     settings = c.config.preference
     assert settings is not None, "there are pairs"

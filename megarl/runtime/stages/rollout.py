@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
 from megarl.data.frames import END_FRAMES, FRAMES, clip_fields
-from megarl.data.versions import VERSION_FIELDS
+from megarl.data.versions import VERSION_FIELDS, token_versions
 from megarl.errors import MegarlError
 from megarl.runtime.stages.needs import call_fields, needed_fields
 
@@ -212,8 +212,6 @@ def refuse_broken_logprobs(samples: Batch) -> None:
     Raises:
         RolloutError: a log-prob is not finite.
     """
-    from megarl.data.versions import token_versions
-
     logp = samples["rollout_logp"]
     broken = (~logp.values.isfinite()).nonzero().flatten()
     if not len(broken):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.group_filter import informative_groups, live_rows, score_histogram, uncut_groups
 from megarl.dag.stage import Role, stage
-from megarl.data.groups import ORDINAL
+from megarl.data.groups import ORDINAL, by_group, group_places
 from megarl.errors import MegarlError
+from megarl.runtime.stages import logprob
 from megarl.runtime.stages.logprob import DRAWN_LOGP, DRAWN_SUM
 from megarl.runtime.stages.needs import call_fields
 
@@ -53,9 +55,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     Raises:
         NoSignalError: the batch is not full, and is not to be filled.
     """
-    from megarl.data.groups import group_places
     from megarl.runtime.exchange import GroupPool
-    from megarl.runtime.stages import logprob
     from megarl.tracing import phase
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
@@ -93,9 +93,6 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
 
 def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
     """Say which groups `algorithm.dynamic_sampling` keeps; add the scores of this rank's groups to `seen`."""
-    from megarl.algorithms.group_filter import informative_groups, live_rows, uncut_groups
-    from megarl.data.groups import by_group
-
     live = None
     if c.config.has_episodes:
         mask = samples["response_mask"]
@@ -117,9 +114,6 @@ def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bo
     Those that dynamic sampling keeps, and of which `algorithm.filter` left a sample: other prompts take the place of
     the rest.
     """
-    from megarl.algorithms.group_filter import live_rows
-    from megarl.data.groups import by_group
-
     uid = samples["uid"]
     if c.config.algorithm.dynamic_sampling.enabled:
         keep = signal(c, samples, seen)
@@ -151,8 +145,6 @@ def no_signal(what: str, groups: str, seen: list[list[float]], others: str = "")
         groups: what to call those with the scores `seen`.
         others: further ways out.
     """
-    from megarl.algorithms.group_filter import score_histogram
-
     return NoSignalError(
         f"{what}\n  {groups} by the scores of their samples: {score_histogram(seen)}\n"
         f"  fix:     choose easier or harder prompts, raise rollout.sampling.n or the temperature, {others}or raise "

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megarl.algorithms.group_filter import FILTERS, kept_samples, live_rows
+from megarl.algorithms.rows import Rows
 from megarl.dag.stage import Role, contract_of, stage
 from megarl.runtime.stages.needs import filter_fields
 
@@ -45,8 +47,6 @@ def filter_samples(c: StepContext, samples: Batch, *, own: Mapping[str, Any] | N
     Args:
         own: the filter of this node, as the section `algorithm.filter` has it; None: that section. See `own_filter`.
     """
-    from megarl.algorithms.group_filter import FILTERS, kept_samples, live_rows
-    from megarl.algorithms.rows import Rows
     from megarl.config.algorithm import FilterConfig
     from megarl.data.batch import Jagged
 
@@ -76,8 +76,6 @@ def own_filter(section: Mapping[str, Any]) -> dict[str, Any]:
     >>> own_filter({"name": "bounds", "high": 0.9})["contract"].reads
     ('score', 'uid', 'response_mask', 'finish_reason')
     """
-    from megarl.algorithms.group_filter import FILTERS
-
     declared = contract_of(filter_samples)
     reads = tuple(dict.fromkeys([*declared.reads, *FILTERS.spec(section["name"]).reads]))
     return {"config": {"own": dict(section)}, "contract": replace(declared, reads=reads, needs=None)}

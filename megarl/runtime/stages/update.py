@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from megarl.algorithms.divergences import terms
+from megarl.algorithms.rows import Rows
+from megarl.algorithms.select import random_keys
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.groups import ORDINAL
+from megarl.data.groups import ORDINAL, group_numbers, group_places
 from megarl.data.versions import VERSION_FIELDS
 from megarl.runtime.stages.logprob import DRAWN_LOGP
 from megarl.runtime.stages.needs import update_fields
@@ -96,8 +100,6 @@ def mini_batches(c: StepContext, samples: Batch, role: Literal["actor", "critic"
 
 
 def _in_order(c: StepContext, samples: Batch, size: int) -> Iterator[Batch]:
-    from megarl.data.groups import group_places
-
     groups = group_places(samples["uid"])
     order = [place for group in groups for place in group]
     if order != list(range(len(samples))):
@@ -111,8 +113,6 @@ def _in_order(c: StepContext, samples: Batch, size: int) -> Iterator[Batch]:
 def _shuffled(c: StepContext, samples: Batch, size: int, seed: int) -> Iterator[Batch]:
     """Prompts in the order of `seed`, whichever ranks hold them; parts of a mini-batch may differ in size."""
     import numpy as np
-
-    from megarl.data.groups import group_numbers, group_places
 
     order = np.random.Generator(np.random.PCG64(seed)).permutation(c.config.data.batch_size).tolist()
     groups, count = group_places(samples["uid"]), c.config.data.batch_size // size
@@ -158,9 +158,6 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 
 
 def _taught(objective: Objective) -> Taught | None:
-    from functools import partial
-
-    from megarl.algorithms.divergences import terms
     from megarl.training.engine import Taught
 
     chosen = objective.divergence
@@ -200,9 +197,6 @@ def _keys(c: StepContext, mini: Batch, update: int) -> Tensor:
     """int64 [N]: what a loss draws for each token. It depends on the sample's name and the optimizer step, not on rank
     or place in the batch."""
     import torch
-
-    from megarl.algorithms.rows import Rows
-    from megarl.algorithms.select import random_keys
 
     mask = mini["loss_mask"]
     seeds = [c.seeds.tokens(update, sample) for sample in mini["sample_id"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,7 @@ class Target:
         return ServerError(self.receiver.name, self.receiver.url, phase, reason)
 
 
-class Transport(ABC):
+class Transport:
     """The way of filled buckets to receivers. One per trainer rank; `put` and `deliver` run in the sender's threads.
 
     Attributes:
@@ -77,26 +76,26 @@ class Transport(ABC):
     live = False
     sent_bytes: int | None = None
 
-    @abstractmethod
     def buffer(self, nbytes: int) -> Tensor:
         """Return uint8 [nbytes] to fill buckets into."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def broken(self) -> str | None:
         """Return the reason why no update can succeed any more, as far as this rank knows. Every rank is asked before
         an update."""
         return None
 
-    def start(self, version: int, targets: Sequence[Target]) -> None:  # noqa: B027 (most have nothing to do)
+    def start(self, version: int, targets: Sequence[Target]) -> None:
         """Begin an update of `targets`, which are open for tensors."""
 
-    def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:  # noqa: B027
+    def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Do the work for this sender's bucket `number` that is done once, before any receiver gets it.
 
         Args:
             parts: uint8, the bytes of each entry: parts of the buffer, or parameters if the transport is `live`.
         """
 
-    def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:  # noqa: B027
+    def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Hand the bucket to one receiver, which has taken it when this returns. Called for all in parallel.
 
         Args:
@@ -106,11 +105,11 @@ class Transport(ABC):
             ServerError: the receiver refused it, is gone, or did not take it before the deadline.
         """
 
-    def publish(self) -> None:  # noqa: B027
+    def publish(self) -> None:
         """Publish the version, once every sender has put all its buckets; called on the first rank only, before
         `commit`."""
 
-    def commit(self, target: Target) -> None:  # noqa: B027
+    def commit(self, target: Target) -> None:
         """Commit the update: all buckets of all senders were delivered. The rank that leads this receiver's update
         calls it."""
 
@@ -118,8 +117,9 @@ class Transport(ABC):
         """Return the folder from which a receiver with this version can read all of it again; None: there is none."""
         return None
 
-    def drop(self, target: Target) -> None:  # noqa: B027
-        """Free what belongs to a receiver that failed or is gone."""
+    def drop(self, target: Target) -> None:
+        """Free what belongs to a receiver that failed or is gone: another engine may come back at its address."""
+        target.receiver.forget()
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Let go of everything."""

@@ -86,10 +86,6 @@ class DeltaTransport(Transport):
         self._connecting = threading.Lock()
         self._locks = {host: threading.Lock() for host in relays}
 
-    def buffer(self, nbytes: int) -> Tensor:
-        """Return host memory."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
     def broken(self) -> str | None:
         """Return a message when the relay that this rank started has ended."""
         if self._process is None or self._process.poll() is None:
@@ -165,10 +161,6 @@ class DeltaTransport(Transport):
         if self._process is not None:
             self._process.kill()  # nothing of it outlives it but shared memory, which its manager process removes
             self._process.wait()
-
-    def drop(self, target: Target) -> None:
-        """Forget the receiver: at its address there may be another engine the next time."""
-        target.receiver.forget()
 
     def _call(self, target: Target, number: int, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:
         """Ask the relay on the target's host about a bucket of this sender."""

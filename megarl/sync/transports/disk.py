@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from megarl.errors import WorkerError
@@ -48,10 +47,6 @@ class DiskTransport(Transport):
         self._version, self._files = 0, 0
         if rank == 0:  # nobody writes before the first update, in which all ranks meet
             remove_partial(folder)
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """Return host memory."""
-        return torch.empty(nbytes, dtype=torch.uint8)
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
         """Open the partial folder that every sender writes into."""
@@ -86,10 +81,6 @@ class DiskTransport(Transport):
     def commit(self, target: Target) -> None:
         """Make the receiver read the folder."""
         target.receiver.read_folder(self.folder_held(), UpdateStep("reading the weights", self.deadline_s))
-
-    def drop(self, target: Target) -> None:
-        """Forget the receiver: at its address there may be another engine the next time."""
-        target.receiver.forget()
 
     def folder_held(self) -> Path:
         """Return the folder of this version."""

@@ -71,10 +71,6 @@ class DistributedTransport(Transport):
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[int, _Link] = {}
 
-    def buffer(self, nbytes: int) -> Tensor:
-        """Return memory of the device that broadcasts."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Tell the receiver what comes in a call, and broadcast beside it."""
         link = self._links.get(target.number)
@@ -96,7 +92,7 @@ class DistributedTransport(Transport):
     def drop(self, target: Target) -> None:
         """Leave the group of a receiver that is gone."""
         self._leave(target.number, abort=True)
-        target.receiver.forget()
+        super().drop(target)
 
     def _leave(self, number: int, *, abort: bool = False) -> None:
         link = self._links.pop(number, None)

@@ -45,7 +45,3 @@ class TensorTransport(Transport):
         use = SharedUse(self._update, self._sender, last=id(bucket) in self._ends)
         handles = [handle_of(flat) for _ in needed]
         target.receiver.take_shared(handles, needed, use, UpdateStep("bucket", self.deadline_s))
-
-    def drop(self, target: Target) -> None:
-        """Forget the receiver: at its address there may be another engine the next time."""
-        target.receiver.forget()
