@@ -107,7 +107,7 @@ def as_svg(graph: TaskGraph, placement: Placement | None = None) -> str:
     plan = lay_out(graph)
     roles = list(dict.fromkeys(graph[id].role for id in graph.order()))
     teams = [team.name for team in placement.teams] if placement else []
-    width = max(plan.width, _legend_width(teams))
+    width = max(plan.width, 24 + sum(_label_width(_team_label(team)) for team in teams))
     height = plan.height + (20 if teams else 0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
@@ -209,10 +209,6 @@ def _team_label(team: str) -> str:
 
 def _label_width(label: str) -> float:
     return 34 + 6.2 * len(label)
-
-
-def _legend_width(teams: list[str]) -> float:
-    return 24 + sum(_label_width(_team_label(team)) for team in teams)
 
 
 def _team_legend(teams: list[str], y: float) -> list[str]:

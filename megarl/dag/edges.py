@@ -63,11 +63,15 @@ class _Value:
 
 
 class _History:
-    """The effects of the nodes listed so far on fields, samples and models."""
+    """The effects of the nodes listed so far on fields, samples and models.
+
+    Attributes:
+        resampler: the last node listed that resamples: the samples are what it made.
+    """
 
     def __init__(self, entry: Iterable[str]) -> None:
         self._values = {name: _Value(None, there=True) for name in entry}
-        self._resampler: str | None = None
+        self.resampler: str | None = None
         self._since: list[str] = []  # nodes listed since the last one that resampled
         self._trained: dict[str, str] = {}  # the last node that trained a model
         self._users: dict[str, list[str]] = {}  # nodes that have worked on it since then
@@ -83,8 +87,8 @@ class _History:
     def waits(self, node: Node) -> list[str]:
         """Return the nodes that `node`, the next one of the list, comes after."""
         contract, before = node.declared, list(node.deps)
-        if self._resampler is not None:
-            before.append(self._resampler)
+        if self.resampler is not None:
+            before.append(self.resampler)
         if contract.resamples:
             before += self._since
         for name in contract.uses:
@@ -101,11 +105,6 @@ class _History:
         out."""
         writers = {name: self._value(name).writer for name in node.declared.uses}
         return {name: writer for name, writer in writers.items() if writer is not None}
-
-    @property
-    def resampler(self) -> str | None:
-        """The last node listed that resamples: the samples are what it made."""
-        return self._resampler
 
     def all_sources(self) -> dict[str, str]:
         """Return the writers of all fields, those of the entry left out."""
@@ -125,7 +124,7 @@ class _History:
         self._since.append(node.id)
         if contract.resamples:
             self._values = {name: _Value(node.id, value.there) for name, value in self._values.items()}
-            self._resampler, self._since = node.id, []
+            self.resampler, self._since = node.id, []
         for model in node.models:
             if model != node.trains:
                 self._users.setdefault(model, []).append(node.id)

@@ -69,12 +69,9 @@ def read_measured(config: RunConfig, graph: TaskGraph) -> Measured:
             allowed=f"a run with the nodes {', '.join(graph.order())}",
             fix="run this recipe for a few steps, with one team or with placement.auto=even, and name its folder",
         )
-    served = [node.id for node in graph if _by_servers(config, node)]
-    return Measured(timings, {node.id: _workers(timings, node) for node in graph}, frozenset(served))
-
-
-def _by_servers(config: RunConfig, node: Node) -> bool:
-    return node.role is Role.ROLLOUT and config.rollout.engine != "embedded" and not config.rollout.colocated
+    by_servers = config.rollout.engine != "embedded" and not config.rollout.colocated
+    served = frozenset(node.id for node in graph if by_servers and node.role is Role.ROLLOUT)
+    return Measured(timings, {node.id: _workers(timings, node) for node in graph}, served)
 
 
 def _workers(timings: Timings, node: Node) -> int:

@@ -451,12 +451,13 @@ class Checkpoints:
         self._under_way.wait()
         began = time.monotonic()
         with phase("checkpoint"), c.offload.phase("checkpoint"):
+            scores = {} if c.context.scores is None else c.context.scores.files()
             saving = checkpoint.begin(
                 self._root,
                 step,
                 c.trained,
                 extra,
-                files=surplus_file(c.context) | scores_file(c.context) | statistics_file(c.hf_config, c.layout),
+                files=surplus_file(c.context) | scores | statistics_file(c.hf_config, c.layout),
                 config=c.config.model_dump(mode="json"),
                 keep_last=settings.keep_last,
                 best=is_best,
@@ -515,11 +516,6 @@ def surplus_file(c: StepContext) -> dict[str, bytes]:
     if c.surplus is None or not c.layout.is_lead:
         return {}
     return {_surplus_name(c.layout.dp_rank): c.surplus.to_bytes()}
-
-
-def scores_file(c: StepContext) -> dict[str, bytes]:
-    """Name and content of what scores of robots' episodes go on from; one rank writes it."""
-    return {} if c.scores is None else c.scores.files()
 
 
 def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:

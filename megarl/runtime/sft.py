@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from megarl.config.run import RunConfig
@@ -30,8 +29,6 @@ from megarl.runtime.validate import due, evaluate
 from megarl.tracing import keep_beating, phase, set_step
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from megarl.data.batch import Batch
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.robots import Robots
@@ -176,7 +173,7 @@ def load_calls(c: RankState, robots: Robots) -> PromptLoader:
         body.view.pictures,
         cameras=config.robot.cameras,
         chunk=config.robot.chunk,
-        states=_as_they_are if states is None else states.normalise,
+        states=(lambda seen: seen) if states is None else states.normalise,
     )
     return open_loader(config, data, layout, "sft.batch_size", config.sft.batch_size)
 
@@ -209,7 +206,3 @@ def _show(c: RankState, robots: Robots, folder: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return written
-
-
-def _as_they_are(states: NDArray[np.float32]) -> NDArray[np.float32]:
-    return states

@@ -59,7 +59,7 @@ def _share_on_device(flat: Tensor) -> Handle:
     uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
     # The event is of the time of sharing; opening it takes a new one in the other process every time.
     values = dict(zip(_CUDA[1:], (uuid, handle, nbytes, start, counter, counter_offset, event, False), strict=True))
-    return values | {key: _text(values[key]) for key in _BINARY}
+    return values | {key: base64.b64encode(values[key]).decode() for key in _BINARY}
 
 
 def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
@@ -88,7 +88,3 @@ def open_handle(handle: Handle) -> Tensor:
 def _device_number(uuid: str) -> int:
     numbers = range(torch.cuda.device_count())
     return next(number for number in numbers if str(torch.cuda.get_device_properties(number).uuid) == uuid)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

@@ -28,17 +28,12 @@ Terms = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The head that gives what the output embedding would be multiplied with, [n, width]."""
+    """The head that gives what the output embedding would be multiplied with, [n, outputs]."""
 
-    width: int
-
-    @property
-    def outputs(self) -> int:
-        """Numbers per token."""
-        return self.width
+    outputs: int
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return (hidden states [n, width],), float32."""
+        """Return (hidden states [n, outputs],), float32."""
         return (head_rows(hidden, model, micro, None)[0].float(),)
 
 

@@ -54,7 +54,7 @@ def dense(single_process):
 @pytest.mark.parametrize("running", [256, 3, 1])
 def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, model_type, running):
     made = engine(build(model_type), max_running=running, max_prefill_tokens=40)
-    chunk = made._chunks[0]
+    chunk = made.chunks[0]
     for number, turns in play_turns(made, PROMPTS).items():
         for turn, (before, drawn, logprobs, reason) in enumerate(turns):
             [[whole]] = made.generate([Request(before, [1000 * number + turn], 6)], sampled(max_new_tokens=6), STOP)

@@ -257,7 +257,8 @@ class StoreClient:
         return answer
 
     def _ping(self) -> Ack:
-        return self._call("the store to answer", "ping", self.team, self.rank, self._own_progress())
+        mine = Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)
+        return self._call("the store to answer", "ping", self.team, self.rank, mine)
 
     def _heed(self, ack: Ack) -> None:
         """Let go of bytes that nobody needs, and give again what the store lacks."""
@@ -365,9 +366,6 @@ class StoreClient:
             except StoreError as error:  # whoever waits for it says so
                 if not isinstance(error.__cause__, ray.exceptions.GetTimeoutError):
                     return
-
-    def _own_progress(self) -> Ping:
-        return Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)
 
 
 class Mailbox:

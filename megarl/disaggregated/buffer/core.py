@@ -357,7 +357,7 @@ class Core:
         """Return where prompts stand: `next`, the number of the first one that nobody has generated (None: it is not
         open), and `again`, earlier ones that are to be generated again."""
         flow = self._need_flow()
-        return {"next": flow.next, "again": flow.again}
+        return {"next": flow.next, "again": list(flow.again)}
 
     def unused(self, step: int) -> list[FlowGroup]:
         """Finished groups that no step until `step` is of, as far as a later one is not over."""

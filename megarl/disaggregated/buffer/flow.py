@@ -58,13 +58,15 @@ class Flow:
 
     Attributes:
         step: the last one that has its samples.
+        next: number of the first prompt that nobody has generated; None: it is not open.
+        again: prompts before `next` that nobody generates yet.
     """
 
     def __init__(self, settings: StalenessSettings) -> None:
         self._settings = settings
         self.step = 0
-        self._next: int | None = None
-        self._again: list[int] = []
+        self.next: int | None = None
+        self.again: list[int] = []
         self._begun = 0
         self._groups: dict[int, FlowGroup] = {}
         self._under_way: dict[int, set[int]] = {}  # numbers of groups by version
@@ -89,10 +91,10 @@ class Flow:
         Raises:
             ValueError: it is open.
         """
-        if self._next is not None:
+        if self.next is not None:
             raise ValueError("the flow of samples is open")
         policy, left = self._policy, dict[int, int]()
-        self.step, self._next, late = step, number, []
+        self.step, self.next, late = step, number, []
         for one, version in sorted(begun.items(), key=lambda item: (item[1], item[0])):
             if policy.in_time(step, {**left, version: left.get(version, 0) + 1}):
                 left[version] = left.get(version, 0) + 1
@@ -100,7 +102,7 @@ class Flow:
             else:
                 late.append(one)
         self._begun = step * policy.groups + len(self._groups)
-        self._again = sorted([*again, *late])
+        self.again = sorted([*again, *late])
         return late
 
     def admit(self, version: int, most: int) -> list[int]:
@@ -111,14 +113,14 @@ class Flow:
         Raises:
             ValueError: it is not open.
         """
-        if self._next is None:
+        if self.next is None:
             raise ValueError("the flow of samples is not open")
         found = []
         for _ in range(min(most, self._policy.may_begin(version) - self._begun)):
-            if self._again:
-                number = self._again.pop(0)
+            if self.again:
+                number = self.again.pop(0)
             else:
-                number, self._next = self._next, self._next + 1
+                number, self.next = self.next, self.next + 1
             self._add(FlowGroup(number, version))
             found.append(number)
         self._begun += len(found)
@@ -186,16 +188,6 @@ class Flow:
     def drained(self, version: int) -> bool:
         """Nothing is under way, and nothing may begin with `version` of the weights."""
         return self._policy.weights_may_go(version, self._begun, self.counts[0])
-
-    @property
-    def next(self) -> int | None:
-        """Number of the first prompt that nobody has generated; None: it is not open."""
-        return self._next
-
-    @property
-    def again(self) -> list[int]:
-        """Prompts before `next` that nobody generates yet."""
-        return list(self._again)
 
     @property
     def finished(self) -> list[FlowGroup]:

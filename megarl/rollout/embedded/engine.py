@@ -46,16 +46,11 @@ class EmbeddedEngine:
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], config: RolloutConfig, layout: Layout) -> None:
-        self._chunks, self._config = list(chunks), config
+        self.chunks, self._config = list(chunks), config
         self._mesh = Mesh.of(layout)
         model_dtype = chunks[0].config.params_dtype
         self._dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         self.weight_version = 0
-
-    @property
-    def chunks(self) -> Sequence[PolicyModel]:
-        """The model chunks that decode."""
-        return self._chunks
 
     def generate(
         self,
@@ -82,19 +77,19 @@ class EmbeddedEngine:
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
         """See `RolloutEngine`. Ranks that share out requests, or experts, generate in rounds."""
-        if self._mesh.cp.size > 1 or self._chunks[0].config.num_moe_experts is not None:
+        if self._mesh.cp.size > 1 or self.chunks[0].config.num_moe_experts is not None:
             return Rounds(self.generate, self._any_replica, sampling, eos_ids)
         running = max(1, min(self._config.max_running, sequences))
-        stage = DecoderStage(self._chunks, self._mesh, self._dtype, rows=running, steps=sampling.max_new_tokens)
+        stage = DecoderStage(self.chunks, self._mesh, self._dtype, rows=running, steps=sampling.max_new_tokens)
         limits = SessionLimits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, sessions=1)
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         return _Turns(TurnSession(stage, sampling, stop_ids, limits, sequences, longest), self.weight_version)
 
     def _any_replica(self, busy: bool) -> bool:
         """Tell whether a replica that shares experts with this one is busy."""
-        if self._chunks[0].config.num_moe_experts is None:
+        if self.chunks[0].config.num_moe_experts is None:
             return busy
-        return bool(self._mesh.expert.all_max(int(busy), next(self._chunks[0].parameters()).device))
+        return bool(self._mesh.expert.all_max(int(busy), next(self.chunks[0].parameters()).device))
 
     def _run(
         self, requests: list[Request], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
@@ -105,7 +100,7 @@ class EmbeddedEngine:
         running = max(1, running // lanes)
         shares = share_out(requests, lanes)
         rows = min(running, max(sum(len(requests[i].seeds) for i in share) for share in shares))
-        stage = DecoderStage(self._chunks, self._mesh, self._dtype, rows=rows, steps=sampling.max_new_tokens)
+        stage = DecoderStage(self.chunks, self._mesh, self._dtype, rows=rows, steps=sampling.max_new_tokens)
         limits = SessionLimits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, lanes)
         sessions = [
             (
@@ -122,7 +117,7 @@ class EmbeddedEngine:
     def _lanes(self, requests: Sequence[Request], running: int) -> int:
         """Return the number of sessions that share the CPU threads of this process; 1 where collectives fix the order
         of steps."""
-        if not self._mesh.is_trivial or next(self._chunks[0].parameters()).is_cuda:
+        if not self._mesh.is_trivial or next(self.chunks[0].parameters()).is_cuda:
             return 1
         rows = min(running, sum(len(r.seeds) for r in requests))
         return max(1, min(torch.get_num_threads(), len(requests), rows // _LANE_ROWS))

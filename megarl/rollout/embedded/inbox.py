@@ -57,6 +57,9 @@ class WeightInbox:
     Attributes:
         address: host and port.
         version: the trainer's name of the weights; empty: there are none yet.
+        update: number of the update that is open or was the last one: writes that still wait when another one begins
+            are refused.
+        rank: of this process in the engine.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], key: str, group: WorkerGroup, host: str = "127.0.0.1") -> None:
@@ -67,7 +70,7 @@ class WeightInbox:
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._running, self._paused, self._open = 0, True, False
-        self._update = 0  # counts updates: writes that still wait when another one begins are refused
+        self.update, self.rank = 0, group.rank
         self._whole = False  # the parameters are those of `version`, all of them
         self.version = ""
         self._listener = socket.create_server((host, 0))
@@ -162,7 +165,7 @@ class WeightInbox:
         """Let no generation begin, and wait until none runs."""
         with self._changed:
             before, self._paused = self._paused, True
-            self._update += 1
+            self.update += 1
             if not self._changed.wait_for(lambda: self._running == 0, deadline_s):
                 self._paused = before
                 self._changed.notify_all()
@@ -174,7 +177,7 @@ class WeightInbox:
         with self._writing:
             if not self._whole:
                 self.version, self._missing = "", set(self._writer.held)
-            self._update, self._open = self._update + 1, True
+            self.update, self._open = self.update + 1, True
 
     def end(self) -> None:
         """End the update: no more tensors come."""
@@ -197,11 +200,6 @@ class WeightInbox:
         with self._changed:
             self._paused = False
             self._changed.notify_all()
-
-    @property
-    def update(self) -> int:
-        """Number of the update that is open or was the last one."""
-        return self._update
 
     def take_flat(self, flat: Tensor, tensors: Sequence[Sequence[Any]], update: int) -> None:
         """Take whole tensors (name, shape, dtype, first byte, bytes) in a flat buffer, of this update."""
@@ -229,7 +227,7 @@ class WeightInbox:
     def read_folder(self, folder: str, update: int) -> None:
         """Read a folder of safetensors, unless another update began while this one waited."""
         with self._on_device():
-            self._need(self._paused and update == self._update, "not paused for this update")
+            self._need(self._paused and update == self.update, "not paused for this update")
             self._whole = False
             self._missing = set(self._writer.held)  # of two versions until it is read to its end
             self._writer.read_folder(Path(folder))
@@ -248,18 +246,13 @@ class WeightInbox:
         """Return the memory on the engine's device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    @property
-    def rank(self) -> int:
-        """The rank of this process in the engine."""
-        return self._group.rank
-
     def _need(self, held: bool, why: str) -> None:
         if not held:
             raise Refused(why)
 
     def _need_open(self, update: int) -> None:
         """Note, for the next writer, that from here on the parameters are of two versions."""
-        self._need(self._open and update == self._update, "tensors outside of an update")
+        self._need(self._open and update == self.update, "tensors outside of an update")
         self._whole = False
 
     @contextlib.contextmanager

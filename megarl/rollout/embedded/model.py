@@ -158,6 +158,11 @@ class DecoderStage:
         chunks: pipeline chunks of this stage, in order.
         rows: sequences that are decoded together, at most.
         steps: decoding steps to expect; a few do not repay packing.
+
+    Attributes:
+        layers, heads: layers, and key/value heads, of this process.
+        head_dim: width of a head.
+        is_moe: some layer, here or on another stage, has experts.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], mesh: Mesh, dtype: torch.dtype, *, rows: int, steps: int) -> None:
@@ -174,6 +179,9 @@ class DecoderStage:
             [Layer(module, self._config, next(numbers), mesh, recipe, ops) for module in chunk.decoder.layers]
             for chunk in chunks
         ]
+        self.layers = sum(len(layers) for layers in self._chunks)
+        self.heads, self.head_dim = self._config.num_query_groups // mesh.tp.size, self._config.kv_channels
+        self.is_moe = self._config.num_moe_experts is not None
         self._first: Any = chunks[0]
         self._rope, self._add_norm = chunks[0].rope, ops.add_norm
         self._embedding = chunks[0].embedding.word_embeddings.weight.detach() if mesh.is_first_stage else None
@@ -199,29 +207,9 @@ class DecoderStage:
         return getattr(self._first, "encoder", None)
 
     @property
-    def layers(self) -> int:
-        """Layers of this process."""
-        return sum(len(layers) for layers in self._chunks)
-
-    @property
-    def heads(self) -> int:
-        """Key/value heads of this process."""
-        return self._config.num_query_groups // self.mesh.tp.size
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self._config.kv_channels
-
-    @property
     def can_be_captured(self) -> bool:
         """A decode step is a fixed sequence of device operations."""
         return self.mesh.pp.size == 1 and not any(layer.waits for layers in self._chunks for layer in layers)
-
-    @property
-    def is_moe(self) -> bool:
-        """Some layer, here or on another stage, has experts."""
-        return self._config.num_moe_experts is not None
 
     @torch.inference_mode()
     def forward(

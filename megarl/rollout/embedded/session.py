@@ -170,7 +170,7 @@ class Session:
                 self._admit()
             batch = self._pending.popleft() if self._pending else None
             rows = len(self._scheduler.running)
-            work = self._prefill_tokens(batch) if batch else self._padded(rows)
+            work = sum(len(self._requests[r].prompt_ids) - 1 for r in batch.requests) if batch else self._padded(rows)
             lockstep = self._mesh.expert.all_max(work, self._stage.device) if self._stage.is_moe else work
             if lockstep == 0:
                 return self._results()
@@ -208,9 +208,6 @@ class Session:
             sources, targets = torch.tensor(admission.copies, device=device).unbind(1)
             self._cache.copy_rows(sources, targets)
         self._pending.extend(admission.prefills)
-
-    def _prefill_tokens(self, batch: Prefill) -> int:
-        return sum(len(self._requests[r].prompt_ids) - 1 for r in batch.requests)
 
     def _prefill(self, batch: Prefill, lockstep: int) -> None:
         """Fill the cache rows of a pass with their prompts, all but the last token."""

@@ -84,7 +84,6 @@ def demonstrate(
     seed: int,
     counts: ExpertCounts | None = None,
     advance: Callable[[int], None] = lambda number: None,
-    where: str = "sft.train_files",
 ) -> Iterator[Demonstration]:
     """Yield the demonstrations of the episodes that their expert solved, in the order of `episodes`.
 
@@ -98,14 +97,13 @@ def demonstrate(
         seed: seed of the noise, which for each environment step of an episode depends on this, task and trial only.
         counts: is told what was done.
         advance: `advance(1)` is called when one more episode is over.
-        where: key of the recipe that asks for experts, for messages.
 
     Raises:
         ConfigError: the simulator has no expert for a task.
         SimulatorError: no simulator works any more.
     """
     assert noise >= 0, f"a standard deviation of {noise}"
-    yield from _Stage(pool, episodes, noise, seed, ExpertCounts() if counts is None else counts, advance, where).play()
+    yield from _Stage(pool, episodes, noise, seed, ExpertCounts() if counts is None else counts, advance).play()
 
 
 class _Stage:
@@ -119,10 +117,9 @@ class _Stage:
         seed: int,
         counts: ExpertCounts,
         advance: Callable[[int], None],
-        where: str,
     ) -> None:
         self._pool, self._episodes, self._noise, self._seed = pool, episodes, noise, seed
-        self._counts, self._advance, self._where = counts, advance, where
+        self._counts, self._advance = counts, advance
         self._waiting = deque(range(len(episodes)))
         self._playing: dict[int, _Play] = {}
         self._kept: dict[int, set[str]] = {slot: set() for slot in pool.slots}  # tasks that it has a simulator of
@@ -192,7 +189,7 @@ class _Stage:
     def _no_expert(self, task: str) -> ConfigError:
         return ConfigError(
             f"the simulator {self._pool.settings.name!r} has no scripted expert",
-            where=self._where,
+            where="sft.train_files",
             found=f"experts, for the task {task}",
             fix="name files of demonstrations in its place, or start from a policy that acts and set sft.steps: 0",
         )

@@ -50,12 +50,8 @@ class SglangReceiver:
         self, server: Server, layout: ServerLayout, keeper: Keeper | None = None, answer_s: float = math.inf
     ) -> None:
         self.server, self.layout, self.keeper, self._answer_s = server, layout, keeper, answer_s
+        self.number = server.number
         self._loaders: dict[str, set[str]] = {}  # those that the server at this address has
-
-    @property
-    def number(self) -> int:
-        """The number of the server."""
-        return self.server.number
 
     @property
     def name(self) -> str:

@@ -197,7 +197,7 @@ class ServerProcess:
         )
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
-            self._log_start = _end(log)
+            self._log_start = log.seek(0, os.SEEK_END)
             self._process = _start_process(
                 server_command(self._python, spec.arguments(port, meeting)), environment, log
             )
@@ -286,7 +286,3 @@ def _start_process(command: Sequence[str], environment: Mapping[str, str], log: 
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
-
-
-def _end(file: IO[bytes]) -> int:
-    return file.seek(0, os.SEEK_END)

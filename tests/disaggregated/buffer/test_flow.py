@@ -201,7 +201,7 @@ def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(
                 used[group.number] = trained
             if draw.random() < 0.3:
                 finished = {group.number: group.version for group in flow.finished}
-                saved = (trained, flow.next, finished, flow.again, running | put_off)
+                saved = (trained, flow.next, finished, list(flow.again), running | put_off)
             moved = True
         if version < trained and (not jumps or draw.random() < 0.3 or (not moved and not running and not put_off)):
             version = trained
