@@ -245,7 +245,6 @@ def _plain(answer: Answer) -> dict[str, Any]:
 
 
 def _from_plain(told: dict[str, Any]) -> Answer:
-    """Read what `_plain` gave."""
     ids, images, differs = (told.pop(name) for name in ("ids", "images", "differs"))
     return Answer(Reply(**told), ids, None if images is None else ImageSet.from_json(images), differs)
 

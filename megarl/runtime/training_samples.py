@@ -46,7 +46,6 @@ def group_rows(c: RankState, samples: Batch) -> list[dict[str, Any]]:
 
 
 def _row(c: RankState, shown: Batch, number: int) -> dict[str, Any]:
-    """Return the line of one sample."""
     ids, mask = (shown[name].unbind()[number].tolist() for name in ("response_ids", "response_mask"))
     advantages = shown["advantages"].unbind()[number].tolist()
     trained = [value for value, counts in zip(advantages, mask, strict=True) if counts]

@@ -194,9 +194,9 @@ def _scaled(logits: Tensor, shard: _Shard, keep: bool) -> Tensor:
     return scaled if shard.inverse_temperature == 1.0 else scaled.mul_(shard.inverse_temperature)
 
 
-def _local(targets: Tensor, shard: _Shard, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each target in this shard (0 where it is elsewhere), and whether it is here."""
-    column = targets - shard.start
+def local_columns(ids: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the column of each id in this shard (0 where it is elsewhere), and whether it is here."""
+    column = ids - start
     here = (column >= 0) & (column < columns)
     return column.masked_fill(~here, 0), here
 
@@ -213,7 +213,7 @@ def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor, keep: b
         kernels.statistics(logits, targets, out, entropy=shard.entropy, **place)
         return
     logits = _scaled(logits, shard, keep)
-    column, here = _local(targets, shard, logits.shape[1])
+    column, here = local_columns(targets, shard.start, logits.shape[1])
     torch.mul(logits.gather(1, column[:, None])[:, 0], here, out=out[3])
     torch.amax(logits, 1, out=out[0])
     logits -= out[0][:, None]
@@ -263,6 +263,6 @@ def _grad_logits(logits: Tensor, rows: _Rows, shard: _Shard, keep: bool, dtype: 
         grad.mul_(grad_logp[:, None])
     grad.neg_()
     if grad_logp is not None and grad.shape[1]:
-        column, here = _local(rows.targets, shard, grad.shape[1])
+        column, here = local_columns(rows.targets, shard.start, grad.shape[1])
         grad.scatter_add_(1, column[:, None], (grad_logp * here)[:, None])
     return (grad if shard.inverse_temperature == 1.0 else grad.mul_(shard.inverse_temperature)).to(dtype)

@@ -18,6 +18,7 @@ from megarl.data.batch import Jagged
 from megarl.models.head import head_logits
 from megarl.models.policy import PolicyModel
 from megarl.training.heads import LogProbs, head_rows
+from megarl.training.logprob import local_columns
 from megarl.training.microbatch import MicroBatch
 
 
@@ -143,9 +144,9 @@ class _TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         picked, stats = hidden.new_zeros(ids.shape, dtype=wide), hidden.new_empty((4, len(hidden)), dtype=wide)
         for part in chunks(len(hidden), shard.chunk):
-            logits = _logits(hidden[part], weight, shard)
+            logits = scaled_logits(hidden[part], weight, shard.inverse_temperature)
             stats[0, part], stats[1, part] = _partition(logits)
-            column, here = _local(ids[part], shard.start, logits.shape[1])
+            column, here = local_columns(ids[part], shard.start, logits.shape[1])
             if logits.shape[1]:
                 picked[part] = logits.gather(1, column) * here
             stats[2, part], stats[3, part] = _partition(_without(logits, ids[part], shard.start))
@@ -169,11 +170,11 @@ class _TokenLogprobs(torch.autograd.Function):
             g = grad[part] * shard.inverse_temperature
             # d/dl of l_k - log Z is 1 at the token itself, and of log Z_rest - log Z the softmax among the others; each
             # less softmax(l) everywhere.
-            logits = _logits(hidden[part], weight, shard)
+            logits = scaled_logits(hidden[part], weight, shard.inverse_temperature)
             slope = _without(logits, ids[part], shard.start).sub_(log_rest[part, None]).exp_().mul_(g[:, -1:])
             slope -= (logits - log_z[part, None]).exp_().mul_(g.sum(1, keepdim=True))
             if slope.shape[1]:
-                column, here = _local(ids[part], shard.start, slope.shape[1])
+                column, here = local_columns(ids[part], shard.start, slope.shape[1])
                 slope.scatter_add_(1, column, g[:, :-1] * here)
             slope = slope.to(weight.dtype)
             torch.mm(slope, weight, out=grad_hidden[part])
@@ -198,21 +199,15 @@ def chunks(count: int, size: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, count, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, shard: _Shard) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
+    """Return the logits [C, v] of this rank, wide and divided by the temperature."""
     logits = head_logits(hidden, weight)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) * shard.inverse_temperature
-
-
-def _local(ids: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each id in this shard (0 where it is elsewhere), and whether it is here."""
-    column = ids - start
-    here = (column >= 0) & (column < columns)
-    return column.masked_fill(~here, 0), here
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) * inverse_temperature
 
 
 def _without(logits: Tensor, ids: Tensor, start: int) -> Tensor:
     """Return a copy of the logits [C, v] of this shard with -inf at `ids` [C, K]."""
-    column, here = _local(ids, start, logits.shape[1])
+    column, here = local_columns(ids, start, logits.shape[1])
     if not logits.shape[1]:
         return logits.clone()
     # Ids of other shards add 0 to column 0: a plain scatter would race with an id that is there.

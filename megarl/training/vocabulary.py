@@ -16,11 +16,10 @@ from torch import Tensor
 
 from megarl.comm import WorkerGroup
 from megarl.data.batch import Jagged
-from megarl.models.head import head_logits
 from megarl.models.policy import PolicyModel
 from megarl.training.heads import LogProbs, head_rows
 from megarl.training.microbatch import MicroBatch
-from megarl.training.topk import chunks, log_partition, of_rows
+from megarl.training.topk import chunks, log_partition, of_rows, scaled_logits
 
 #: Log-probs of teacher and policy [C, v] to the terms of a divergence [C, v].
 Terms = Callable[[Tensor, Tensor], Tensor]
@@ -159,6 +158,5 @@ class _Divergence(torch.autograd.Function):
 
 def _log_softmax(rows: Tensor, weight: Tensor, shard: _Shard) -> Tensor:
     """Return the log-probs [C, v] of this rank's tokens, of the softmax over those of all ranks."""
-    logits = head_logits(rows, weight)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * shard.inverse_temperature
+    logits = scaled_logits(rows, weight, shard.inverse_temperature)
     return logits - log_partition(logits, shard.group)[:, None]

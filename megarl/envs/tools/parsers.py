@@ -53,7 +53,7 @@ def parse_qwen(text: str) -> list[Call]:
                 calls.append(Call(error="a <tool_call> has no </tool_call>"))
                 place = other
             else:
-                calls.append(_from_json(text[place:end], "arguments"))
+                calls.append(_from_json(text[place:end]))
                 place = end + len("</tool_call>")
     return calls
 
@@ -98,9 +98,9 @@ def parse_llama3(text: str) -> list[Call]:
 PARSERS: dict[str, Callable[[str], list[Call]]] = {"qwen": parse_qwen, "qwen25": parse_qwen, "llama3": parse_llama3}
 
 
-def _from_json(body: str, key: str) -> Call:
+def _from_json(body: str) -> Call:
     try:
-        return _checked(json.loads(body), key)
+        return _checked(json.loads(body), "arguments")
     except _UNREADABLE as error:
         return Call(error=f"the call is not valid JSON ({error})")
 

@@ -302,7 +302,6 @@ class Session:
             self._reach = int(state.position[:running].max()) if running else 0
 
     def _results(self) -> list[Sampled]:
-        """Return the tokens of all samples."""
         room = torch.tensor(self._sampling.max_new_tokens) if self._room is None else self._room[:-1].cpu()
         return self._cut(self._tokens[:-1], self._mesh.from_last_stage(self._logprobs)[:-1], room)
 
