@@ -49,6 +49,7 @@ class LoggedRun:
         config: the resolved recipe, as plain data, without credentials.
         tags: command, commit, user, model and run folder (`run_tags`).
         resumed: the run continues an earlier attempt, whose last steps it may repeat.
+        first_step: what an earlier attempt in this folder recorded of this step and later ones is not the run's.
     """
 
     id: str
@@ -59,6 +60,7 @@ class LoggedRun:
     config: dict[str, Any]
     tags: dict[str, str]
     resumed: bool
+    first_step: int = 0
 
 
 class RunLogger(Protocol):
@@ -115,13 +117,16 @@ class WandbLogger:
 
 
 class TensorboardLogger:
-    """Event files in the folder `tensorboard/STAGE` of the run folder; a resumed run adds a file to them."""
+    """Event files in the folder `tensorboard/STAGE` of the run folder; every start adds a file to them.
+
+    A file hides what the ones before it have of the steps that it records again.
+    """
 
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         make: Any = SummaryWriter  # it has no types
-        self._writer = make(str(run.folder / "tensorboard" / run.stage))
+        self._writer = make(str(run.folder / "tensorboard" / run.stage), purge_step=run.first_step)
         lines = "\n".join(f"    {key}: {value}" for key, value in run.tags.items())
         self._writer.add_text("run", f"{run.name}\n\n{lines}")
 
@@ -185,13 +190,27 @@ LOGGERS: dict[str, Callable[[LoggedRun], RunLogger]] = {
 
 
 def describe_run(
-    folder: Path, project: str, name: str, stage: str, config: dict[str, Any], *, started: float, resumed: bool
+    folder: Path,
+    project: str,
+    name: str,
+    stage: str,
+    config: dict[str, Any],
+    *,
+    started: float,
+    resume_step: int | None,
 ) -> LoggedRun:
-    """Describe a run for trackers; `started` is the unix time at which it began first."""
+    """Describe a run for trackers.
+
+    Args:
+        folder, project, name, stage, config: see `LoggedRun`.
+        started: unix time at which it began first.
+        resume_step: it continues after this step; None: it begins.
+    """
     about = f"{folder} {stage} {started!r}".encode()
     title = name if stage == "train" else f"{name} ({stage})"
     number = hashlib.sha256(about).hexdigest()[:12]
-    return LoggedRun(number, title, stage, folder, project, config, run_tags(folder, config), resumed)
+    resumed, first_step = resume_step is not None, 0 if resume_step is None else resume_step + 1
+    return LoggedRun(number, title, stage, folder, project, config, run_tags(folder, config), resumed, first_step)
 
 
 def run_tags(folder: Path, config: dict[str, Any]) -> dict[str, str]:

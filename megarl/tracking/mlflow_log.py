@@ -34,6 +34,7 @@ _FINISH_TIMEOUT_S = 120.0  # for a server that answers and still has much to rec
 _ASK_S = 3.0  # seconds between two probes of a server at the end
 _RETRY_S = 30.0  # seconds between two probes of a server that was down
 _MOST_WAITING = 10_000  # calls that wait for such a server, about 100 MB
+_FOLDER_TAG = "run_dir"  # of `run_tags`
 _REJECTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 _ID_NEEDS: Needs = {"uri": str, "run_id": str, "status": str}  # format version of the file with the MLflow run's id
@@ -253,10 +254,19 @@ class MlflowLog:
     def _continued(self, client: Any) -> str | None:
         """Return the id of the MLflow run of this folder, set to running again; None when this store has none."""
         known = read_record(self._id_file, _ID_NEEDS)
-        if known.get("uri") != self._uri:
+        if known.get("uri") != self._uri or self._belongs_elsewhere(client, known["run_id"]):
             return None
+        client.set_tag(known["run_id"], _FOLDER_TAG, str(self._run.folder))  # it may have been moved
         client.update_run(known["run_id"], status="RUNNING")
         return str(known["run_id"])
+
+    def _belongs_elsewhere(self, client: Any, run_id: str) -> bool:
+        """Return whether this folder is a copy of the one that the MLflow run is of, which still has it."""
+        tags = client.get_run(run_id).data.tags
+        folder = Path(tags.get(_FOLDER_TAG, self._run.folder))
+        if not folder.is_dir() or folder.samefile(self._run.folder):
+            return False
+        return read_record(folder / self._id_file.name, _ID_NEEDS, tell=False).get("run_id") == run_id
 
     def _create(self, client: Any) -> str:
         experiment = client.get_experiment_by_name(self._run.project)

@@ -116,8 +116,7 @@ class Tracker:
         self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage, cfg.console)
         for line in self._lines(self.run_dir / "metrics.jsonl"):  # of before it was continued
             self.view.recall(line["step"], line)
-        resumed = resume_step is not None
-        about = describe_run(self.run_dir, cfg.project, name, stage, resolved, started=started, resumed=resumed)
+        about = describe_run(self.run_dir, cfg.project, name, stage, resolved, started=started, resume_step=resume_step)
         self._mlflow = self._open_mlflow(about) if cfg.mlflow else None
         self._loggers = [LoggerThread(logger, about) for logger in cfg.loggers]
 

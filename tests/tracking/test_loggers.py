@@ -110,6 +110,26 @@ def test_tensorboard_has_numbers_and_samples(tmp_path):
     assert b"    response: # 5" in samples.tensor_proto.string_val[0]
 
 
+def test_tensorboard_shows_no_steps_that_the_run_has_made_again(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def shown() -> list[tuple[int, float]]:
+        events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "train"))
+        events.Reload()
+        return [(e.step, e.value) for e in events.Scalars("critic/score/mean")]
+
+    record(tmp_path, "tensorboard")
+    resumed = tracker(tmp_path, "tensorboard", resume_step=1)
+    resumed.log(2, {"critic/score/mean": 4.0})
+    resumed.finish("stopped")
+    assert shown() == [(1, 0.25), (2, 4.0)]
+    again = tracker(tmp_path, "tensorboard")
+    again.log(1, {"critic/score/mean": 5.0})
+    again.finish()
+    assert shown() == [(1, 5.0)]
+
+
 def test_wandb_keeps_an_offline_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -161,7 +181,7 @@ def test_names_of_trackers_are_checked_before_the_start(own):
 
 def test_stages_of_a_run_have_runs_of_their_own(tmp_path):
     def described(stage: str) -> LoggedRun:
-        return describe_run(tmp_path, "p", "run", stage, {}, started=1.5, resumed=False)
+        return describe_run(tmp_path, "p", "run", stage, {}, started=1.5, resume_step=None)
 
     assert (described("sft").name, described("train").name) == ("run (sft)", "run")
     assert described("sft").id != described("train").id

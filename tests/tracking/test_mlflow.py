@@ -71,6 +71,40 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
+# -- folders -----------------------------------------------------------------------------------------------------
+
+
+def record_in(folder, uri, steps, *, resumed):
+    folder.mkdir(exist_ok=True)
+    run = LoggedRun("id", "run", "train", folder, "megarl", {}, {"run_dir": str(folder)}, resumed=resumed)
+    log = MlflowLog(uri, str(folder.parent / "artifacts"), run, folder / "mlflow.train.json")
+    for step in steps:
+        log.metrics(step, {"a": float(step)})
+    log.finish("FINISHED", [])
+
+
+def steps_by_folder(uri):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
+    return {
+        run.data.tags["run_dir"].rpartition("/")[2]: [m.step for m in client.get_metric_history(run.info.run_id, "a")]
+        for run in runs
+    }
+
+
+def test_a_copy_of_a_run_folder_that_goes_on_leaves_the_mlflow_run_to_the_first(tmp_path, uri):
+    first, copied, moved = tmp_path / "first", tmp_path / "copied", tmp_path / "moved"
+    record_in(first, uri, [1, 2], resumed=False)
+    shutil.copytree(first, copied)
+    record_in(copied, uri, [3], resumed=True)
+    record_in(copied, uri, [4], resumed=True)
+    first.rename(moved)
+    record_in(moved, uri, [3], resumed=True)
+    assert steps_by_folder(uri) == {"moved": [1, 2, 3], "copied": [3, 4]}
+
+
 # -- names -------------------------------------------------------------------------------------------------------
 
 
