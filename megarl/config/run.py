@@ -265,8 +265,15 @@ class RunConfig(Section):
         """Return a role's optimizer steps in the whole run when it does not train in the first `resting` training
         steps.
         """
+        return max(self.trainer.steps - resting, 1) * self._updates_per_step(role)
+
+    def updates_after(self, step: int, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
+        """Return a role's optimizer steps in the training steps after `step`; `resting` as for `updates`."""
+        return max(self.trainer.steps - max(step, resting), 0) * self._updates_per_step(role)
+
+    def _updates_per_step(self, role: ActorConfig | CriticConfig) -> int:
         minis = self.data.batch_size // (role.mini_batch_size or self.data.batch_size)
-        return max(self.trainer.steps - resting, 1) * role.ppo_epochs * max(1, minis)
+        return role.ppo_epochs * max(1, minis)
 
 
 def steps_text(steps: int, size: int, samples: int, unit: str) -> str:

@@ -40,6 +40,7 @@ from megarl.runtime.loop import (
     build_team,
     end_run,
     find_start,
+    fit_schedules,
     make_models,
     part_of,
     token_exchange,
@@ -145,6 +146,7 @@ def resume(c: RankState, checkpoints: SavedRun, source: Path, *, begun: bool) ->
     with phase("resume"):
         if begun:
             checkpoints.load(source)
+            fit_schedules(c)
         resume_loader(c, source)
 
 

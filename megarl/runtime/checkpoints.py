@@ -27,6 +27,7 @@ from megarl.runtime.resume_compatibility import (
     describe_buffered,
     left_out,
     refuse_left_out,
+    refuse_other_batches,
     refuse_other_sampling,
     steps_held,
 )
@@ -169,11 +170,15 @@ class Checkpoints:
         """Can this run go on from `source`? What is to be said of that; arguments and errors as in `find`."""
         assert self.source is not None, "it has been found"
         c, step, lines = self._c, meta["step"], list[str]()
+        command: Command = "sft" if key.startswith("sft.") else "train"
+        now = c.config.model_dump(mode="json")
         checkpoint.check_model(self.source, meta, c.trained, self._world)
         buffered = None
         if c.loading is not None:
             state = checkpoint.read_state(self.source)
             c.loading.check_state(state["loader"])
+            if command == "train":
+                refuse_other_batches(step, state["loader"]["samples"], meta["config"], now)
             if step < steps:  # else nothing of it is used
                 saved = state.get("drawn")
                 buffered = saved if steps_held(saved) else None
@@ -186,8 +191,6 @@ class Checkpoints:
                     )
         if buffered is not None:
             refuse_other_sampling(step, buffered, c.config, c.team.placement)
-        command: Command = "sft" if key.startswith("sft.") else "train"
-        now = c.config.model_dump(mode="json")
         ahead = None if buffered is None else step + steps_held(buffered)
         changes = announcements(meta["config"], now, command, begun=step > 0, generated=ahead)
         return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]

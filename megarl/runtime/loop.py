@@ -61,6 +61,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         if start.begun:
             with phase("resume"):
                 checkpoints.load(Path(str(start.source)))
+            fit_schedules(c)
         c.layout.world.barrier()
         accept_start(c, graph, checkpoints)
         # Opened last: a start that is refused leaves the run's record as it was.
@@ -145,6 +146,18 @@ def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunS
         with phase("resume"):
             checkpoints.load(checkpoints.source)
     return keep_run_start(c, resumed_at, checkpoints.source)
+
+
+def fit_schedules(c: RankState) -> None:
+    """Let the learning rates that decay over the whole run do so over the updates made and those to come.
+
+    The recipe may have changed how many updates a step makes. Counted as if it had always been as many as now, the
+    updates of the checkpoint would be too many, and the rate at its end long before the run, or too few.
+    """
+    for name, engine in c.trained.items():
+        role = c.config.critic if name == Role.CRITIC.value else c.config.actor
+        resting = 0 if name == Role.CRITIC.value else c.context.resting
+        engine.total_steps = engine.step + c.config.updates_after(c.context.step, role, resting)
 
 
 def make_models(c: RankState, start: RunStart) -> None:

@@ -11,6 +11,7 @@ they hold samples, in which order, with which settings; a run whose settings or 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -253,6 +254,33 @@ def announcements(
             notes += _late(key, now, generated)
         lines.append(f"{key}: {old} -> {new}" + (f" ({'; '.join(notes)})" if notes else ""))
     return lines
+
+
+def refuse_other_batches(step: int, prompts: int, before: Plain, now: Plain) -> None:
+    """Refuse to count steps by `trainer.epochs` where those until the checkpoint had batches of another size.
+
+    Args:
+        step: of the checkpoint.
+        prompts: in the data.
+        before: the configuration that wrote it.
+        now: that of this start.
+
+    Raises:
+        ConfigError: the run would end before its epochs, or after them.
+    """
+    epochs, key = _at(now, "trainer.epochs"), "data.batch_size"
+    old, new = _at(before, key), _at(now, key)
+    if epochs in (None, _MISSING) or _MISSING in (old, new) or old == new or not step:
+        return
+    steps = step + max(0, math.ceil((epochs * prompts - step * old) / new - 1e-9))
+    raise ConfigError(
+        f"the {count(step, 'step')} until the checkpoint had batches of another size, so trainer.epochs={epochs:g} "
+        "does not say how many steps are left",
+        where=key,
+        found=new,
+        allowed=f"{old}, or another one with trainer.epochs=null",
+        fix=f"set {key}={old}; or trainer.epochs=null and trainer.steps={steps}, which is as many epochs",
+    )
 
 
 def _late(key: str, now: Plain, generated: int) -> list[str]:

@@ -16,6 +16,7 @@ from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import checkpoints
 from megarl.runtime import resume_compatibility as changes
 from megarl.runtime.checkpoints import Checkpoints
+from megarl.runtime.loop import fit_schedules
 from megarl.runtime.resume_compatibility import EFFECTS, announcements, changed_keys
 from megarl.training import checkpoint
 
@@ -164,6 +165,46 @@ def test_a_checkpoint_of_float32_has_no_master_weights():
     with pytest.raises(ConfigError, match=r"model\.dtype: (?s:.*)bf16(?s:.*)fp32(?s:.*)model\.dtype=fp32"):
         announcements(fp32, bf16, "train")
     assert "without their master weights" in announcements(bf16, fp32, "train")[0]
+
+
+def test_epochs_do_not_count_steps_whose_batches_had_another_size():
+    before = config(trainer={"epochs": 2}, data={"batch_size": 10})
+    now = config(trainer={"epochs": 2}, data={"batch_size": 40})
+    told = r"data\.batch_size: (?s:.*)40(?s:.*)trainer\.epochs=null and trainer\.steps=22,"
+    with pytest.raises(ConfigError, match=told):  # 2 x 200 prompts: 15 steps of 10, 6.25 of 40; not 10 steps in all
+        changes.refuse_other_batches(15, 200, before, now)
+    changes.refuse_other_batches(0, 200, before, now)
+    changes.refuse_other_batches(15, 200, before, before)
+    changes.refuse_other_batches(15, 200, before, config(trainer={"steps": 22}, data={"batch_size": 40}))
+
+
+def rates(before: dict[str, Any], now: dict[str, Any], step: int) -> tuple[int, int]:
+    """Updates that the actor has made after `step` by the one recipe, and those that its schedule has in the other."""
+    old, new = (RunConfig(name="case", **sections) for sections in (before, now))
+    engine = SimpleNamespace(
+        step=old.updates(old.actor) * step // old.trainer.steps, total_steps=new.updates(new.actor)
+    )
+    fit_schedules(SimpleNamespace(config=new, context=SimpleNamespace(step=step, resting=0), trained={"actor": engine}))
+    return engine.step, engine.total_steps
+
+
+def test_a_schedule_ends_with_the_run_where_steps_have_more_or_fewer_updates_than_before():
+    whole, twice = {"trainer": {"steps": 10}}, {"trainer": {"steps": 10}, "actor": {"ppo_epochs": 2}}
+    assert rates(twice, whole, 5) == (10, 15), "it does not count as the end of 10 updates"
+    assert rates(whole, twice, 5) == (5, 15)
+    assert rates(twice, twice, 5) == (10, 20)
+    assert rates(whole, {"trainer": {"steps": 14}}, 10) == (10, 14)
+
+
+def test_the_schedule_of_an_actor_that_rests_and_of_its_critic_are_those_of_the_undisturbed_run():
+    recipe = RunConfig(name="case", trainer={"steps": 10}, critic={"ppo_epochs": 3, "warmup_steps": 4})
+    for step in (2, 4, 7):
+        actor = SimpleNamespace(step=max(step - 4, 0), total_steps=0)
+        critic = SimpleNamespace(step=3 * step, total_steps=0)
+        engines = {"actor": actor, "critic": critic}
+        fit_schedules(SimpleNamespace(config=recipe, context=SimpleNamespace(step=step, resting=4), trained=engines))
+        assert actor.total_steps == recipe.updates(recipe.actor, 4)
+        assert critic.total_steps == recipe.updates(recipe.critic)
 
 
 def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[SimpleNamespace, Checkpoints]:
