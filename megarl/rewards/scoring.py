@@ -89,7 +89,7 @@ def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[ScoringFailure |
 
     def call() -> None:
         values = scorer.function(samples, **scorer.kwargs)
-        if isinstance(values, dict) or not hasattr(values, "__len__") or isinstance(values, str):
+        if isinstance(values, dict | set | frozenset | str | bytes) or not hasattr(values, "__len__"):
             raise _Refused(
                 f"returned {shortened(repr(values), 80)} for {len(samples)} samples instead of a list of results"
             )

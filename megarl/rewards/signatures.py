@@ -109,7 +109,10 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
     if form is OWN:
         return _own(function, signature, mode)
     if not form.batch:
-        one = lambda sample, **kwargs: _awaited(function(**_arguments(form, signature, [sample], kwargs)))  # noqa: E731
+
+        def one(sample: Sample, **kwargs: Any) -> Any:
+            return _result_of_verl(_awaited(function(**_arguments(form, signature, [sample], kwargs))))
+
         return one if mode == "sequential" else lambda samples, **kwargs: [one(sample, **kwargs) for sample in samples]
 
     def call(samples: list[Sample], **kwargs: Any) -> Any:
@@ -122,6 +125,14 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
             raise
 
     return call if mode == "batch" else lambda sample, **kwargs: call([sample], **kwargs)[0]
+
+
+def _result_of_verl(result: Any) -> Any:
+    """Return the result of a function of verl's with the names of parts here: `score` and `pred` are verl's names."""
+    if not isinstance(result, dict) or "score" not in result or "overall" in result:
+        return result
+    names = {"score": "overall", "pred": "extracted"}
+    return {names.get(name, name): value for name, value in result.items()}
 
 
 def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) -> Callable[..., Any]:

@@ -430,6 +430,7 @@ REWARDS: list[tuple[Any, str]] = [
     (1.0, "returned 1.0"),
     ("10", "returned '10'"),
     ({"overall": 1.0}, "returned {'overall': 1.0}"),
+    ({0.0, 1.0}, "returned {0.0, 1.0} for 1 samples instead of a list"),
     ([], "returned 0 results"),
     ([1.0], "returned 1 results"),
     ([1.0, 2.0, 3.0], "returned 3 results"),

@@ -45,6 +45,10 @@ REWARDS = """
         right = float(solution_str == ground_truth and data_source == "sums")
         return {"overall": right, "level": (extra_info or {}).get("index", 0)}
 
+    def verl_dict(solution_str, ground_truth):
+        right = solution_str == ground_truth
+        return {"score": 1.0 if right else -1.0, "acc": right, "pred": solution_str}
+
     def strips(completions, **kwargs):
         return [float(c.strip() == "2") for c in completions]
 
@@ -110,6 +114,13 @@ def test_functions_of_one_solution_are_called_for_each_sample():
         {"overall": 0.0, "level": 0.0},
     ]
     assert scores("verl", row, mode="sequential") == [{"overall": 1.0, "level": 7.0}]
+
+
+@pytest.mark.parametrize("mode", ["batch", "sequential"])
+def test_a_result_with_the_names_of_verl_is_a_score_and_a_vote(mode):
+    assert scores("verl_dict", {**PLAIN, "response": "3"}, mode=mode) == [
+        {"overall": -1.0, "acc": 0.0, "extracted": "3"}
+    ]
 
 
 def test_async_functions_are_run_to_their_end():
