@@ -24,7 +24,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
 from megarl.data.light_tokenizer import brings_chat_template
 from megarl.data.render import uses_chat
-from megarl.data.sources import HUB, SUFFIXES, TEXT, unknown_form_fix
+from megarl.data.sources import HUB, SUFFIXES, TEXT, files_of_folder, unknown_form_fix
 from megarl.data.templates import check_chat_template as parse_chat_template
 from megarl.data.templates import read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
@@ -239,7 +239,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
     if path.is_file() and path.suffix.lower() not in SUFFIXES:
         fix = unknown_form_fix(path)
         checks.fail(key, "the file's form is not known", found=source, allowed=SUFFIXES, fix=fix)
-    elif path.is_dir() and not any(file.suffix.lower() in SUFFIXES for file in path.rglob("*")):
+    elif path.is_dir() and not files_of_folder(path):
         checks.fail(key, "the folder holds no data file", found=source, allowed=SUFFIXES, fix="check the folder's name")
     elif path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
         checks.ok(f"{key}: {source}")

@@ -178,6 +178,13 @@ def make_row(value: Any, source: str, number: int, unit: str) -> Row:
     return row
 
 
+def without_nulls(value: Any) -> Any:
+    """Drop keys whose value is null: tables store every key for every row, null where a row has none."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def check_text(text: str, what: str, row: Row) -> None:
     """Refuse text that no file and no tokenizer can hold: half a surrogate pair, as `"\\ud83d"` in JSON makes it.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.data import DataConfig
-from megarl.data.rows import MAX_DEPTH, PROMPT, Row, make_row
+from megarl.data.rows import MAX_DEPTH, PROMPT, Row, make_row, without_nulls
 from megarl.errors import ConfigError, DataError, UserError, close_files, close_matches, encoding_fix
 from megarl.imports import import_module
 
@@ -167,10 +167,19 @@ def _read_file(path: Path) -> list[Row]:
         raise DataError(f"the file cannot be read: {error.strerror or error}", where=str(path)) from error
 
 
+def files_of_folder(folder: Path) -> list[Path]:
+    """Return the data files in a folder and in folders of it, in order, but none that is hidden or in a hidden folder.
+
+    Editors and download tools keep copies there, such as `.ipynb_checkpoints/train-checkpoint.jsonl`.
+    """
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    return sorted(folder / file for file in files if not any(part.startswith(".") for part in file.parts))
+
+
 def _read_folder(folder: Path) -> list[Row]:
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _read_dataset(str(folder), str(folder), None, None)
-    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    files = files_of_folder(folder)
     if not files:
         raise DataError("the folder holds no data file", where=str(folder), allowed=SUFFIXES)
     named = {match[1] for p in files if (match := _SPLIT_IN_NAME.search(str(p.relative_to(folder)).lower()))}
@@ -347,7 +356,23 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         column, number = _unreadable_cell(table)
         raise DataError(f"column {column!r} cannot be read: {error}", where=f"{path} row {number}") from error
     for number, value in enumerate(values, 1):
-        yield make_row(value, str(path), number, "row")
+        yield _row_of_table(value, str(path), number)
+
+
+def _row_of_table(value: Mapping[str, Any], source: str, number: int) -> Row:
+    """Return the row, without the arguments of other tools that a table adds, as null, to every call of a tool."""
+    return make_row({name: _own_arguments(item) for name, item in value.items()}, source, number, "row")
+
+
+def _own_arguments(column: Any) -> Any:
+    if not isinstance(column, list):
+        return column
+    return [
+        {**message, "tool_calls": without_nulls(message["tool_calls"])}
+        if isinstance(message, Mapping) and "tool_calls" in message
+        else message
+        for message in column
+    ]
 
 
 def _unreadable_cell(table: pyarrow.Table) -> tuple[str, int]:
@@ -388,7 +413,7 @@ def _read_dataset(source: str, name: str, config: str | None, split: str | None)
         raise DataError(
             "the dataset has several splits", where=source, found=list(data), fix=f"name one: {name}@{next(iter(data))}"
         )
-    return [make_row(value, source, number, "row") for number, value in enumerate(values, 1)]
+    return [_row_of_table(value, source, number) for number, value in enumerate(values, 1)]
 
 
 def _import(source: str) -> Callable[..., Iterable[Mapping[str, Any]]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.messages import ASSISTANT, Message, extra_keys
-from megarl.data.rows import Row
+from megarl.data.rows import Row, without_nulls
 from megarl.data.turns import after_turn
 from megarl.errors import ConfigError, DataError, encoding_fix
 
@@ -320,14 +320,7 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
             allowed="a list of JSON schemas, or its JSON text",
             fix="correct the column, or rename it",
         )
-    return [_without_nulls(tool) for tool in value]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop keys whose value is null: tables store every key for every row, null where a row has none."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    return [without_nulls(tool) for tool in value]
 
 
 def _names_read(template: str) -> set[str] | None:

@@ -77,6 +77,25 @@ def test_a_folder_is_all_its_files_in_order(tmp_path):
     assert load_rows(str(tmp_path)) == [{"a": 1}, {"a": 2}]
 
 
+def test_a_call_in_a_table_has_no_arguments_of_other_tools(tmp_path):
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("add", "root")]
+    rows = [{"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": [call]}], "x": None} for call in calls]
+    write(tmp_path / "d.parquet", rows)
+    read = load_rows(f"{tmp_path}/d.parquet")
+    assert [row["messages"][1]["tool_calls"] for row in read] == [[call] for call in calls]
+    assert read[0]["x"] is None, "other nulls are what the rows hold"
+    write(tmp_path / "d.jsonl", [{"messages": [{"tool_calls": [{"arguments": {"add": None}}]}]}])
+    assert load_rows(f"{tmp_path}/d.jsonl")[0]["messages"] == [{"tool_calls": [{"arguments": {"add": None}}]}]
+
+
+def test_hidden_files_and_folders_in_a_folder_are_no_data(tmp_path):
+    (tmp_path / ".data" / ".ipynb_checkpoints").mkdir(parents=True)
+    write(tmp_path / ".data" / "train.jsonl", [{"a": 1}])
+    write(tmp_path / ".data" / "._train.jsonl", [{"a": 2}])
+    write(tmp_path / ".data" / ".ipynb_checkpoints" / "train-checkpoint.jsonl", [{"a": 3}])
+    assert load_rows(str(tmp_path / ".data")) == [{"a": 1}]
+
+
 def test_a_folder_of_several_splits_is_refused(tmp_path):
     write(tmp_path / "train.jsonl")
     write(tmp_path / "test.jsonl")
