@@ -145,7 +145,7 @@ def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEnt
         UserError: there is none.
     """
     asked = pattern.lower().strip(".")
-    exact = [one for one in entries if one.path == asked or one.path.startswith(f"{asked}.")]
+    exact = [one for one in entries if _is_within(one.path, asked)]
     ending = [one for one in entries if not one.is_section and one.path.lower().endswith(f".{asked}")]
     named = [one for one in entries if not one.is_section and asked in one.path.lower()]
     if exact or named:
@@ -168,6 +168,12 @@ def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEnt
         found=pattern,
         fix=f"did you mean {near}?" if near else "megarl keys lists the sections",
     )
+
+
+def _is_within(path: str, asked: str) -> bool:
+    """Tell whether a key is the one that is asked for, or below it; NAME in its path stands for any name."""
+    own, parts = path.split("."), asked.split(".")
+    return len(own) >= len(parts) and all(a in (b, "NAME") for a, b in zip(own, parts, strict=False))
 
 
 def show_keys(pattern: str | None) -> str:

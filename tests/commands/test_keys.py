@@ -35,6 +35,7 @@ def test_every_key_is_there():
         ("learning_rate", ["actor.optim.lr"]),
         ("Megarl.Nothing", None),
         ("placement.teams", ["placement.teams", "placement.teams.NAME.roles", "placement.teams.NAME.devices"]),
+        ("reward.parts.accuracy.weight", ["reward.parts.NAME.weight"]),
         ("clock of a node", ["launch.preflight_clock_s"]),
         ("peft", ["model.lora", "model.lora.rank"]),
     ],
