@@ -75,6 +75,10 @@ def as_examples(rows: Sequence[Row], config: DataConfig, settings: PreferenceCon
     return alone
 
 
+#: What a label may be as text, in lower case: every column of a csv file is text.
+_LABEL_TEXTS = {"true": True, "1": True, "false": False, "0": False}
+
+
 def label_of(row: Row, settings: PreferenceConfig) -> bool:
     """Return whether the response of an example is desirable.
 
@@ -83,6 +87,8 @@ def label_of(row: Row, settings: PreferenceConfig) -> bool:
     """
     key = settings.label_key
     label = row.column(key, "preference.label_key")
+    if isinstance(label, str):
+        label = _LABEL_TEXTS.get(label.strip().lower(), label)
     if label not in (True, False):  # also 1, 0, 1.0 and 0.0
         raise DataError(
             f"column {key!r} does not say whether the response is desirable",

@@ -7,7 +7,7 @@ import pytest
 from megarl.config.data import DataConfig
 from megarl.config.training import PreferenceConfig
 from megarl.data.loader import PromptLoader, rounds
-from megarl.data.pairs import as_examples, as_pairs
+from megarl.data.pairs import as_examples, as_pairs, label_of
 from megarl.data.preferences import LabelledDataset, PairDataset
 from megarl.data.rows import Row
 from megarl.data.tokenizer import character_tokenizer
@@ -121,6 +121,11 @@ def test_examples_are_rows_with_a_label_and_both_responses_of_pairs():
         ("2+2=", "4", True, "2"),
         ("2+2=", "5", False, "2"),
     ]
+
+
+@pytest.mark.parametrize(("label", "desirable"), [("True", True), ("false", False), ("1", True), ("0", False)])
+def test_labels_may_be_text_as_csv_has_them(label, desirable):
+    assert label_of(Row({"label": label}, "rows.csv", 2, "line"), PreferenceConfig(loss="kto")) is desirable
 
 
 @pytest.mark.parametrize(
