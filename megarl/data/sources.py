@@ -29,6 +29,8 @@ FORMS = (
     "org/name:config@split, pkg.mod:fn, or text:<the prompt itself>"
 )
 TEXT = "text:"
+#: Files of the `datasets` package about a data set, beside its data.
+_ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
 _ROWS_ASKED = 200  # of the training data, about their system message
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 #: The name of a data set on the hub.
@@ -172,7 +174,8 @@ def files_of_folder(folder: Path) -> list[Path]:
 
     Editors and download tools keep copies there, such as `.ipynb_checkpoints/train-checkpoint.jsonl`.
     """
-    files = (path.relative_to(folder) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.name not in _ABOUT_DATA)
+    files = (path.relative_to(folder) for path in found)
     return sorted(folder / file for file in files if not any(part.startswith(".") for part in file.parts))
 
 

@@ -77,6 +77,12 @@ def test_a_folder_is_all_its_files_in_order(tmp_path):
     assert load_rows(str(tmp_path)) == [{"a": 1}, {"a": 2}]
 
 
+def test_what_a_repository_of_the_hub_tells_about_its_data_is_no_data(tmp_path):
+    write(tmp_path / "train.jsonl", [{"a": 1}])
+    (tmp_path / "dataset_infos.json").write_text('{"default": {}}')
+    assert load_rows(str(tmp_path)) == [{"a": 1}]
+
+
 def test_a_call_in_a_table_has_no_arguments_of_other_tools(tmp_path):
     calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("add", "root")]
     rows = [{"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": [call]}], "x": None} for call in calls]
