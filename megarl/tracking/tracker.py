@@ -72,7 +72,7 @@ class Tracker:
         stage: `train` or `sft`: stages of one run folder count their own steps.
         total_steps: steps of this stage; None: unknown.
         resume_step: continue after this step: later lines of this stage are cut. None: a fresh start, which moves
-            lines of an earlier try of this stage to `metrics.old-N.jsonl`.
+            lines of an earlier try to `metrics.old-N.jsonl`; a second part only those of its stage.
         part: this stage is the whole run, its first phase (another follows, so the end of this one does not end the
             run), or its second.
         restarts: the launcher may restart the run after a failure, and shows the table otherwise
@@ -236,7 +236,7 @@ class Tracker:
             rewrite_jsonl(path, lambda line: line["stage"] != self._stage or line["step"] <= resume_step, needs=STEP)
             return
         rewrite_jsonl(path, lambda line: True, needs=STEP)  # valid from here on
-        old = self._lines(path)
+        old = self._lines(path) if self._part == "second" else read_jsonl(path, needs=STEP)
         if not old:
             return
         number = 1
@@ -246,7 +246,7 @@ class Tracker:
         for line in old:
             archive.write(line)
         archive.close()
-        rewrite_jsonl(path, lambda line: line["stage"] != self._stage)
+        rewrite_jsonl(path, lambda line: self._part == "second" and line["stage"] != self._stage)
 
     def _open_mlflow(self, about: LoggedRun) -> MlflowLog:
         uri, artifacts = self._cfg.mlflow_uri, None

@@ -73,8 +73,8 @@ def test_a_run_whose_traces_are_merged_for_long_is_not_taken_for_a_hang(tmp_path
 
 
 def test_resume_cuts_later_lines_of_this_stage_only(tmp_path, screen):
-    for stage, last in (("sft", 9), ("train", 5)):
-        t = tracker(tmp_path, screen, stage=stage)
+    for stage, part, last in (("sft", "first", 9), ("train", "second", 5)):
+        t = tracker(tmp_path, screen, stage=stage, part=part)
         for step in range(1, last + 1):
             t.log(step, {"x": step})
             t.samples(step, [{"prompt": ""}])
@@ -93,6 +93,16 @@ def test_a_fresh_start_moves_old_lines_away(tmp_path, screen):
         tracker(tmp_path, screen).log(1, {"x": value})
     assert [line["x"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [3]
     assert [read_jsonl(tmp_path / "run" / f"metrics.old-{n}.jsonl")[0]["x"] for n in (1, 2)] == [1, 2]
+
+
+@pytest.mark.parametrize("part", ["first", "whole"])
+def test_a_fresh_start_moves_lines_of_all_stages_away(tmp_path, screen, part):
+    tracker(tmp_path, screen, stage="sft", part="first").log(1, {"x": 1})
+    tracker(tmp_path, screen, part="second").log(1, {"x": 2})
+    stage = "sft" if part == "first" else "train"
+    tracker(tmp_path, screen, stage=stage, part=part).log(1, {"x": 3})
+    assert [line["x"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [3]
+    assert [line["x"] for line in read_jsonl(tmp_path / "run" / "metrics.old-1.jsonl")] == [1, 2]
 
 
 def test_mlflow_gets_params_metrics_artifacts_and_continues_the_same_run(tmp_path, screen):
