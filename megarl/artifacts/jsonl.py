@@ -17,6 +17,8 @@ from megarl.artifacts.records import Needs, parse_object, set_aside, warn_once
 Record = dict[str, Any]
 #: The fields of every line of metrics.jsonl and samples.jsonl.
 STEP: Needs = {"step": int, "stage": str}
+#: Columns of metrics.jsonl other than metrics.
+COLUMNS = frozenset({"step", "stage", "time"})
 
 
 class JsonlWriter:

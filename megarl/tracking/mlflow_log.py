@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.artifacts.jsonl import COLUMNS
 from megarl.artifacts.records import Needs, read_record, write_record
 from megarl.credentials import MASK, PASSWORD, mask, put_back
 from megarl.errors import ConfigError
@@ -73,7 +74,21 @@ class MlflowLog:
             ConfigError: the store could not be opened.
         """
         self._check()
-        now = int(time.time() * 1000)
+        if self._calls.qsize() < _MOST_WAITING:
+            self._calls.put(self._step_call(step, values, time.time()))
+        else:
+            self.failures += 1
+
+    def catch_up(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Queue the steps before a resume, lines of metrics.jsonl: a process that was killed may not have sent its last
+        ones, and another store has none. What the store has stays as it is.
+        """
+        for line in lines:
+            values = {key: value for key, value in line.items() if key not in COLUMNS and value is not None}
+            self._calls.put(self._step_call(line["step"], values, line.get("time", time.time())))
+
+    def _step_call(self, step: int, values: dict[str, float], when: float) -> _Call:
+        """Return the call that logs the finite numbers of one step, measured at unix time `when`."""
 
         def call(client: Any, run_id: str) -> None:
             finite = {self._names.of(key): float(value) for key, value in values.items() if math.isfinite(value)}
@@ -81,12 +96,9 @@ class MlflowLog:
             new = [key for key in wanted if step not in self._earlier(client, run_id, key)]
             for start in range(0, len(new), _METRICS_PER_CALL):
                 part = new[start : start + _METRICS_PER_CALL]
-                self._send(client, run_id, {key: finite[key] for key in part}, now, step)
+                self._send(client, run_id, {key: finite[key] for key in part}, int(when * 1000), step)
 
-        if self._calls.qsize() < _MOST_WAITING:
-            self._calls.put(call)
-        else:
-            self.failures += 1
+        return call
 
     def _send(self, client: Any, run_id: str, values: dict[str, float], now: int, step: int) -> None:
         """Log one batch. MLflow rejects all of it for one bad metric: then each is sent separately, bad ones named."""

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.artifacts.jsonl import STEP, JsonlWriter, read_jsonl, rewrite_jsonl
+from megarl.artifacts.jsonl import COLUMNS, STEP, JsonlWriter, read_jsonl, rewrite_jsonl
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.records import RUN, read_run, write_record
 from megarl.artifacts.run_folder import accept_config
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 Status = Literal["finished", "failed", "stopped", "killed"]
 Part = Literal["whole", "first", "second"]
 _SHOW_LIMIT_S = 1800.0  # for files that show a finished run
-_COLUMNS = frozenset({"step", "stage", "time"})  # columns of metrics.jsonl other than metrics
 _ARTIFACTS = (
     "report.html",
     "trace.json",
@@ -114,10 +113,13 @@ class Tracker:
         self._run |= {"machine": machine_info(), "config": resolved}
         self._write_run()
         self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage, cfg.console)
-        for line in self._lines(self.run_dir / "metrics.jsonl"):  # of before it was continued
+        earlier = self._lines(self.run_dir / "metrics.jsonl")  # of before it was continued
+        for line in earlier:
             self.view.recall(line["step"], line)
         about = describe_run(self.run_dir, cfg.project, name, stage, resolved, started=started, resume_step=resume_step)
         self._mlflow = self._open_mlflow(about) if cfg.mlflow else None
+        if self._mlflow is not None:
+            self._mlflow.catch_up(earlier)
         self._loggers = [LoggerThread(logger, about) for logger in cfg.loggers]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -128,7 +130,7 @@ class Tracker:
             ConfigError: MLflow could not be started (noticed at the first call after that), or a metric has the name of
                 another column of metrics.jsonl.
         """
-        taken = _COLUMNS & metrics.keys()
+        taken = COLUMNS & metrics.keys()
         if taken:
             raise ConfigError(
                 f"a metric is called {min(taken)!r}, which metrics.jsonl has for itself",

@@ -105,6 +105,21 @@ def test_a_fresh_start_moves_lines_of_all_stages_away(tmp_path, screen, part):
     assert [line["x"] for line in read_jsonl(tmp_path / "run" / "metrics.old-1.jsonl")] == [1, 2]
 
 
+def test_mlflow_gets_steps_that_a_killed_process_did_not_send(tmp_path, screen):
+    killed = tracker(tmp_path, screen)  # nothing of it reaches MLflow
+    killed.log(1, {"x": 0.5, "bad": float("nan")})
+    killed.log(2, {"x": 0.75})
+    resumed = tracker(tmp_path, screen, mlflow=True, resume_step=2)
+    resumed.log(3, {"x": 1.0})
+    resumed.finish()
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
+    found = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "x")]
+    assert found == [(1, 0.5), (2, 0.75), (3, 1.0)]
+
+
 def test_mlflow_gets_params_metrics_artifacts_and_continues_the_same_run(tmp_path, screen):
     first = tracker(tmp_path, screen, mlflow=True)
     first.log(1, {"val/best@8": 0.5, "bad": float("nan")})
