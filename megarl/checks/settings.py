@@ -22,7 +22,7 @@ from megarl.recipes.build import PIPELINES
 
 #: Lowest temperature except 0: logits of hundreds, divided by it, keep their differences in float32.
 _COLDEST = 1e-3
-#: Learning rates beyond which AdamW breaks fresh and trained transformers; tiny ones still learn just below.
+#: Learning rates beyond which AdamW breaks fresh weights and trained ones; tiny models still learn just below.
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
 
 
@@ -390,14 +390,18 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
 
 def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, checks: Checklist) -> None:
     # AdamW moves every weight by about the learning rate per step, whatever the gradient.
-    limit = _FRESH_LR if config.model.path is None else _TRAINED_LR
+    if config.model.path is None:
+        trained, limit, usual = "a fresh model is", _FRESH_LR, "1e-3"
+    elif config.model.lora is not None:  # their product begins at 0
+        trained, limit, usual = "adapters are", _FRESH_LR, "1e-5"
+    else:
+        trained, limit, usual = "a trained model is", _TRAINED_LR, "1e-6"
     if optim.lr > limit:
-        kind = "fresh" if config.model.path is None else "trained"
         checks.of("learning rate").warn(
             f"{key}.lr",
-            f"a {kind} model is far more likely to break than to learn above {limit:g}",
+            f"{trained} far more likely to break than to learn above {limit:g}",
             found=optim.lr,
-            fix=f"set {key}.lr={'1e-3' if kind == 'fresh' else '1e-6'}",
+            fix=f"set {key}.lr={usual}",
         )
     checks = checks.of("schedule")
     if optim.min_lr > optim.lr:

@@ -296,9 +296,17 @@ def _read_with_parents(file: Path, chain: tuple[Path, ...]) -> Document:
 def _merge(below: Document, above: Document) -> None:
     """Merge `above` over `below` in place: mappings key by key, anything else as a whole."""
     _note_inherited(below, above)
+    _count_by_steps(below, above)
     _merge_values(below.data, above.data, (), above.replaced)
     below.origins.update(above.origins)
     below.replaced.update(above.replaced)
+
+
+def _count_by_steps(below: Document, above: Document) -> None:
+    """Let a layer that names `trainer.steps` only have them: epochs of a layer below would take their place."""
+    length = _at(above.data, "trainer")
+    if "steps" in length and "epochs" not in length and "epochs" in _at(below.data, "trainer"):
+        below.data["trainer"]["epochs"] = None
 
 
 def _note_inherited(below: Document, above: Document) -> None:

@@ -50,8 +50,8 @@ class TrainerConfig(Section):
     steps: PositiveInt = Field(100, description="training steps")
     epochs: PositiveFloat | None = Field(
         None,
-        description="passes over the training prompts, from which steps are computed; the next pass fills the last "
-        "batch; null: steps",
+        description="passes over the training prompts, from which steps are computed, unless a later layer or override "
+        "sets `steps`; the next pass fills the last batch; null: steps",
     )
     seed: int = Field(0, description="seed of everything random")
     save_every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only at the end")

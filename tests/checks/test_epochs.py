@@ -40,9 +40,9 @@ def test_epochs_are_steps_of_the_prompts_that_are_short_enough(recipe, overrides
 
 
 def test_steps_that_are_set_beside_epochs_are_said_to_be_left_out(recipe, capsys):
-    with_steps(recipe("trainer.epochs=1", "trainer.steps=9"))
+    with_steps(recipe("trainer.steps=9", "trainer.epochs=1"))
     assert "trainer.steps=2 (not 9, which trainer.epochs=null would use)" in capsys.readouterr().out
-    with_steps(recipe("trainer.epochs=1", "trainer.steps=2"))
+    with_steps(recipe("trainer.steps=2", "trainer.epochs=1"))
     with_steps(recipe("trainer.epochs=1"))
     assert "not" not in capsys.readouterr().out
 

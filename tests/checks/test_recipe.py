@@ -259,6 +259,12 @@ def test_doubtful_setting_warns_and_passes(warned, failures, config_of, override
         validate(config_of(*overrides))
 
 
+def test_adapters_learn_at_rates_that_break_trained_weights(warned):
+    adapters = ("model.path=org/model", "model.hf_config=null", "model.lora.rank=16")
+    assert warned(*adapters, "actor.optim.lr=2e-3") == []
+    assert "adapters are far more likely" in only(warned(*adapters, "actor.optim.lr=0.02")).message
+
+
 PPO = ("algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "cluster.nproc=2")
 
 

@@ -104,6 +104,20 @@ def test_later_parents_win_and_paths_are_relative_to_the_file(write):
     assert (config.trainer.steps, config.trainer.seed) == (3, 1)
 
 
+def test_of_steps_and_epochs_the_later_layer_counts(write):
+    file = write("trainer: {epochs: 1, steps: 7}", "base.yaml")
+    child = write("extends: base.yaml\ntrainer: {steps: 2}", "child.yaml")
+
+    def length(path, *overrides):
+        trainer = load_config(path, overrides).trainer
+        return trainer.steps, trainer.epochs
+
+    assert length(file) == (7, 1.0), "a layer with both, as a resolved recipe is, counts epochs"
+    assert length(child) == length(file, "trainer.steps=2") == (2, None)
+    assert length(child, "trainer.epochs=3") == (2, 3.0)
+    assert length(file, "trainer.epochs=3", "trainer.steps=2") == (2, None)
+
+
 def test_name_is_not_inherited(write):
     write("name: parent", "parent.yaml")
     assert load_config(write("extends: parent.yaml", "child.yaml")).name == "child"
