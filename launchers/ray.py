@@ -93,12 +93,12 @@ class Actor:
 
         os.environ.update(environment)
         worker.redirect_output(Path(log_dir))
-        leave_to_launcher(Path(config_path).parent)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         sys.path.append(os.getcwd())
         if PARENTS in environment:
             end_with_parents()
-        return worker.run(entry, Path(config_path))
+        with leave_to_launcher(Path(config_path).parent):
+            return worker.run(entry, Path(config_path))
 
 
 def start(job: Job, *, own: bool = False) -> RayWorkers:

@@ -192,24 +192,30 @@ def main(argv: list[str] | None = None) -> int:
         join_attempt(arguments.config.resolve().parent)
     if arguments.log_dir is not None:
         redirect_output(arguments.log_dir)
-    if WATCHED in os.environ:
-        leave_to_launcher(arguments.config.resolve().parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # a launcher asks for it before it ends a hung rank
     sys.path.append(os.getcwd())  # user modules beside the recipe; last, so that no folder here hides a package
-    return run(arguments.entry, arguments.config.resolve())
+    watched = WATCHED in os.environ
+    with leave_to_launcher(arguments.config.resolve().parent) if watched else contextlib.nullcontext():
+        return run(arguments.entry, arguments.config.resolve())
 
 
 _LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def leave_to_launcher(run_dir: Path) -> None:
-    """From now on these signals do not end this process, but ask the run in `run_dir` for a checkpoint.
+@contextlib.contextmanager
+def leave_to_launcher(run_dir: Path) -> Iterator[None]:
+    """Within this block these signals do not end this process, but ask the run in `run_dir` for a checkpoint.
 
-    What it starts is ended by them as always: a handler does not outlive exec, and a fork gets the default again.
+    After it they do nothing: Ray ends actors by SIGTERM when their work is done, and one that is still reporting its
+    result is not to die of it. What the process starts is ended by them as always: a handler does not outlive exec, and
+    a fork gets the default again.
     """
+    working = True
 
     def ask(number: int, frame: FrameType | None) -> None:
+        if not working:
+            return
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # the launcher asks, too, if it got the signal
             (run_dir / SAVE_REQUEST).touch()
@@ -220,6 +226,10 @@ def leave_to_launcher(run_dir: Path) -> None:
             signal.signal(number, ask)
             signal.siginterrupt(number, False)  # a call of a library goes on
     os.register_at_fork(after_in_child=_as_always)
+    try:
+        yield
+    finally:
+        working = False
 
 
 def _as_always() -> None:

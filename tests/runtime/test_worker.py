@@ -1,12 +1,19 @@
-"""What worker 0 prints of long waits."""
+"""What workers print of long waits, and of signals."""
 
 import contextlib
+import faulthandler
+import os
 import re
+import signal
+import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from megarl.artifacts.run_folder import SAVE_REQUEST
+from megarl.launchers.ray import Actor
 from megarl.runtime import worker
 from megarl.runtime.worker import tell_waits
 from megarl.tracing import phase
@@ -55,3 +62,32 @@ def test_a_quiet_console_is_told_no_waits(console, told, monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text(f"name: x\ntracking: {{console: {console}}}\n")
     assert worker.run("any:entry", tmp_path / "config.yaml") == 0
     assert calls == [console] * told
+
+
+@pytest.fixture
+def actor(monkeypatch):
+    """An actor in this process, which keeps its own output, path and handlers of signals."""
+    monkeypatch.setattr(worker, "redirect_output", lambda log_dir: None)
+    monkeypatch.setattr(os, "register_at_fork", lambda **functions: None)
+    monkeypatch.setattr(faulthandler, "register", lambda *_, **settings: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield Actor()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_asks_for_a_checkpoint_while_a_worker_works_and_is_ignored_after(actor, monkeypatch, tmp_path, capfd):
+    def work(entry: str, config_path: Path) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(worker, "run", work)
+    config = str(tmp_path / "config.yaml")
+    assert actor.run("any:entry", config, str(tmp_path), {}) == 0
+    assert "SIGTERM: asks for a checkpoint; its launcher ends the run" in capfd.readouterr().err
+    (tmp_path / SAVE_REQUEST).unlink()
+
+    signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == ""
+    assert not (tmp_path / SAVE_REQUEST).exists()
