@@ -89,5 +89,9 @@ class WeightSyncMemory:
 
 
 def weights_travel(config: RunConfig, team: TeamPlan) -> bool:
-    """Tell whether the team's weights are generated with by processes other than its own."""
-    return Role.ACTOR in team.roles and (config.rollout.engine == "sglang" or Role.ROLLOUT not in team.roles)
+    """Tell whether processes other than the team's generate with its weights; preference recipes train without any."""
+    if Role.ACTOR not in team.roles:
+        return False
+    if Role.ROLLOUT in team.roles:
+        return config.rollout.engine == "sglang"
+    return config.preference is None

@@ -73,6 +73,14 @@ def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpu
     }
 
 
+@pytest.mark.parametrize(("name", "updates"), [("grpo_quickstart", True), ("dpo_quickstart", False)])
+def test_an_actor_without_rollout_updates_servers_except_in_a_preference_recipe(name, updates):
+    made = load_config(name, ["model.dtype=bf16"])
+    memory = device_memory(made, sizes_of(made), together(made, (Role.ACTOR, Role.REFERENCE)).teams[0], gpu=True)
+    assert ("buffers of new weights for servers" in {term.what for term in memory.terms()}) == updates
+    assert ("new weights for servers" in {moment.name for moment in memory.moments}) == updates
+
+
 def test_copies_in_host_memory_are_what_the_offload_schedule_takes_away():
     made = recipe("cluster.nproc=2", "algorithm.kl.use=loss", "algorithm.kl.coef=0.1")
     team = together(made, (Role.ACTOR, Role.ROLLOUT, Role.REFERENCE)).teams[0]
