@@ -107,6 +107,17 @@ def test_peft_computes_what_the_merged_model_does(exported):
         assert (found - logits(base)(ids).logits).abs().max() > 1
 
 
+@pytest.mark.parametrize(("base", "written"), [("base", "{here}/base"), ("org/base", "org/base"), (None, None)])
+def test_a_base_in_a_folder_is_named_by_its_absolute_path(tmp_path, monkeypatch, base, written):
+    from megarl.models.weights.peft import export_adapter
+
+    save_tiny(tmp_path / "base", "qwen3")
+    monkeypatch.chdir(tmp_path)
+    export_adapter(adapted(tmp_path / "base"), tmp_path / "adapter", LORA, base=base, world=world())
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == (written and written.format(here=tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "said"),
     [

@@ -49,7 +49,8 @@ def export_adapter(
     The folder appears under its name when it is complete; one that was there is replaced.
 
     Args:
-        base: name of the model that they are for; None: it has none.
+        base: folder or hub name of the model that they are for; None: it has none. A relative path is written as an
+            absolute one, as readers may work elsewhere.
         world: all ranks that hold the model; its first one writes.
     """
     found = iter_adapter_tensors(chunks, lora, world)
@@ -57,6 +58,8 @@ def export_adapter(
         for _ in found:
             pass
     else:
+        if base is not None and (local := Path(base).expanduser()).is_dir():
+            base = str(local.absolute())
         shapes = adapter_tensors(chunks[0].hf_config, lora)
         temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
         temporary.mkdir(parents=True)
