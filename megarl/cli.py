@@ -62,9 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         job.add_job(one, name)
         if name in ("eval", "generate"):
-            one.add_argument(
-                "--weights", choices=("best", "last"), default="best", help="of a run folder (default: best)"
-            )
+            one.add_argument("--weights", choices=("best", "last"), help="of a run folder (default: best)")
         if name == "generate":
             one.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own; may be repeated")
     cluster.add_arguments(commands, job.read_recipe)

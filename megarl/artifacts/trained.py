@@ -98,6 +98,23 @@ def run_folder_fix(folder: Path) -> str:
     return "name RUNS/<name>/<stamp>, such as runs/my_run/20261122-142359"
 
 
+def check_holds_run(run_dir: Path) -> None:
+    """Refuse a folder that no training run wrote.
+
+    Raises:
+        UserError: names the newest run inside the folder, if there is one.
+    """
+    if (run_dir / "config.yaml").is_file():
+        return
+    raise UserError(
+        "this folder holds no run",
+        where="RECIPE",
+        found=str(run_dir),
+        allowed="a recipe file, the name of a shipped recipe, or a run folder with its config.yaml",
+        fix=run_folder_fix(run_dir),
+    )
+
+
 def overrides_for_model(run_dir: Path, which: Which) -> tuple[list[str], str]:
     """Return overrides of the run's own config.yaml that select a model of the run, and a description of the model.
 
@@ -110,14 +127,7 @@ def overrides_for_model(run_dir: Path, which: Which) -> tuple[list[str], str]:
     Raises:
         UserError: this is no folder of a training run, or it has neither an exported model nor a checkpoint.
     """
-    if not (run_dir / "config.yaml").is_file():
-        raise UserError(
-            "this folder holds no run",
-            where="RECIPE",
-            found=str(run_dir),
-            allowed="a recipe file, the name of a shipped recipe, or a run folder with its config.yaml",
-            fix=run_folder_fix(run_dir),
-        )
+    check_holds_run(run_dir)
     models = {model.which: model for model in exported(run_dir)}
     steps = steps_in(run_dir / "checkpoints")
     best = best_step(run_dir / "checkpoints") if which == "best" else None

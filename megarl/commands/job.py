@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from megarl.credentials import mask
 from megarl.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from megarl.artifacts.trained import Which
     from megarl.config.run import RunConfig
 
 # Work of each command's workers: command -> (entry, help)
@@ -204,18 +206,41 @@ def _use_run(arguments: argparse.Namespace) -> str:
 
     Returns:
         A description of the model.
+
+    Raises:
+        UserError: the folder holds no run or no model, or a checkpoint is named beside `--weights`.
     """
-    from megarl.artifacts.trained import overrides_for_model, untrained_best_note
+    from megarl.artifacts.trained import check_holds_run, overrides_for_model, untrained_best_note
     from megarl.tracking.close import close_if_killed
 
     run_dir = Path(arguments.recipe).resolve()
     close_if_killed(run_dir)
-    overrides, what = overrides_for_model(run_dir, arguments.weights)
-    arguments.recipe, arguments.overrides = str(run_dir / "config.yaml"), [*overrides, *arguments.overrides]
-    better = untrained_best_note(run_dir) if arguments.weights == "best" else None
+    arguments.recipe = str(run_dir / "config.yaml")
+    checkpoint = _named_checkpoint(arguments.overrides)
+    if checkpoint is not None:  # it fits the model that the run began with, not the exported one
+        check_holds_run(run_dir)
+        if arguments.weights is not None:
+            raise UserError(
+                "two choices of weights",
+                where="--weights",
+                found=f"--weights {arguments.weights} trainer.resume={checkpoint}",
+                allowed="one of the two",
+                fix="leave --weights out for the named checkpoint, or trainer.resume for a model of the run",
+            )
+        return f"{checkpoint} (named in trainer.resume)"
+    which: Which = arguments.weights or "best"
+    overrides, what = overrides_for_model(run_dir, which)
+    arguments.overrides = [*overrides, *arguments.overrides]
+    better = untrained_best_note(run_dir) if which == "best" else None
     if better is not None:
         print(f"megarl: warning: {better}", file=sys.stderr)
     return what
+
+
+def _named_checkpoint(overrides: Sequence[str]) -> str | None:
+    """Return the checkpoint folder that `trainer.resume` names in the overrides; None: it names none."""
+    named = [text.partition("=")[2] for text in overrides if text.startswith("trainer.resume=")]
+    return named[-1] if named and named[-1] not in ("auto", "never") else None
 
 
 def refuse_trained(run_dir: Path, command: str) -> None:

@@ -86,6 +86,8 @@ def _restore(c: RankState) -> None:
                 check_base(Path(resume), c.config.model.path, c.layout.world)
             c.context.step, _ = load(Path(resume), {ACTOR: c.actor.engine})
         set_step(c.context.step)
+        if c.layout.rank == 0:  # the model's own weights were named before, as they were read
+            print(f"weights: {resume} (step {c.context.step})", flush=True)
     open_rollout(c)
     publish(c, c.context.step)
 
