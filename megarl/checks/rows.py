@@ -31,7 +31,7 @@ from megarl.data.messages import Message, response_of
 from megarl.data.pairs import as_examples, as_pairs
 from megarl.data.render import Chat, Split, given_prompts, render_prompts, tokenize, uses_chat, within_limit
 from megarl.data.row_images import check_marks, row_images
-from megarl.data.rows import SAMPLE_KEYS, TRUTH, Row, hidden_columns, reference_of
+from megarl.data.rows import SAMPLE_KEYS, TRUTH, MissingColumnError, Row, hidden_columns, reference_of
 from megarl.data.sources import SUFFIXES, TEXT, files_of_folder, load_rows
 from megarl.data.split import split_rows
 from megarl.data.teachers import check_teachers
@@ -39,7 +39,7 @@ from megarl.data.templates import no_chat_template, prompt_formatter
 from megarl.errors import ConfigError, DataError, UserError, close_matches
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located
-from megarl.rewards.references import check_answers, reads_answers, uses_reward
+from megarl.rewards.references import check_answers, explained_scoring, reads_answers, uses_reward
 from megarl.rewards.registry import KWARGS, reward_settings
 from megarl.rewards.signatures import OWN, columns_of, form_of
 
@@ -125,14 +125,14 @@ class _Rows:
             with self._recorded():
                 rows = load_rows(source)
                 known += rows
-                with self._recorded():
+                with self._recorded(), explained_scoring(self.config) if scored else contextlib.nullcontext():
                     for row in rows:
                         row.column(self.config.data.prompt_key, "data.prompt_key")
                 if split == "train":
                     with self._recorded():
                         check_teachers(self.config.teacher, rows)
                 if scored:
-                    with self._recorded():
+                    with self._recorded(), explained_scoring(self.config):
                         self._check_answers(rows, needless)
                     with self._recorded():
                         self._check_parameters(rows)
@@ -233,7 +233,7 @@ class _Rows:
         for row in rows:
             try:
                 answers.append((row, reference_of(row, key, demanded=True)))
-            except DataError as error:
+            except MissingColumnError as error:
                 if not needless:
                     raise
                 instead = f"; held-out rows are scored by {reward.described}: without, leave data.val_files out"

@@ -24,6 +24,10 @@ PROMPT = "prompt"
 """`Row.unit` of a prompt that stands in the recipe or on the command line: there is no row to take out."""
 
 
+class MissingColumnError(DataError):
+    """A row has no column that a key of the recipe names."""
+
+
 class Row(dict):
     """One data row: column -> plain JSON value, plus where it was read.
 
@@ -59,7 +63,7 @@ class Row(dict):
         comes first.
 
         Raises:
-            DataError: there is no such column; the message names the row, its columns and the nearest one.
+            MissingColumnError: there is no such column; the message names the row, its columns and the nearest one.
         """
         try:
             return _inside(self, name.split("."), "")
@@ -74,11 +78,11 @@ class Row(dict):
             return False
         return True
 
-    def _no_column(self, name: str, key: str, missing: _Missing) -> DataError:
+    def _no_column(self, name: str, key: str, missing: _Missing) -> MissingColumnError:
         within = f" in {missing.before!r}" if missing.before else ""
         if not isinstance(missing.holder, Mapping):
             kind = "a list" if isinstance(missing.holder, list) else f"{missing.holder!r:.60}"
-            return DataError(
+            return MissingColumnError(
                 f"no {missing.name!r}{within}, which holds {kind}",
                 where=self.where,
                 found=f"{key}: {name}",
@@ -88,7 +92,7 @@ class Row(dict):
         near = close_matches(missing.name, missing.holder)
         better = f"{missing.before}.{near[0]}" if near and missing.before else next(iter(near), None)
         names = ", ".join(map(str, missing.holder)) or "none"
-        return DataError(
+        return MissingColumnError(
             f"no column {name!r}" if not within else f"no {missing.name!r}{within}",
             where=self.where,
             allowed=f"columns here: {names}" if not within else f"names there: {names}",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.rows import Row
+from megarl.data.rows import MissingColumnError, Row
 from megarl.errors import DataError, shortened
 from megarl.imports import source_file
 from megarl.rewards.answers import answer_texts
@@ -29,6 +30,28 @@ def reads_answers(config: RunConfig) -> bool:
     scored = uses_reward(config)
     read = any(_reward_reads(one.name) for one in config.reward.functions.values())
     return (environment != _TOOLS and _mentions(environment)) or (scored and read)
+
+
+@contextlib.contextmanager
+def explained_scoring(config: RunConfig) -> Iterator[None]:
+    """Say what scoring needs, where rows are read that a run of preferences may not have.
+
+    Raises:
+        DataError: of a missing column inside the block, in a recipe that learns from preferences.
+    """
+    try:
+        yield
+    except MissingColumnError as error:
+        if config.preference is None:
+            raise
+        raise DataError(
+            error.what,
+            where=error.where,
+            found=error.found,
+            allowed=error.allowed,
+            fix="scoring, as megarl eval does it, takes prompts with answers, which preferences do not have: set "
+            "data.val_files=[prompts with answers], or data.answer_key to the column that holds the answers",
+        ) from error
 
 
 def uses_reward(config: RunConfig) -> bool:

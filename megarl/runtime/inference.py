@@ -13,6 +13,7 @@ from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.data.sources import TEXT
 from megarl.offload_schedule import ACTOR
+from megarl.rewards.references import explained_scoring
 from megarl.runtime import validate
 from megarl.runtime.frozen_models import check_base
 from megarl.runtime.generation import open_rollout, publish
@@ -32,7 +33,8 @@ _ROUND = 1024  # prompts whose responses are in memory at the same time
 
 def evaluate(config: RunConfig, run_dir: Path) -> None:
     """Score `data.val_files` with `validation.sampling`; metrics go where a training run's go, as stage `eval`."""
-    c = build_rank_state(config, run_dir, trainable=False)
+    with explained_scoring(config):
+        c = build_rank_state(config, run_dir, trainable=False)
     try:
         _restore(c)
         if config.reward.of_model is not None:

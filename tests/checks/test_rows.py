@@ -194,6 +194,26 @@ def test_held_out_rows_of_supervised_runs_may_be_left_out(check):
         check(talk, *keys, job="eval")
 
 
+@pytest.mark.parametrize(
+    ("row", "loss", "missing"),
+    [
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, "sigmoid", "answer"),
+        ({"chosen": chat("1+1="), "rejected": chat("1+1=")}, "sigmoid", "prompt"),
+        ({"prompt": "1+1=", "completion": "2", "label": True}, "kto", "answer"),
+    ],
+)
+def test_eval_of_a_run_of_preferences_asks_for_prompts_with_answers(check, tmp_path, row, loss, missing):
+    recipe = ["algorithm.pipeline=dpo", f"preference.loss={loss}"]
+    with pytest.raises(UserError) as caught:
+        check([row], *recipe, "data.val_files=[train.jsonl]", job="eval")
+    assert f"no column '{missing}'" in str(caught.value)
+    assert "megarl eval does it, takes prompts with answers" in str(caught.value)
+    assert "data.val_files=[prompts with answers]" in str(caught.value)
+    assert "learns from it" not in str(caught.value)
+    (tmp_path / "test.jsonl").write_text(json.dumps(GOOD) + "\n")
+    check([row], *recipe, "data.val_files=[test.jsonl]", job="eval")
+
+
 def test_problems_of_several_files_come_together(check, tmp_path):
     (tmp_path / "val.jsonl").write_text(json.dumps({"question": "1+1="}) + "\n")
     with pytest.raises(ConfigErrors) as caught:
