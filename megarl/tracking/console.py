@@ -110,7 +110,10 @@ class ConsoleView:
         return (ended - began) / (last - first) * (self._total - step)
 
     def validation_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """Return the text about a validation: accuracy, pass@k, maj@k, how many prompts, and the best so far."""
+        """Return the text about a validation: accuracy, pass@k, maj@k, how many prompts, and the best so far.
+
+        Of one as good as the best before it, nothing is said about the best.
+        """
         if _ACCURACY not in metrics:
             return []
         value = metrics[_ACCURACY]
@@ -123,7 +126,7 @@ class ConsoleView:
             said += f" ({metrics['val/samples']:,.0f} samples)"
         if self._best is not None and self._best[1] > value:
             said += f"; best {_share(self._best[1])} at step {self._best[0]}"
-        elif self._best is not None:
+        elif self._best is not None and value > self._best[1]:
             said += "; the best so far"
         self.recall(step, metrics)
         return textwrap.wrap(said, _WIDTH, initial_indent="  ", subsequent_indent="    ")

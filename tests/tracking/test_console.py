@@ -51,6 +51,15 @@ def test_a_validation_says_counts_and_the_best_so_far(view):
     assert f"validation: accuracy 50.0%, pass@2 {counts}; the best so far" in said
 
 
+def test_a_validation_as_good_as_the_best_is_not_called_the_best_so_far(view):
+    shown = view(100)
+    for step in (0, 10):
+        shown.step(step, {"val/acc": 0.0, "val/prompts": 8.0})
+    said = shown.console.file.getvalue()
+    assert said.count("validation: accuracy 0.0% of 8 prompts\n") == 2
+    assert "best" not in said
+
+
 def test_modes_of_the_console(view):
     records = {"critic/score/mean": 0.25, "val/acc": 0.5, "timing_s/step": 1.5}
     said = {}
