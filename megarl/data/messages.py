@@ -162,10 +162,12 @@ def response_messages(
         )
     if not messages or messages[0]["role"] != ASSISTANT or messages[-1]["role"] != ASSISTANT:
         raise DataError(
-            f"wrong type in column {key!r}",
+            f"wrong type in column {key!r}, which holds a response to learn from",
             where=row.where,
-            found=value,
+            found="null" if value is None else value,
             allowed="text, an integer, or chat messages that begin and end with the assistant's",
+            fix="write the response into the column, or take the row out; supervised fine-tuning and a cold start "
+            "(sft.steps above 0) read the column of sft.response_key",
         )
     _refuse_unlearnt(messages, key, row)
     return messages

@@ -103,6 +103,16 @@ def test_good_rows_pass(check):
         ([GOOD], ["data.chat_template=true"], ["data.chat_template", "has no chat template"]),
         ([GOOD], ["data.format_prompt={{ contant }}"], ["train.jsonl:1", "data.format_prompt fails on this row"]),
         ([{"prompt": "1+1=", "answer": "two"}], ["sft.steps=1"], ["train.jsonl:1", "no token for 't'"]),
+        (
+            [{"prompt": "1+1=", "answer": None}],
+            ["sft.steps=1", "reward.name=format"],  # a reward that reads no answers
+            [
+                "wrong type in column 'answer', which holds a response to learn from",
+                "found:   'null'",
+                "fix:     write the response into the column, or take the row out",
+                "a cold start (sft.steps above 0) read the column of sft.response_key",
+            ],
+        ),
         ([{"prompt": "1+1=", "answer": 0.5}], ["sft.steps=1"], ["train.jsonl:1", "wrong type in column 'answer'"]),
         (
             [GOOD],
