@@ -43,7 +43,7 @@ FINAL_TABLE = (
     Shown("critic/rewards/mean", "reward", better="up"),
     Shown("sft/loss", "SFT loss", better="down"),
     Shown("preference/loss", "preference loss", better="down"),
-    Shown("rewards/accuracies", "pairs ranked right", better="up"),
+    Shown("rewards/accuracies", "preferences ranked right", better="up"),
     Shown("rewards/margins", "reward margin", better="up"),
     Shown("actor/kl_loss", "KL to reference"),
     Shown("critic/vf_loss", "value loss", better="down"),

@@ -39,7 +39,7 @@ class Tile:
 _RECENT = 10  # steps
 _TILES = (
     Tile("val/acc", "Best validation accuracy", "best", better="up"),
-    Tile("rewards/accuracies", "Pairs ranked right", "recent", better="up"),
+    Tile("rewards/accuracies", "Preferences ranked right", "recent", better="up"),
     Tile("critic/score/mean", "Score", "recent", better="up"),
     Tile("sft/loss", "SFT loss", "recent", better="down"),
     Tile("response_length/mean", "Response length", "recent", "tokens"),

@@ -45,7 +45,7 @@ _LEARNING = (
     _one("Score", "mean over samples, shaded: lowest to highest", "critic/score/mean", "score",
          ("critic/score/min", "critic/score/max")),
     _one("Validation accuracy", "held-out prompts", "val/acc", "share"),
-    Chart("Pairs ranked right", "share whose chosen response has the larger reward",
+    Chart("Preferences ranked right", "share whose chosen response has the larger reward, or agrees with its label",
           (("rewards/accuracies", "training"), ("val/rewards/accuracies", "held out")), "share"),
     Chart("Reward margin", "chosen less rejected",
           (("rewards/margins", "training"), ("val/rewards/margins", "held out")), "reward"),

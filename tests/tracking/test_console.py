@@ -60,6 +60,13 @@ def test_a_validation_as_good_as_the_best_is_not_called_the_best_so_far(view):
     assert "best" not in said
 
 
+def test_the_final_table_speaks_of_no_pairs_where_there_may_be_labels(view):
+    shown = view(1)
+    shown.final("kto", [{"step": 1, "rewards/accuracies": 0.5}])
+    assert "preferences ranked right" in shown.console.file.getvalue()
+    assert "pair" not in shown.console.file.getvalue()
+
+
 def test_modes_of_the_console(view):
     records = {"critic/score/mean": 0.25, "val/acc": 0.5, "timing_s/step": 1.5}
     said = {}
