@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from megarl.artifacts.facts import is_hub_name, model_facts
+from megarl.artifacts.facts import hub_snapshot, is_hub_name, model_facts, near_folder
 from megarl.artifacts.trained import steps_in
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 
 _WHERE = "megarl convert"
+_SOURCES = "a folder with config.json and *.safetensors, a hub name, a checkpoint (step_N), or a PEFT adapter"
 
 
 def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
@@ -56,7 +57,16 @@ def check_target(target: Path) -> None:
 def _check_source(source: Path) -> None:
     if any((source / name).is_file() for name in ("meta.json", "config.json", "adapter_config.json")):
         return
-    if not source.is_dir() and is_hub_name(str(source)):
+    name = str(source)
+    if not source.is_dir() and is_hub_name(name):
+        if hub_snapshot(name) is None and source.parent.is_dir():  # a path, rather than a name of the hub
+            raise ConfigError(
+                "there is no such folder",
+                where=_WHERE,
+                found=name,
+                allowed=_SOURCES,
+                fix=f"{near_folder(source)}; for the hub's model of this name, run hf download {name} first",
+            )
         return
     newest = [root / f"step_{steps[-1]}" for root in (source, source / "checkpoints") if (steps := steps_in(root))]
     inside = [*newest, *(file.parent for file in source.glob("hf/config.json"))]
@@ -64,6 +74,6 @@ def _check_source(source: Path) -> None:
         "this folder holds neither a model nor a checkpoint" if source.is_dir() else "there is no such folder",
         where=_WHERE,
         found=str(source),
-        allowed="a folder with config.json and *.safetensors, a hub name, a checkpoint (step_N), or a PEFT adapter",
+        allowed=_SOURCES,
         fix=f"did you mean {inside[-1]}?" if inside else "check the path; it is relative to the current folder",
     )

@@ -251,7 +251,7 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
             where="model.path",
             found=model.path,
             allowed="a folder with config.json and safetensors files, or a hub name such as Qwen/Qwen3-8B",
-            fix=_near_folder(folder),
+            fix=near_folder(folder),
         )
     known = json.loads((Path(__file__).parent / "known_models.json").read_text(encoding="utf-8"))
     return (known[model.path], f"{model.path} (known model)") if model.path in known else None
@@ -322,7 +322,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return raw
 
 
-def _near_folder(folder: Path) -> str:
+def near_folder(folder: Path) -> str:
+    """Suggest what to write instead of `folder`, which is not there: a folder beside it with a similar name, if any."""
     siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     close = close_matches(folder.name, siblings)
     return f"did you mean {folder.parent / close[0]}?" if close else "check the path; it is relative to this folder"

@@ -1,5 +1,7 @@
 """What `megarl convert` refuses before it imports anything heavy."""
 
+from pathlib import Path
+
 import pytest
 
 from megarl.artifacts.conversion import check_conversion
@@ -38,3 +40,22 @@ def test_what_cannot_is_refused(run_dir, source, target, gb, words):
     with pytest.raises(ConfigError) as caught:
         check_conversion(run_dir / source, run_dir / target, gb)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_path_into_a_folder_that_is_here_is_no_hub_name(run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir.parent)
+    with pytest.raises(ConfigError) as caught:
+        check_conversion(Path("run/chekpoints"), Path("new"), 4.0)
+    words = ["there is no such folder", "did you mean run/checkpoints?", "run hf download run/chekpoints first"]
+    assert all(word in str(caught.value) for word in words), caught.value
+    check_conversion(Path("elsewhere/model"), Path("new"), 4.0)  # the hub may have it
+
+
+def test_a_model_in_the_hubs_cache_is_taken_beside_a_folder_of_its_organisations_name(run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir.parent)
+    monkeypatch.setenv("HF_HUB_CACHE", str(run_dir.parent / "cache"))
+    cached = run_dir.parent / "cache" / "models--run--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("1")
+    (cached / "snapshots" / "1").mkdir(parents=True)
+    check_conversion(Path("run/model"), Path("new"), 4.0)
