@@ -18,19 +18,21 @@ class GuessSettings(EnvSettings):
 
 
 class Guess(Environment):
-    """Rewards come closer to 1 as the guess comes closer to the secret."""
+    """A turn is paid what it comes closer to the secret; the sum says how close the last guess is, 1 if it is right."""
 
     Settings = GuessSettings
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """The secret depends on the seed, and so is the same for all samples of a prompt."""
         self.secret = random.Random(seed).randint(0, self.settings.highest)
+        self.closeness = 0.0
         return f"{self.settings.highest}="
 
     async def step(self, action: Action) -> Step:
         """A hint, or the end."""
         digit = int(action.text[0]) if action.text[:1].isdigit() else -1
-        reward = 1 - abs(self.secret - digit) / 10
+        closeness = 1 - abs(self.secret - digit) / 10
+        reward, self.closeness = closeness - self.closeness, closeness
         if digit == self.secret or action.turn + 1 == self.settings.turns:
             return Step(reward=reward, done=True, info={"found": float(digit == self.secret)})
         return Step("+" if digit < self.secret else "-", reward)
