@@ -256,12 +256,12 @@ def announcements(
     return lines
 
 
-def refuse_other_batches(step: int, prompts: int, before: Plain, now: Plain) -> None:
+def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain) -> None:
     """Refuse to count steps by `trainer.epochs` where those until the checkpoint had batches of another size.
 
     Args:
         step: of the checkpoint.
-        prompts: in the data.
+        loader: state of its loader; `samples` is the number of prompts.
         before: the configuration that wrote it.
         now: that of this start.
 
@@ -272,7 +272,7 @@ def refuse_other_batches(step: int, prompts: int, before: Plain, now: Plain) -> 
     old, new = _at(before, key), _at(now, key)
     if epochs in (None, _MISSING) or _MISSING in (old, new) or old == new or not step:
         return
-    steps = step + max(0, math.ceil((epochs * prompts - step * old) / new - 1e-9))
+    steps = step + max(0, math.ceil((epochs * loader["samples"] - step * old) / new - 1e-9))
     raise ConfigError(
         f"the {count(step, 'step')} until the checkpoint had batches of another size, so trainer.epochs={epochs:g} "
         "does not say how many steps are left",

@@ -172,10 +172,10 @@ def test_epochs_do_not_count_steps_whose_batches_had_another_size():
     now = config(trainer={"epochs": 2}, data={"batch_size": 40})
     told = r"data\.batch_size: (?s:.*)40(?s:.*)trainer\.epochs=null and trainer\.steps=22,"
     with pytest.raises(ConfigError, match=told):  # 2 x 200 prompts: 15 steps of 10, 6.25 of 40; not 10 steps in all
-        changes.refuse_other_batches(15, 200, before, now)
-    changes.refuse_other_batches(0, 200, before, now)
-    changes.refuse_other_batches(15, 200, before, before)
-    changes.refuse_other_batches(15, 200, before, config(trainer={"steps": 22}, data={"batch_size": 40}))
+        changes.refuse_other_batches(15, {"samples": 200}, before, now)
+    changes.refuse_other_batches(0, {"samples": 200}, before, now)
+    changes.refuse_other_batches(15, {"samples": 200}, before, before)
+    changes.refuse_other_batches(15, {"samples": 200}, before, config(trainer={"steps": 22}, data={"batch_size": 40}))
 
 
 def rates(before: dict[str, Any], now: dict[str, Any], step: int) -> tuple[int, int]:
