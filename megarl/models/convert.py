@@ -38,7 +38,7 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     folder, adapter = resolve_folder(source), None
     if (folder / ADAPTER_CONFIG).is_file():
         adapter = AdapterReader(folder, str(folder))
-        folder = resolve_folder(adapter.base(), f"{folder / ADAPTER_CONFIG}: base_model_name_or_path")
+        folder = _base_folder(adapter)
     hf = load_hf_config(ModelConfig(path=str(folder)), str(folder / "config.json"))
     reader = CheckpointReader(folder)
     if adapter is not None:
@@ -64,3 +64,23 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
         copy_tokenizer(folder, writer.temporary)
         if (folder / STATISTICS).is_file():
             shutil.copyfile(folder / STATISTICS, writer.temporary / STATISTICS)
+
+
+def _base_folder(adapter: AdapterReader) -> Path:
+    """Return the folder of the adapter's base model.
+
+    Raises:
+        ConfigError: the adapter names none, or one that is not there.
+    """
+    base, file = adapter.base(), adapter.folder / ADAPTER_CONFIG
+    correction = f"write the absolute path of its folder as base_model_name_or_path in {file}"
+    try:
+        return resolve_folder(base)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the base model of this adapter is not there: {error.what}",
+            where=f"{file}: base_model_name_or_path",
+            found=base,
+            allowed=error.allowed,
+            fix=f"{correction}; for a hub name: {error.fix}",
+        ) from error

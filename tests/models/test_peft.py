@@ -118,6 +118,21 @@ def test_a_base_in_a_folder_is_named_by_its_absolute_path(tmp_path, monkeypatch,
     assert settings["base_model_name_or_path"] == (written and written.format(here=tmp_path))
 
 
+def test_a_base_that_is_not_there_is_to_be_corrected_in_the_adapter(tmp_path):
+    from megarl.models.convert import convert
+    from megarl.models.weights.peft import export_adapter
+
+    save_tiny(tmp_path / "base", "qwen3")
+    export_adapter(adapted(tmp_path / "base"), tmp_path / "adapter", LORA, base="runs/sft/hf", world=world())
+    file = tmp_path / "adapter/adapter_config.json"
+    with pytest.raises(ConfigError) as error:
+        convert(tmp_path / "adapter", tmp_path / "converted")
+    assert error.value.where == f"{file}: base_model_name_or_path"
+    assert error.value.found == "runs/sft/hf"
+    assert "the base model of this adapter" in error.value.what
+    assert f"write the absolute path of its folder as base_model_name_or_path in {file}" in str(error.value.fix)
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "said"),
     [
