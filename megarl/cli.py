@@ -276,11 +276,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _parity(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from megarl.artifacts.conversion import refuse_without_model
+
+    source = arguments.source
+    if not any((source / name).is_file() for name in ("meta.json", "config.json")):
+        allowed = "a folder with config.json and *.safetensors, or a checkpoint (step_N)"
+        refuse_without_model(source, "megarl doctor parity", allowed)
     from megarl.commands.parity import as_table, parity
 
-    if not arguments.source.is_dir():
-        raise UserError("no such folder", where="megarl doctor parity", found=str(arguments.source))
-    found = parity(arguments.source, arguments.dtype, server=not arguments.no_server)
+    found = parity(source, arguments.dtype, server=not arguments.no_server)
     Console().print(as_table(found))
     print(found.verdict)
     return 0 if found.first is None else 1

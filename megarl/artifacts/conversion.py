@@ -1,9 +1,10 @@
-"""`megarl convert` before heavy imports: checks that the source holds a model and the target is free."""
+"""`megarl convert` and `doctor parity` before heavy imports: the source holds a model, and the target is free."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from megarl.artifacts.facts import hub_snapshot, is_hub_name, model_facts, near_folder
 from megarl.artifacts.trained import steps_in
@@ -68,12 +69,21 @@ def _check_source(source: Path) -> None:
                 fix=f"{near_folder(source)}; for the hub's model of this name, run hf download {name} first",
             )
         return
+    refuse_without_model(source, _WHERE, _SOURCES)
+
+
+def refuse_without_model(source: Path, where: str, allowed: str) -> NoReturn:
+    """Refuse a folder that holds no model, or is not there; `where` names the command.
+
+    Raises:
+        ConfigError: names the newest model inside the folder, if there is one.
+    """
     newest = [root / f"step_{steps[-1]}" for root in (source, source / "checkpoints") if (steps := steps_in(root))]
     inside = [*newest, *(file.parent for file in source.glob("hf/config.json"))]
     raise ConfigError(
         "this folder holds neither a model nor a checkpoint" if source.is_dir() else "there is no such folder",
-        where=_WHERE,
+        where=where,
         found=str(source),
-        allowed=_SOURCES,
+        allowed=allowed,
         fix=f"did you mean {inside[-1]}?" if inside else "check the path; it is relative to the current folder",
     )
