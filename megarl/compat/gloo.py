@@ -27,13 +27,19 @@ def share_devices() -> None:
     if make.__name__ == "on_shared_devices":
         return
 
-    def on_shared_devices(self: Any, store: Any, rank: int, size: int, timeout: Any = default_pg_timeout) -> None:
-        if isinstance(timeout, datetime.timedelta):  # else options, with devices of the caller's
-            options = group._Options()
-            options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
-            options._timeout, options._threads = timeout, _THREADS * len(options._devices)
-            timeout = options
-        make(self, store, rank, size, timeout)
+    def on_shared_devices(
+        self: Any, store: Any, rank: int, size: int, timeout: Any = default_pg_timeout, **settings: Any
+    ) -> None:
+        given = not isinstance(timeout, datetime.timedelta)  # options in its place, with devices of the caller's
+        if given or not all(hasattr(group._Options, name) for name in settings):
+            make(self, store, rank, size, timeout, **settings)
+            return
+        options = group._Options()
+        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
+        options._timeout, options._threads = timeout, _THREADS * len(options._devices)
+        for name, value in settings.items():  # which ones there are depends on the version of torch
+            setattr(options, name, value)
+        make(self, store, rank, size, options)
 
     group.__init__ = on_shared_devices
 

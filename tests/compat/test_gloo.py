@@ -86,3 +86,48 @@ def test_interfaces_that_are_named_get_a_device_each(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(RuntimeError, match="none0"):
         dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+
+
+class GroupOfTorch214:
+    """The constructor of torch 2.14's ProcessGroupGloo, and how torch 2.14 calls it."""
+
+    class _Options:
+        enable_reconfigure = False
+
+    create_default_device = staticmethod(object)
+
+    def __init__(
+        self, store: object, rank: int, size: int, timeout: object = None, enable_reconfigure: bool = False
+    ) -> None:
+        if isinstance(timeout, self._Options):
+            assert enable_reconfigure is False  # the constructor with options takes no further argument
+            enable_reconfigure = timeout.enable_reconfigure
+        self.timeout, self.enable_reconfigure = timeout, enable_reconfigure
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_keywords_of_later_versions_of_torch_are_passed_on(monkeypatch, value: bool) -> None:
+    group = type("ProcessGroupGloo", (GroupOfTorch214,), {})
+    monkeypatch.setattr(dist, "ProcessGroupGloo", group)
+    gloo.share_devices()
+    gloo._devices.cache_clear()
+    try:
+        made = group("store", 0, 2, timeout=datetime.timedelta(seconds=7), enable_reconfigure=value)
+        given = group("store", 0, 2, group._Options())
+    finally:
+        gloo._devices.cache_clear()
+    assert (made.enable_reconfigure, made.timeout._timeout) == (value, datetime.timedelta(seconds=7))
+    assert len(made.timeout._devices) == 1
+    assert not hasattr(given.timeout, "_devices")
+
+
+def test_keywords_that_options_cannot_hold_are_left_to_torch(monkeypatch) -> None:
+    class Group(GroupOfTorch214):
+        def __init__(self, *place: object, timeout: object = None, later: int = 0) -> None:
+            super().__init__(*place, timeout)  # type: ignore[arg-type]
+            self.later = later
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Group)
+    gloo.share_devices()
+    made = Group("store", 0, 2, timeout=datetime.timedelta(seconds=7), later=3)
+    assert (made.later, made.timeout) == (3, datetime.timedelta(seconds=7))
