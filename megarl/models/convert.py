@@ -75,7 +75,7 @@ def _base_folder(adapter: AdapterReader) -> Path:
     base, file = adapter.base(), adapter.folder / ADAPTER_CONFIG
     correction = f"write the absolute path of its folder as base_model_name_or_path in {file}"
     try:
-        return resolve_folder(base)
+        return resolve_folder(base, revision=adapter.settings.get("revision"))
     except ConfigError as error:
         raise ConfigError(
             f"the base model of this adapter is not there: {error.what}",

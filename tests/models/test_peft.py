@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
@@ -154,3 +154,114 @@ def test_another_adapter_is_refused(tmp_path, changes, settings, said):
         adapted(tmp_path / "base", LORA.model_copy(update={"path": str(tmp_path / "adapter"), **settings}))
     for words in said:
         assert words in str(error.value)
+
+
+SHAPES = {
+    "model.embed_tokens.weight": (64, 16),
+    "model.layers.0.self_attn.q_proj.weight": (32, 16),
+    "norm.weight": (16,),
+}
+Q = "base_model.model.model.layers.0.self_attn.q_proj."
+
+
+def stored(folder, settings=None, tensors=None):
+    """A plain adapter of rank 4 on q_proj, with some settings and tensors (shapes by name) that differ."""
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    shapes = {Q + "lora_A.weight": (4, 16), Q + "lora_B.weight": (32, 4)} | (tensors or {})
+    (folder / "adapter_config.json").write_text(json.dumps(plain | (settings or {})))
+    save_file(
+        {name: torch.ones(shape) for name, shape in shapes.items() if shape}, folder / "adapter_model.safetensors"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("init_lora_weights", start) for start in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")],
+        ("lora_bias", True),
+        ("alora_invocation_tokens", [1, 2]),
+        ("kasa_config", {"beta": 1e-4}),
+        ("trainable_token_indices", [3]),
+        ("layer_replication", [[0, 2]]),
+        ("use_qalora", True),
+        ("of_next_year", "x"),
+        ("r", None),
+        ("lora_alpha", 0),
+    ],
+)
+def test_settings_beyond_the_formula_are_refused_by_name(tmp_path, key, value):
+    from megarl.models.weights.peft import AdapterReader
+
+    with pytest.raises(ConfigError) as error:
+        AdapterReader(stored(tmp_path, {key: value}), "model.lora.path")
+    assert error.value.where == f"{tmp_path / 'adapter_config.json'}: {key}"
+    assert error.value.found == value
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal", "mica"])
+def test_what_peft_writes_into_every_plain_adapter_is_read(tmp_path, start):
+    from megarl.models.weights.peft import AdapterReader
+
+    empty = dict.fromkeys(["alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "revision"])
+    settings = {
+        "init_lora_weights": start,
+        "lora_bias": False,
+        "use_qalora": False,
+        "qalora_group_size": 16,
+        "megatron_core": "megatron.core",
+        "loftq_config": {},
+        "rank_pattern": {},
+        "peft_version": "0.21.2",
+        "exclude_modules": ["k_proj"],
+        "runtime_config": {"ephemeral_gpu_offload": False},
+        "task_type": "CAUSAL_LM",
+    }
+    reader = AdapterReader(stored(tmp_path, empty | settings), "model.lora.path")
+    reader.check_base(SHAPES)
+    merged = reader.merged("model.layers.0.self_attn.q_proj.weight", torch.zeros(32, 16))
+    assert torch.equal(merged, torch.full((32, 16), 8.0))  # 8 / 4 times a sum over 4 ranks
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name"),
+    [
+        ({Q + "lora_B.bias": (32,)}, "q_proj.lora_B.bias"),
+        ({Q + "lora_magnitude_vector": (32,)}, "q_proj.lora_magnitude_vector"),
+        ({Q + "base_layer.weight": (32, 16)}, "q_proj.base_layer.weight"),
+        (
+            {"base_model.model.model.embed_tokens.lora_embedding_A": (4, 64)},
+            "model.embed_tokens.lora_embedding_A",
+        ),
+        ({"base_model.model.model.embed_tokens.lora_A.weight": (4, 16)}, "model.embed_tokens.lora_A.weight"),
+        ({"base_model.model.norm.lora_A.weight": (4, 16)}, "norm.lora_A.weight"),
+        ({Q.replace("q_proj", "k_proj") + "lora_A.weight": (4, 16)}, "k_proj.lora_A.weight"),
+        ({Q + "lora_A.weight": (4, 8)}, "q_proj.lora_A.weight"),
+        ({Q + "lora_B.weight": (32, 8)}, "q_proj.lora_B.weight"),
+        ({Q + "lora_B.weight": ()}, "q_proj.lora_A.weight"),
+    ],
+)
+def test_a_tensor_that_is_not_added_to_a_weight_is_refused_by_name(tmp_path, tensors, name):
+    from megarl.models.weights.peft import AdapterReader
+
+    reader = AdapterReader(stored(tmp_path, tensors=tensors), "megarl convert")
+    with pytest.raises(ConfigError) as error:
+        reader.check_base(SHAPES)
+    assert str(error.value.found).endswith(name)
+    assert error.value.fix is not None
+
+
+def test_the_revision_of_a_base_on_the_hub_is_the_adapters(tmp_path, monkeypatch):
+    from megarl.models.convert import convert
+
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        raise FileNotFoundError
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    stored(tmp_path, {"base_model_name_or_path": "org/base", "revision": "v2"})
+    with pytest.raises(ConfigError, match="base model of this adapter is not there"):
+        convert(tmp_path, tmp_path / "converted")
+    assert (asked["name"], asked["revision"]) == ("org/base", "v2")

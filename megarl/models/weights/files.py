@@ -27,12 +27,15 @@ _FETCHED, _WEIGHTS = ("*.json", "*.txt", "*.model", "*_checkpoint.pt"), ("*.safe
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
-def resolve_folder(source: str | Path, where: str = "model.path", *, weights: bool = True) -> Path:
+def resolve_folder(
+    source: str | Path, where: str = "model.path", *, weights: bool = True, revision: str | None = None
+) -> Path:
     """Return `source` as a local folder, fetched from the hub when it is no folder but looks like a hub name.
 
     Args:
         where: the key that names it, for errors.
         weights: fetch the safetensors files, too.
+        revision: branch, tag or commit of the hub's repository; None: its main branch.
 
     Raises:
         ConfigError: neither; it names `where`, the key that asks for it.
@@ -44,7 +47,8 @@ def resolve_folder(source: str | Path, where: str = "model.path", *, weights: bo
 
     try:
         with keep_beating():
-            return Path(snapshot_download(str(source), allow_patterns=[*_FETCHED, *(_WEIGHTS if weights else ())]))
+            patterns = [*_FETCHED, *(_WEIGHTS if weights else ())]
+            return Path(snapshot_download(str(source), revision=revision, allow_patterns=patterns))
     except Exception as error:
         from megarl.data.hub import advice
 

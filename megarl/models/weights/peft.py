@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megarl.models.weights.files import SafetensorsWriter, replace_folder
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-#: What PEFT may do beyond the formula, and the value that means it does not.
+#: Settings with which PEFT computes more than the formula, and the values with which it does not.
 _PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -38,6 +38,19 @@ _PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "target_parameters": None,
+}
+_EMBEDDINGS = ("embed_tokens", "pos_embed")  # two-dimensional weights that are not of linear layers
+#: Starts that leave the base model's weights alone. Others (pissa, olora, corda, loftq, lora_ga) change them, and the
+#: adapter belongs to the changed model.
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+#: Settings that do not change what is computed from the stored tensors, beside those that are read here. Any other key
+#: with a value is refused, as PEFT keeps adding forms of adapters.
+_HARMLESS = {
+    *("r", "lora_alpha", "lora_dropout", "init_lora_weights", "base_model_name_or_path", "revision"),
+    *("task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "ensure_weight_tying"),
+    *("target_modules", "exclude_modules", "layers_pattern"),  # the tensors' names show which modules have adapters
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # read by the start of their name only
+    *("megatron_core", "qalora_group_size"),  # read with megatron_config, use_qalora
 }
 
 
@@ -97,7 +110,9 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
     """
     file = folder.expanduser() / CONFIG
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("it is not a mapping")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"there is no PEFT adapter: {CONFIG} cannot be read ({error})",
@@ -106,16 +121,39 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
             allowed=f"a folder with {CONFIG} and {TENSORS}",
             fix="check the path",
         ) from error
-    other = [key for key, value in _PLAIN.items() if (found.get(key) or value) != value]
-    if other:
+    beyond = next(_beyond_formula(settings), None)
+    if beyond is not None:
+        key, allowed = beyond
         raise ConfigError(
             "this adapter does more than add lora_alpha / r * B A",
-            where=f"{file}: {other[0]}",
-            found=found[other[0]],
-            allowed=str(_PLAIN[other[0]]),
+            where=f"{file}: {key}",
+            found=settings[key],
+            allowed=allowed,
             fix="train a plain LoRA adapter, or merge this one with PEFT and name the merged model",
         )
-    return dict(found)
+    for key, kinds in (("r", int), ("lora_alpha", (int, float))):
+        if isinstance(value := settings.get(key), bool) or not isinstance(value, kinds) or not value > 0:
+            raise ConfigError(
+                "this adapter does not say its scale, lora_alpha / r",
+                where=f"{file}: {key}",
+                found=value,
+                allowed="a number above 0",
+                fix="copy the adapter again",
+            )
+    return settings
+
+
+def _beyond_formula(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the settings with which PEFT computes more than the formula, and the values that are allowed."""
+    for key, value in settings.items():
+        if key in _PLAIN:
+            if (value or _PLAIN[key]) != _PLAIN[key]:
+                yield key, str(_PLAIN[key])
+        elif key == "init_lora_weights":
+            if value not in _STARTS:
+                yield key, ", ".join(map(str, _STARTS))
+        elif key not in _HARMLESS and value:
+            yield key, "no value: what it changes is not known here"
 
 
 class AdapterReader:
@@ -192,7 +230,7 @@ class AdapterReader:
         return str(name)
 
     def check_base(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Refuse an adapter with tensors for weights that a model does not have.
+        """Refuse an adapter with tensors that are not A or B of a linear layer of a model.
 
         Args:
             shapes: of the model's weights, by name.
@@ -200,15 +238,29 @@ class AdapterReader:
         Raises:
             ConfigError: names the first one.
         """
-        weights = {name.rpartition(".lora_")[0] + ".weight" for name in self.names}
-        if other := sorted(weights - shapes.keys()):
-            raise ConfigError(
-                "this adapter is for weights that its base model does not have",
-                where=self._where,
-                found=other[0],
-                allowed="adapters on linear layers of the model",
-                fix="check base_model_name_or_path",
-            )
+        rank = self.settings["r"]
+        expected: dict[str, list[int]] = {}
+        for name, shape in shapes.items():
+            stem = name.removesuffix(".weight")
+            if stem != name and len(shape) == 2 and not stem.endswith(_EMBEDDINGS):
+                expected |= {stem + DOWN: [rank, shape[1]], stem + UP: [shape[0], rank]}
+        for name, stored in sorted(self.names.items()):
+            pair = name.removesuffix(DOWN) + UP if name.endswith(DOWN) else name.removesuffix(UP) + DOWN
+            wrong = ""
+            if name not in expected:
+                wrong = "neither A nor B of a linear layer of its base model"
+            elif pair not in self.names:
+                wrong = f"there without {pair}"
+            elif (shape := self._file.get_slice(stored).get_shape()) != expected[name]:
+                wrong = f"of shape {shape}, and its base model needs {expected[name]}"
+            if wrong:
+                raise ConfigError(
+                    f"a tensor of this adapter is {wrong}",
+                    where=self._where,
+                    found=name,
+                    allowed=f"{DOWN[1:]} [{rank}, in] and {UP[1:]} [out, {rank}] of linear layers of the model",
+                    fix="check base_model_name_or_path, or merge this adapter with PEFT",
+                )
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight `name` with its adapter added, if it has one, in the weight's dtype."""
