@@ -17,7 +17,7 @@ from megarl.rewards.scoring import Sample
 from megarl.simulators.parents import as_parent
 from megarl.simulators.plain import PlainInbox, pack
 
-_EXIT_S = 5.0  # from a broken connection to the end of the process
+_EXIT_S = 10.0  # from SIGTERM to the end of the guardian, which kills for up to 5 s
 _READ = 1 << 16  # bytes at a time
 #: Of a message of the process, which the scored code may control.
 _HEADER, _DEPTH = 8 << 20, 8

@@ -15,20 +15,20 @@ import resource
 import signal
 import sys
 import time
-from types import FrameType
+from collections.abc import Iterator
 
 from .parents import PARENTS, any_parent_ended, as_parent, parents
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _END_S = 5.0  # for code that keeps starting processes while it is killed
-
-
-class _Terminated(BaseException):
-    """SIGTERM has arrived."""
+_AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def guarded(*close: int) -> None:
     """Return in a worker, a child of this process, which stays as its guardian. Call it before any thread starts.
+
+    The guardian has no signal handler that could interrupt it: both signals that matter stay blocked until it waits for
+    them, so one that arrives at any other moment is kept.
 
     Args:
         close: descriptors for the worker only.
@@ -36,40 +36,43 @@ def guarded(*close: int) -> None:
     if sys.platform != "linux":
         return
     prctl, trainer = ctypes.CDLL(None).prctl, parents()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, children that end leave no status
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, _on_signal)
     os.environ |= as_parent(os.environ.get(PARENTS))  # of the worker
     worker = os.fork()
     if worker == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         return
-    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # left to the worker, which shares the group
-        signal.signal(number, signal.SIG_IGN)
-    for descriptor in close:
-        os.close(descriptor)
-    # If the trainer ended before this request to the kernel, no signal comes.
-    status = None if any_parent_ended(trainer) else _wait_for(worker)
-    _end_all()
-    _end_as(status)
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
+    status = None
+    try:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # left to the worker, which shares the group
+            signal.signal(number, signal.SIG_IGN)
+        for descriptor in close:
+            os.close(descriptor)
+        # If the trainer ended before this request to the kernel, no signal comes.
+        status = None if any_parent_ended(trainer) else _wait_for(worker)
+    finally:
+        _end_all()
+        _end_as(status)
 
 
 def _wait_for(worker: int) -> int | None:
-    """Return how the worker ended; None: it has to be ended now."""
-    try:
-        while True:
-            pid, status = os.wait()
+    """Return how the worker ended; None: SIGTERM has arrived first."""
+    while signal.sigwait(_AWAITED) != signal.SIGTERM:
+        for pid, status in _ended():
             if pid == worker:
                 return status
-    except _Terminated:
-        return None
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return None
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Yield process id and status of each child that has ended."""
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
 
 
 def _end_all() -> None:
@@ -77,11 +80,10 @@ def _end_all() -> None:
     until = time.monotonic() + _END_S
     while (children := _children()) and time.monotonic() < until:
         for pid in children:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # it has ended, or has another user's rights
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        for _ in _ended():
+            pass
         time.sleep(0.002)
 
 
@@ -99,7 +101,9 @@ def _end_as(status: int | None) -> None:
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that waits, or it would be taken for the end
         with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP have no handlers
             signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.kill(os.getpid(), -code)
     os._exit(code)

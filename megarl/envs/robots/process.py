@@ -28,7 +28,7 @@ from megarl.simulators.plain import Malformed, short, whole
 from megarl.simulators.protocol import Frame, Recording, TaskSpec
 from megarl.simulators.wire import Inbox, Message, clip_places, pack, places
 
-_EXIT_S = 5.0  # from a broken connection to the end of the process
+_EXIT_S = 10.0  # from SIGTERM to the end of the guardian, which kills for up to 5 s
 _TOLD_S = 0.5  # for a hanging process to write its stack traces
 _LINES, _BYTES = 15, 8000
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")
