@@ -40,7 +40,7 @@ _PLAIN = {
     "target_parameters": None,
 }
 _EMBEDDINGS = ("embed_tokens", "pos_embed")  # two-dimensional weights that are not of linear layers
-#: Starts that leave the base model's weights alone. Others (pissa, olora, corda, loftq, lora_ga) change them, and the
+#: Starts that do not change the base model's weights. Others (pissa, olora, corda, loftq, lora_ga) change them, and the
 #: adapter belongs to the changed model.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 #: Settings that do not change what is computed from the stored tensors, beside those that are read here. Any other key
