@@ -69,6 +69,22 @@ def _has_chat_template(folder: Path) -> bool:
     return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
 
 
+def chat_template_of(model: ModelConfig) -> str | None:
+    """Return the text of a local model's chat templates, all in one; None: it is not here, or only transformers knows
+    it."""
+    folder = local_folder(model.tokenizer or model.path or "")
+    if folder is None or (folder / "additional_chat_templates").exists():
+        return None
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        file = next(f for name in ("chat_template.json", "tokenizer_config.json") if (f := folder / name).is_file())
+        template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+        return template if isinstance(template, str) else "".join(each["template"] for each in template)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):  # the workers read it in full
+        return None
+
+
 LightTokenizer = WrittenTokenizer | FileTokenizer
 
 

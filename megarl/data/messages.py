@@ -16,6 +16,7 @@ from megarl.errors import DataError, shortened
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"
+SYSTEM_ROLES = ("system", "developer")  # OpenAI has renamed it
 #: Whether the assistant's message is learnt, 1 or 0: OpenAI's key. It is for training, and no template sees it.
 WEIGHT = "weight"
 #: The reference of a tool's answer to its call, which comes just before it: models are shown their order.

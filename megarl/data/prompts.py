@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.data import DataConfig
+from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.batch import Batch, Jagged
 from megarl.data.image_prompts import ImagePrompts
 from megarl.data.render import Split, chat_of, given_prompts, tokenize, within_limit, written
@@ -41,7 +42,7 @@ class PromptDataset:
         config: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
         split: Split = "train",
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Announcement = NO_TOOLS,
         *,
         whole: bool = False,
         answered: bool = True,
@@ -52,7 +53,7 @@ class PromptDataset:
 
         Args:
             rows: of the split, where they have been read; None: those of its files.
-            tools: JSON schemas of tools that the chat template announces to the model.
+            tools: the environment's tools, which every prompt presents.
             whole: the prompt's column holds conversations with the responses to learn; prompts are what comes before.
             answered: something reads reference answers; else rows may have none.
             images: the way to the images of a vision-language model's prompts.

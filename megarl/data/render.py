@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from megarl.config.data import DataConfig
-from megarl.data.messages import Message, prompt_messages
+from megarl.data.announcement import NO_TOOLS, Announcement
+from megarl.data.messages import SYSTEM_ROLES, Message, prompt_messages
 from megarl.data.rows import Row, check_text, refuse_media
-from megarl.data.templates import ChatTemplate, chat_renderer, prompt_formatter
+from megarl.data.templates import ChatTemplate, chat_renderer, no_template_for_tools, prompt_formatter
 from megarl.errors import ConfigError, DataError
 
 Split = Literal["train", "val"]
@@ -18,7 +19,6 @@ Chat = Callable[[list[Message], Row], str]
 Mark = Callable[[str, Row], str]
 _BETWEEN = "\0"  # no text of a row that a tokenizer takes has it
 _TOKENISE_AT_ONCE = 4096
-_SYSTEM = ("system", "developer")  # OpenAI has renamed it
 
 
 class Tokenizer(Protocol):
@@ -109,8 +109,8 @@ def given_prompts(
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is not None:
             messages[last] = {**messages[last], "content": render(messages[last]["content"], row)}
-        if config.system_prompt is not None and not any(message["role"] in _SYSTEM for message in messages):
-            messages = [{"role": _SYSTEM[0], "content": config.system_prompt}, *messages]
+        if config.system_prompt is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
+            messages = [{"role": SYSTEM_ROLES[0], "content": config.system_prompt}, *messages]
         prompts.append(messages if mark is None else _marked(messages, mark, row))
     return prompts
 
@@ -157,13 +157,15 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
     return ids
 
 
-def chat_of(config: DataConfig, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> ChatTemplate | None:
+def chat_of(config: DataConfig, tokenizer: Any, tools: Announcement = NO_TOOLS) -> ChatTemplate | None:
     """Return the chat template that prompts go through; None: they are plain text.
 
     Raises:
-        ConfigError: as `chat_renderer`.
+        ConfigError: as `chat_renderer`; or there are tools to present, and no chat template.
     """
     if not uses_chat(config, bool(tokenizer.chat_template)):
+        if tools != NO_TOOLS:
+            raise no_template_for_tools()
         return None
     return chat_renderer(tokenizer, config.override_chat_template, tools, config.chat_template_kwargs)
 

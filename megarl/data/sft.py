@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from megarl.config.data import DataConfig
+from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.batch import Batch, Jagged
 from megarl.data.end_tokens import turn_end
 from megarl.data.messages import (
@@ -53,7 +54,7 @@ class SFTDataset(PromptDataset):
         response_key: str = "answer",
         split: Split = "train",
         max_tokens: int | None = None,
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Announcement = NO_TOOLS,
         stop_ids: Sequence[int] = (),
         images: ImagePrompts | None = None,
         rows: Sequence[Row] | None = None,

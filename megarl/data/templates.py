@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.data.messages import ASSISTANT, Message, extra_keys
+from megarl.data.announcement import NO_TOOLS, Announcement
+from megarl.data.messages import ASSISTANT, SYSTEM_ROLES, Message, extra_keys
 from megarl.data.rows import Row, without_nulls
 from megarl.data.turns import after_turn
 from megarl.errors import ConfigError, DataError, encoding_fix
@@ -21,6 +22,17 @@ _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt
 #: A tag of transformers' own, around what the assistant says.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
+#: Inputs by which it is seen what a chat template writes.
+_EXAMPLE = Row({}, "an example", 0)
+_QUESTION = [{"role": "user", "content": "x"}]
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "What."}}},
+    },
+}
 
 
 def read_template(value: str, key: str) -> str:
@@ -126,26 +138,37 @@ def no_chat_template() -> ConfigError:
     )
 
 
+def no_template_for_tools() -> ConfigError:
+    """Return the error for an environment with tools when prompts are plain text."""
+    return ConfigError(
+        "the environment has tools, and no chat template is in use that could present them",
+        where="data.chat_template",
+        found="no chat template is in use",
+        fix=f"set {_OVERRIDE}, or choose a model with a chat template; or, for the environment `tools`, set "
+        "env.announce=none where the model knows them",
+    )
+
+
 class ChatTemplate:
     """A chat template with what it is given in addition to the messages. Called, it writes a prompt.
 
     Args:
         template: Jinja text; or several by name, of which one may be for tools.
-        tools: JSON schemas of tools that the template announces to the model.
+        tools: the environment's tools, which every prompt presents.
         more: `data.chat_template_kwargs`.
 
     Raises:
-        ConfigError: the template does not read one of `more`.
+        ConfigError: the template does not read one of `more`, or does not write the tools.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         template: str | Mapping[str, str],
-        tools: Sequence[dict[str, Any]],
+        tools: Announcement,
         more: Mapping[str, Any],
     ) -> None:
-        self._tokenizer, self._tools, self._more = tokenizer, list(tools), dict(more)
+        self._tokenizer, self._tools, self._more = tokenizer, tools, dict(more)
         self._roles = {ASSISTANT}  # those whose content the template was seen to write; Turns looks at this one
         self._templates = {"default": template} if isinstance(template, str) else dict(template)
         if "default" not in self._templates:
@@ -162,6 +185,32 @@ class ChatTemplate:
                     allowed=sorted(n for n in self._reads - _OWN_NAMES if not n.endswith("_token")) or "nothing",
                     fix="remove it, or correct the name",
                 )
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        """Refuse a template that leaves the environment's tools out of the prompt."""
+        if self._tools.schemas and not self._writes_tools:
+            raise unwritten_tools([str(tool.get("function", tool).get("name")) for tool in self._tools.schemas])
+        if self._tools.system:
+            try:
+                written = self._tools.system.strip() in self._write(_QUESTION, _EXAMPLE)
+            except DataError:  # some templates raise an error for the role
+                written = False
+            if not written:
+                raise ConfigError(
+                    "the chat template writes no system message, so the model would never see the tools",
+                    where="env.announce",
+                    found="system",
+                    fix=f"set {_OVERRIDE} to a template that writes system messages",
+                )
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        """Whether the template writes what it is given as `tools`."""
+        try:
+            return self._rendered(_QUESTION, [_TOOL], _EXAMPLE) != self._rendered(_QUESTION, [], _EXAMPLE)
+        except DataError:  # the template takes other messages only
+            return any(map(reads_tools, self._templates.values()))
 
     def __call__(self, messages: list[Message], row: Row) -> str:
         """Return the text of the messages that ends where the assistant begins to answer.
@@ -192,7 +241,7 @@ class ChatTemplate:
         added = self._tokenizer.added_tokens_decoder.values()
         special = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         try:
-            turn = after_turn(lambda messages: self._write(messages, Row({}, "an example", 0))) or ""
+            turn = after_turn(lambda messages: self._write(messages, _EXAMPLE)) or ""
         except DataError:  # a template for one question only
             turn = ""
         ends = (self._tokenizer.bos_token, self._tokenizer.eos_token)
@@ -232,9 +281,13 @@ class ChatTemplate:
         return text[len(prompt) :]
 
     def _write(self, messages: list[Message], row: Row, *, prompt: bool = True) -> str:
+        if self._tools.system:
+            messages = _with_system(messages, self._tools.system)
+        return self._rendered(messages, self._announced(row), row, prompt=prompt)
+
+    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]], row: Row, *, prompt: bool = True) -> str:
         import jinja2
 
-        tools = self._announced(row)
         try:
             return self._tokenizer.apply_chat_template(
                 messages,
@@ -260,11 +313,11 @@ class ChatTemplate:
         """Return the tools of the run, or those in the row's column `tools`."""
         own = row_tools(row)
         if not own:
-            return self._tools
-        if self._tools or (self._reads is not None and "tools" not in self._reads):
+            return self._tools.schemas
+        if self._tools != NO_TOOLS or not self._writes_tools:
             raise DataError(
                 "column 'tools' announces tools, and the environment has its own"
-                if self._tools
+                if self._tools != NO_TOOLS
                 else "column 'tools' announces tools, and the chat template does not write them",
                 where=row.where,
                 fix=f"take the column out, or set {_OVERRIDE} to a template that writes them",
@@ -294,6 +347,24 @@ class ChatTemplate:
                         allowed="keys of a message that the template writes",
                         fix=f"take the key out of the row, or set {_OVERRIDE} to a template that writes it",
                     )
+
+
+def unwritten_tools(names: Sequence[str] = ()) -> ConfigError:
+    """Return the error for tools, of these names where they are known, that the chat template does not write."""
+    return ConfigError(
+        "the chat template does not write the environment's tools, so the model would never see them",
+        where="env",
+        found=", ".join(names) or None,
+        fix=f"set {_OVERRIDE} to a template that writes `tools`; or, for the environment `tools`, set "
+        "env.announce=system to write them into the system message, or env.announce=none where the model knows them",
+    )
+
+
+def _with_system(messages: list[Message], text: str) -> list[Message]:
+    """Return the messages with `text` at the end of the system message, which is added where there is none."""
+    if messages and messages[0]["role"] in SYSTEM_ROLES:
+        return [{**messages[0], "content": f"{_content(messages[0])}\n\n{text}".strip()}, *messages[1:]]
+    return [{"role": SYSTEM_ROLES[0], "content": text}, *messages]
 
 
 def _content(message: Message) -> str:
@@ -336,17 +407,23 @@ def _names_read(template: str) -> set[str] | None:
         return None
 
 
+def reads_tools(template: str) -> bool:
+    """Return whether a chat template reads the variable `tools`, or has forms that only its own reader knows."""
+    names = _names_read(template)
+    return names is None or "tools" in names
+
+
 def chat_renderer(
-    tokenizer: Any, override: str | None, tools: Sequence[dict[str, Any]] = (), more: Mapping[str, Any] | None = None
+    tokenizer: Any, override: str | None, tools: Announcement = NO_TOOLS, more: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
     """Return the chat template in use: `override`, else the tokenizer's.
 
     Args:
-        tools: JSON schemas of tools that the template announces to the model.
+        tools: the environment's tools, which every prompt presents.
         more: `data.chat_template_kwargs`.
 
     Raises:
-        ConfigError: the tokenizer has no chat template and none is given, or it does not read one of `more`.
+        ConfigError: the tokenizer has no chat template and none is given, or as `ChatTemplate`.
     """
     template = read_template(override, _OVERRIDE) if override is not None else tokenizer.chat_template
     if not template:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from megarl.config.base import Section
+from megarl.data.announcement import Announcement
 
 #: Text, chat messages or parts of text and images, or token ids.
 Observation = str | list[dict[str, Any]] | list[int]
@@ -92,8 +93,18 @@ class Environment:
 
     @classmethod
     def tools(cls, settings: Any) -> list[dict[str, Any]]:
-        """Return JSON schemas of the tools that prompts announce, in the form of chat templates; first rank only."""
+        """Return JSON schemas of the tools that prompts present, in the form of chat templates; first rank only."""
         return []
+
+    @classmethod
+    def announcement(cls, settings: Any) -> Announcement:
+        """Return what prompts say about the tools; first rank only."""
+        return Announcement(cls.tools(settings))
+
+    @classmethod
+    def needs_tool_template(cls, settings: Any) -> bool:
+        """Return whether the chat template has to write tools. Called before a run; starts nothing."""
+        return bool(cls.tools(settings))
 
     @classmethod
     def check(cls, settings: Any) -> None:

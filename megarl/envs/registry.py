@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import ValidationError
 
 from megarl.config.rollout import ON_ERROR, env_section
+from megarl.data.light_tokenizer import brings_chat_template, chat_template_of
+from megarl.data.render import uses_chat
+from megarl.data.templates import no_template_for_tools, read_template, reads_tools, unwritten_tools
 from megarl.envs.protocol import Environment
 from megarl.errors import ConfigError, close_matches
 from megarl.imports import import_file, import_module
@@ -158,8 +161,10 @@ def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigEr
     """
     if config.has_turns:
         reply = ask(_load, {"env": dict(config.env)}, limit_s, where="env.name")
-        scores, longest_s = reply if isinstance(reply, list) else (None, None)
+        scores, longest_s, needs_tool_template = reply if isinstance(reply, list) else (None, None, False)
         check_longest(longest_s, config.cluster.timeout_s / 2)
+        if needs_tool_template:
+            check_tool_template(config)
         default = type(config.reward)().model_dump()
         given = {key: value for key, value in config.reward.model_dump().items() if value != default[key]}
         if scores and given:
@@ -176,11 +181,30 @@ def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigEr
     return None
 
 
-def _load(env: dict[str, Any]) -> tuple[bool, float | None]:
-    """Load the environment and the components that its settings name; return `scores` and `longest_s`."""
+def check_tool_template(config: RunConfig) -> None:
+    """Refuse a chat template without tools, where it can be read here."""
+    has_template = brings_chat_template(config.model)
+    if has_template is None and config.data.override_chat_template is None:
+        return
+    if not uses_chat(config.data, bool(has_template)):
+        raise no_template_for_tools()
+    override = config.data.override_chat_template
+    text = (
+        chat_template_of(config.model) if override is None else read_template(override, "data.override_chat_template")
+    )
+    if text is not None and not reads_tools(text):
+        raise unwritten_tools()
+
+
+def _load(env: dict[str, Any]) -> tuple[bool, float | None, bool]:
+    """Load the environment and the components that its settings name.
+
+    Returns:
+        Its `scores`, `longest_s` and `needs_tool_template`.
+    """
     kind, settings = load_environment(env)
     kind.check(settings)
-    return kind.scores, settings.longest_s
+    return kind.scores, settings.longest_s, kind.needs_tool_template(settings)
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
+from megarl.data.announcement import Announcement
 from megarl.data.render import chat_of
 from megarl.data.rows import Row
 from megarl.data.turns import Turns
@@ -26,14 +27,14 @@ class Episodes:
     Attributes:
         scores: it gives the rewards; else the recipe's reward function does.
         replayable: an episode may be played again from its recorded turns.
-        tools: JSON schemas that prompts announce.
+        tools: those that prompts present.
         host: plays the environments; only on the first rank of a replica.
         images: the way to images; None: environments say text.
     """
 
     scores: bool
     replayable: bool
-    tools: list[dict[str, Any]]
+    tools: Announcement
     turns: Turns
     host: Host | None
     images: ImagePrompts | None
@@ -66,7 +67,8 @@ def build_episodes(
     answer_s = config.cluster.timeout_s / 2
     check_longest(settings.longest_s, answer_s)
     # One rank of all loads the tools: they may be programs to start, and all prompts must announce the same.
-    tools = layout.world.broadcast_json(kind.tools(settings) if layout.world.rank == 0 else None)
+    announced = asdict(kind.announcement(settings)) if layout.world.rank == 0 else None
+    tools = Announcement(**layout.world.broadcast_json(announced))
     data = config.data
     render = None
     written = chat_of(data, tokenizer, tools)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,7 @@ from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig, steps_text
 from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
+from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.end_tokens import end_tokens
 from megarl.data.image_prompts import ImagePrompts
 from megarl.data.loader import PromptLoader
@@ -233,7 +234,7 @@ class _Source:
         check_loader_kwargs(config.data, config.sft.train_files or ())
         eos_ids = _end_tokens(config, tokenizer, layout)
         episodes = build_episodes(config, tokenizer, eos_ids, layout, image_prompts(config, hf_config, tokenizer))
-        tools = () if episodes is None else episodes.tools
+        tools = NO_TOOLS if episodes is None else episodes.tools
         prompts = partial(_prompts, config, hf_config, tokenizer, tools)
         loader, val_data = None, None
         if trainable and config.data.train_files:
@@ -432,7 +433,7 @@ def _prompts(
     config: RunConfig,
     hf_config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[dict[str, Any]],
+    tools: Announcement,
     split: Split,
     *,
     scored: bool,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.config.run import RunConfig
+from megarl.data.announcement import NO_TOOLS
 from megarl.data.demonstration_sources import EXPERTS, find_demonstrations
 from megarl.data.demonstrations import write_demonstrations
 from megarl.data.loader import PromptLoader
@@ -88,7 +89,7 @@ def load_examples(c: RankState) -> PromptLoader:
         c.tokenizer,
         config.sft.response_key,
         max_tokens=c.hf_config.max_position_embeddings,
-        tools=() if c.rollout.episodes is None else c.rollout.episodes.tools,
+        tools=NO_TOOLS if c.rollout.episodes is None else c.rollout.episodes.tools,
         stop_ids=[*c.rollout.eos_ids, *config.rollout.sampling.stop_token_ids],
         images=image_prompts(config, c.hf_config, c.tokenizer),
     )

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from megarl.config.data import DataConfig
+from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.messages import PromptColumn, read_messages
 from megarl.data.prompts import PromptDataset
 from megarl.data.rows import Row
@@ -151,7 +152,7 @@ def test_a_system_prompt_is_that_of_supervised_examples_and_is_not_learnt(tmp_pa
 
 
 def test_tools_of_a_row_are_announced(tmp_path, tokenizer):
-    def texts(tools, run=(), **more):
+    def texts(tools, run=NO_TOOLS, **more):
         row = {"prompt": "1", "answer": "2", "tools": tools}
         return PromptDataset(*written(tmp_path, tokenizer, row, more), "train", run).texts
 
@@ -164,7 +165,7 @@ def test_tools_of_a_row_are_announced(tmp_path, tokenizer):
     with pytest.raises(DataError, match="column 'tools' holds no tools"):
         texts("a calculator")
     with pytest.raises(DataError, match="the environment has its own"):
-        texts(add, run=add)
+        texts(add, run=Announcement(add))
 
 
 # -- what is learnt ----------------------------------------------------------------------------------------------

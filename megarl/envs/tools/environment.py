@@ -17,11 +17,13 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.envs.protocol import Action, Environment, EnvSettings, Step
 from megarl.envs.tools.functions import Functions, Said, load_tools
 from megarl.envs.tools.mcp_servers import McpServer, McpServers, check_servers
 from megarl.envs.tools.parsers import PARSERS, Call
 from megarl.envs.tools.schema import data_url
+from megarl.envs.tools.system_text import system_text
 from megarl.errors import ConfigError, count
 from megarl.simulators.plain import nested_deeper
 
@@ -38,6 +40,11 @@ class ToolSettings(EnvSettings):
     )
     mcp: dict[str, McpServer] = Field(default_factory=dict, description="MCP servers whose tools it may call, by name")
     parser: Literal["qwen", "qwen25", "llama3"] = Field("qwen", description="how the model writes a call")
+    announce: Literal["template", "system", "none"] = Field(
+        "template",
+        description="how prompts present the tools. template: by the chat template's `tools`; system: by text in the "
+        "system message; none: not at all",
+    )
     workers: PositiveInt = Field(1, description="processes per replica that run tools")
     timeout_s: PositiveFloat = Field(10.0, description="deadline of a call; a later one is answered with an error")
     max_calls: PositiveInt = Field(
@@ -84,6 +91,19 @@ class Tools(Environment):
             _check_names([schema["function"]["name"] for schema in schemas], servers.names)
             schemas += servers.schemas
         return schemas
+
+    @classmethod
+    def announcement(cls, settings: ToolSettings) -> Announcement:
+        """Return the schemas for the chat template, or as text for the system message; neither for `none`."""
+        schemas = cls.tools(settings)
+        if settings.announce == "system":
+            return Announcement(system=system_text(settings.parser, schemas))
+        return Announcement(schemas) if settings.announce == "template" else NO_TOOLS
+
+    @classmethod
+    def needs_tool_template(cls, settings: ToolSettings) -> bool:
+        """Return whether the chat template has to write tools."""
+        return settings.announce == "template"
 
     @classmethod
     def open(cls, settings: ToolSettings) -> Callers:
