@@ -187,12 +187,16 @@ def code_of(run_dir: Path, rank: int, code: int) -> int:
     return 0 if beat is not None and beat.over else ENDED_EARLY
 
 
-def make_run_dir(config: RunConfig, run_dir: Path | None = None, job: str = "train") -> Path:
+def make_run_dir(
+    config: RunConfig, run_dir: Path | None = None, job: str = "train", *, inside: Path | None = None
+) -> Path:
     """Create the folder of a run: `run_dir` when the user names one (to continue it), else a new RUNS/<name>/<stamp>.
 
-    For `job` eval or generate, which leave no model, its name ends in `-eval` or `-generate`.
+    For `job` eval or generate, which leave no model, its name ends in `-eval` or `-generate`; that of a run's model is
+    made `inside` the run's folder.
     """
-    parent = run_dir or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
+    key = "tracking.dir" if run_dir is None and inside is None else "--run-dir"
+    parent = run_dir or inside or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=parent) as file:  # to detect full or read-only disks now
@@ -209,7 +213,7 @@ def make_run_dir(config: RunConfig, run_dir: Path | None = None, job: str = "tra
     except OSError as error:
         raise ConfigError(
             f"the run folder cannot be written ({error.strerror or error})",
-            where="tracking.dir" if run_dir is None else "--run-dir",
+            where=key,
             found=str(parent),
             fix=f"make room there, {_LEAST_ROOM >> 20} MB at least, or name a folder on another disk"
             if is_full(error)

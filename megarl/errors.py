@@ -60,6 +60,11 @@ class UserError(MegarlError):
         super().__init__(mask("\n".join(lines)))
 
 
+def relative_path_fix() -> str:
+    """Return the fix for a path that leads nowhere: the folder at which relative paths start."""
+    return f"check the path; relative paths start at {Path.cwd()}"
+
+
 class ConfigError(UserError):
     """A configuration key, value, or combination of values is wrong."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megarl.errors import UserError, close_matches
+from megarl.errors import UserError, close_matches, relative_path_fix
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*")
 _FORMS = "pkg.mod:fn, pkg.mod:Class.method, pkg.mod.fn, or file.py:fn"
@@ -77,7 +77,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
             f"there is no file {module_name}",
             where=where,
             found=path,
-            fix=f"relative paths start at the current folder, {Path.cwd()}",
+            fix=relative_path_fix(),
         )
     try:
         target: Any = import_file(module_name) if is_file else import_module(module_name)

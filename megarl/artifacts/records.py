@@ -28,6 +28,7 @@ _RUN_TYPES: Needs = {
     "ended": _NUMBER,
     "machine": dict,
     "config": dict,
+    "folder": str,  # where relative paths of the configuration start; runs of earlier versions lack it
 }
 _told: set[Path] = set()
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from megarl.data.sources import HUB, SUFFIXES, TEXT, files_of_folder, unknown_fo
 from megarl.data.templates import check_chat_template as parse_chat_template
 from megarl.data.templates import read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
-from megarl.errors import ConfigError, close_files, count
+from megarl.errors import ConfigError, close_files, count, relative_path_fix
 from megarl.imports import is_file_reference, is_module_reference
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located, raise_part_problems
@@ -131,7 +131,7 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
             "there is no such tokenizer folder",
             found=name,
             allowed="a folder, a hub name, chars:<alphabet>, or words:<word> ...",
-            fix="check the path; it is relative to the current folder",
+            fix=relative_path_fix(),
         )
     elif hub_cache_folder(name) is None:
         checks.skip(f"{name} is a hub name that is not in the local cache")
@@ -177,7 +177,9 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
             fix=f"set data.{needed}, for example to [{needed.partition('_')[0]}.jsonl]",
         )
     _check_held_out(config, checks)
-    found = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    found = {"data.val_files": data.val_files}
+    if job in ("train", "sft") or data.val_split is not None:
+        found = {"data.train_files": data.train_files} | found
     if trains_supervised(config, job):
         found["sft.train_files"] = examples
     for key, sources in found.items():
@@ -253,7 +255,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
             "there is no such file or folder",
             found=source,
             allowed=f"{', '.join(SUFFIXES)} files, folders, hub names org/name@split, or pkg.mod:fn",
-            fix=f"did you mean {path.parent / close[0]}?" if close else "paths are relative to the current folder",
+            fix=f"did you mean {path.parent / close[0]}?" if close else relative_path_fix(),
         )
     else:
         checks.skip(f"{key}: {source} is not a local path: taken as a hub name")

@@ -15,7 +15,7 @@ from typing import Any
 from megarl.config.data import DataConfig
 from megarl.config.run import RunConfig
 from megarl.data.sources import check_loader_kwargs, is_function
-from megarl.errors import ConfigError, close_files, close_matches
+from megarl.errors import ConfigError, close_files, close_matches, relative_path_fix
 from megarl.imports import is_file_reference
 from megarl.rewards.preflight import ask
 from megarl.rewards.registry import kwargs_error
@@ -134,7 +134,7 @@ def _file_of(path: str, text: str, key: str) -> Path:
             f"there is no file {path}",
             where=key,
             found=text,
-            fix=f"did you mean {file.parent / close[0]}?" if close else "paths are relative to the current folder",
+            fix=f"did you mean {file.parent / close[0]}?" if close else relative_path_fix(),
         )
     return file
 

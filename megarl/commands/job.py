@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import warnings
@@ -53,7 +54,7 @@ def add_job(parser: argparse.ArgumentParser, job: str) -> None:
     parser.add_argument(
         "--console", choices=("auto", "plain", "quiet", "json"), help="what is printed (default: tracking.console)"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, results=None)
 
 
 def read_recipe(arguments: argparse.Namespace) -> RunConfig:
@@ -92,8 +93,9 @@ def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
         found = system_messages(data)
         if len(found) == 1 and "" not in found:
             data = data.model_copy(update={"system_prompt": found.pop()})
-        elif found - {""}:
-            text = "system message: none; the training data has several, set data.system_prompt to one of them"
+        elif found - {""} or (data.train_files and not found):
+            why = "has several" if found else "cannot be read here"
+            text = f"system message: none; the training data {why}: set data.system_prompt if the model expects one"
             print(text, file=config.tracking.messages)
     if data.system_prompt is not None:
         text = f"system message of the training data: {data.system_prompt}"
@@ -148,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         warn_of_mlflow(config)
     if arguments.command != "sft" and (silent := before_start.silent_servers(config)) is not None:
         warnings.warn(silent, ConfigWarning, stacklevel=2)  # workers notice it only after the cold start
-    run_dir = make_run_dir(config, arguments.run_dir, arguments.command)
+    run_dir = make_run_dir(config, arguments.run_dir, arguments.command, inside=arguments.results)
     print(f"run folder: {run_dir}", file=config.tracking.messages, flush=True)
     before = process_of(run_dir)
     code = run_workers(launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
@@ -216,6 +218,9 @@ def _use_run(arguments: argparse.Namespace) -> str:
     run_dir = Path(arguments.recipe).resolve()
     close_if_killed(run_dir)
     arguments.recipe = str(run_dir / "config.yaml")
+    _stand_at_start(arguments, run_dir)
+    if not any(text.startswith("tracking.dir=") for text in arguments.overrides):
+        arguments.results = run_dir
     checkpoint = _named_checkpoint(arguments.overrides)
     if checkpoint is not None:  # it fits the model that the run began with, not the exported one
         check_holds_run(run_dir)
@@ -235,6 +240,26 @@ def _use_run(arguments: argparse.Namespace) -> str:
     if better is not None:
         print(f"megarl: warning: {better}", file=sys.stderr)
     return what
+
+
+def _stand_at_start(arguments: argparse.Namespace, run_dir: Path) -> None:
+    """Change to the folder where the run was started: relative paths and modules of its recipe are there.
+
+    Paths that the user gives now keep their meaning.
+    """
+    from megarl.config.load import with_absolute_paths
+
+    start = read_run(run_dir).get("folder")
+    if start is None or start == os.getcwd():
+        return
+    if not os.path.isdir(start):
+        text = f"the run was started in {start}, which is not here; its relative paths start at {os.getcwd()} now"
+        print(f"megarl: warning: {text}", file=sys.stderr)
+        return
+    arguments.overrides = with_absolute_paths(arguments.overrides)
+    if arguments.run_dir is not None:
+        arguments.run_dir = arguments.run_dir.resolve()
+    os.chdir(start)
 
 
 def _named_checkpoint(overrides: Sequence[str]) -> str | None:

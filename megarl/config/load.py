@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -36,19 +37,17 @@ from megarl.config.run import RunConfig
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
 from megarl.credentials import take_out
 from megarl.errors import ConfigError, close_files, close_matches
+from megarl.imports import is_file_reference
 
 _PATHS = (
     *(("model", "path"), ("model", "tokenizer"), ("reference", "path"), ("reward_model", "path")),
     *(("critic", "path"), ("teacher", "path")),
     *(("data", "train_files"), ("data", "val_files"), ("sft", "train_files")),
-    *(
-        ("reward", "name"),
-        ("algorithm", "pipeline"),
-        ("trainer", "resume"),
-        ("tracking", "dir"),
-        ("placement", "measured"),
-    ),
+    *(("trainer", "resume"), ("tracking", "dir"), ("placement", "measured")),
 )
+#: Keys that hold a name or `file.py:fn`; a folder may have the same name.
+_FUNCTIONS = (("reward", "name"), ("algorithm", "pipeline"))
+_TEMPLATE = ("data", "override_chat_template")  # the text of a template, or its file
 _NULLS = ("null", "~")
 #: Sections that name a component.
 _COMPONENTS = {
@@ -109,7 +108,9 @@ def _expand_home(data: dict[str, Any]) -> None:
     teacher = data.get("teacher")
     models = teacher.get("models") if isinstance(teacher, dict) else None
     several = list(models.values()) if isinstance(models, dict) else []
-    for part, name in [(data.get(section), name) for section, name in _PATHS] + [(model, "path") for model in several]:
+    for part, name in [(data.get(section), name) for section, name in (*_PATHS, *_FUNCTIONS)] + [
+        (model, "path") for model in several
+    ]:
         if not isinstance(part, dict):
             continue
         value = part.get(name)
@@ -117,6 +118,33 @@ def _expand_home(data: dict[str, Any]) -> None:
             part[name] = os.path.expanduser(value)
         elif isinstance(value, list):
             part[name] = [os.path.expanduser(item) if isinstance(item, str) else item for item in value]
+
+
+def with_absolute_paths(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with absolute paths for files and folders that relative paths name in the current folder."""
+    return [_with_absolute_path(text) for text in overrides]
+
+
+def _with_absolute_path(text: str) -> str:
+    dotted, _, raw = text.partition("=")
+    path = tuple(dotted.strip().split("."))
+    key = find_key(path)
+    if key is None or key.section or key.path != ".".join(path):
+        return text
+    value = _parse_for(key, raw)
+    if isinstance(value, list):
+        return f"{dotted}={json.dumps([_absolute(item, path) for item in value], ensure_ascii=False)}"
+    return f"{dotted}={_absolute(value, path)}" if isinstance(value, str) else text
+
+
+def _absolute(value: Any, path: tuple[str, ...]) -> Any:
+    """Return `value` of the key `path` as an absolute path if it is `file.py:fn`, or the path of a file or folder."""
+    if not isinstance(value, str) or os.path.isabs(value):
+        return value
+    places = [value, value.rpartition("@")[0]] if path in _PATHS or path == _TEMPLATE else []
+    if is_file_reference(value) or any(place and os.path.exists(place) for place in places):
+        return os.path.join(os.getcwd(), value)
+    return value
 
 
 def hide_credentials(config: RunConfig) -> RunConfig:

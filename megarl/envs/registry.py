@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +14,7 @@ from megarl.data.light_tokenizer import brings_chat_template, chat_template_of
 from megarl.data.render import uses_chat
 from megarl.data.templates import no_template_for_tools, read_template, reads_tools, unwritten_tools
 from megarl.envs.protocol import Environment
-from megarl.errors import ConfigError, close_matches
+from megarl.errors import ConfigError, close_matches, relative_path_fix
 from megarl.imports import import_file, import_module
 from megarl.rewards.preflight import KEYS_LIMIT_S, ask
 
@@ -122,7 +121,7 @@ def _existing(source: str, key: str) -> Path:
             "there is no such file",
             where=key,
             found=source,
-            fix=f"relative paths start at the current folder, {os.getcwd()}",
+            fix=relative_path_fix(),
         )
     return path
 

@@ -110,7 +110,7 @@ class Tracker:
         started = self._started() if part == "second" or resume_step is not None else time.time()
         self._run = {"name": name, "stage": stage, "status": "running", "started": started}
         self._run |= {"process": identity(), "command": os.environ.get(COMMAND)}
-        self._run |= {"machine": machine_info(), "config": resolved}
+        self._run |= {"machine": machine_info(), "folder": os.getcwd(), "config": resolved}
         self._write_run()
         self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage, cfg.console)
         earlier = self._lines(self.run_dir / "metrics.jsonl")  # of before it was continued

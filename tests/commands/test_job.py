@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.artifacts.records import write_record
 from megarl.artifacts.trained import Exported, write_exported
+from megarl.checks.checklist import Checklist
+from megarl.checks.files import check_data
 from megarl.commands import job
 from megarl.errors import UserError
 
@@ -43,9 +46,8 @@ def finished_run(run_dir: Path) -> Path:
 
 
 def eval_arguments(run_dir: Path, *overrides: str, weights: str | None = None) -> argparse.Namespace:
-    return argparse.Namespace(
-        command="eval", recipe=str(run_dir), overrides=list(overrides), console="plain", weights=weights, prompt=None
-    )
+    given = {"weights": weights, "prompt": None, "run_dir": None, "console": "plain"}
+    return argparse.Namespace(command="eval", recipe=str(run_dir), overrides=list(overrides), **given)
 
 
 def test_a_named_checkpoint_is_the_model_that_is_used_and_named(tmp_path: Path, capsys) -> None:
@@ -68,3 +70,82 @@ def test_a_named_checkpoint_and_weights_are_two_choices(weights: str, tmp_path: 
     checkpoint = finished_run(tmp_path)
     with pytest.raises(UserError, match=rf"two choices of weights(?s:.*)--weights {weights} trainer.resume="):
         job.read_recipe(eval_arguments(tmp_path, f"trainer.resume={checkpoint}", weights=weights))
+
+
+@pytest.fixture
+def started_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished run that was started in the folder `start`, whose recipe names files there; `here` is current."""
+    for name in ("start", "here"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").touch()
+    run_dir = tmp_path / "start" / "runs"
+    run_dir.mkdir()
+    finished_run(run_dir)
+    (run_dir / "config.yaml").write_text("name: x\nmodel: {path: base}\ndata: {val_files: [rows.jsonl]}\n")
+    write_record(run_dir / "run.json", {"folder": str(tmp_path / "start")})
+    monkeypatch.chdir(tmp_path / "here")
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("data.val_files", "[rows.jsonl, rows.jsonl@test]", "['{here}/rows.jsonl', '{here}/rows.jsonl@test']"),
+        ("data.val_files", "rows.jsonl", "['{here}/rows.jsonl']"),
+        ("data.val_files", "[openai/gsm8k@test]", "['openai/gsm8k@test']"),
+        ("model.tokenizer", "rows.jsonl", "{here}/rows.jsonl"),
+        ("reward.name", "my.py:score", "{here}/my.py:score"),
+        ("reward.name", "rows.jsonl", "rows.jsonl"),
+        ("rollout.sampling.n", "4", "4"),
+        ("reward", "{{name: math}}", "{{name: math}}"),
+    ],
+)
+def test_paths_of_the_command_line_keep_their_meaning(
+    key: str, value: str, expected: str, started_elsewhere: Path
+) -> None:
+    here = Path.cwd()
+    arguments = eval_arguments(started_elsewhere, f"{key}={value.format()}")
+    job.read_recipe(arguments)
+    given = [text for text in arguments.overrides if text.startswith(f"{key}=")]
+    assert given[-1].replace('"', "'") == f"{key}={expected.format(here=here)}"
+    assert Path.cwd() == started_elsewhere.parent
+
+
+def test_a_run_is_read_from_where_it_was_started_and_its_results_go_into_it(started_elsewhere: Path) -> None:
+    arguments = eval_arguments(started_elsewhere)
+    arguments.run_dir = Path("mine")
+    here = Path.cwd()
+    assert job.read_recipe(arguments).data.val_files == ["rows.jsonl"]
+    assert (Path.cwd(), arguments.run_dir, arguments.results) == (
+        started_elsewhere.parent,
+        here / "mine",
+        started_elsewhere,
+    )
+
+
+def test_a_folder_of_the_start_that_is_gone_is_named(started_elsewhere: Path, capsys) -> None:
+    write_record(started_elsewhere / "run.json", {"folder": "/gone"})
+    here = Path.cwd()
+    job.read_recipe(eval_arguments(started_elsewhere))
+    assert Path.cwd() == here
+    assert f"the run was started in /gone, which is not here; its relative paths start at {here}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_prompt_needs_no_rows(started_elsewhere: Path, capsys) -> None:
+    (started_elsewhere / "config.yaml").write_text("name: x\nmodel: {path: base}\ndata: {train_files: [gone.jsonl]}\n")
+    arguments = eval_arguments(started_elsewhere)
+    arguments.command, arguments.prompt = "generate", ["1+1="]
+    checks = Checklist()
+    check_data(job.read_recipe(arguments), "generate", checks)
+    assert [check.status for check in checks.items] == ["ok"]
+    assert "system message: none; the training data cannot be read here" in capsys.readouterr().out
+
+
+def test_a_file_that_was_moved_is_named_with_the_folder_where_it_was(started_elsewhere: Path) -> None:
+    (started_elsewhere.parent / "rows.jsonl").unlink()
+    checks = Checklist()
+    check_data(job.read_recipe(eval_arguments(started_elsewhere)), "eval", checks)
+    [problem] = [check.fix for check in checks.items if check.status == "fail"]
+    assert problem == f"check the path; relative paths start at {started_elsewhere.parent}"

@@ -87,15 +87,18 @@ def test_sft_goes_on_from_its_checkpoint(tuned: Path, folder: Path) -> None:
     assert [row["step"] for row in lines(again / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_the_command_that_a_run_ends_with_works(tuned: Path, folder: Path) -> None:
+def test_the_command_that_a_run_ends_with_works_anywhere(tuned: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     log = (tuned / "log.txt").read_text()
     assert f"model:  {tuned / 'hf'} (last, step 6)" in log
     assert f"better: {tuned / 'hf_best'} (best by sft/loss, step 3)" in log
     assert "hf: last, step 6; hf_best: best, step 3" in (tuned / "report.html").read_text()
     (command,) = [line.partition("to try it: ")[2] for line in log.splitlines() if "to try it: " in line]
     assert shlex.split(command)[:2] == ["megarl", "generate"]
-    output = megarl(folder, *shlex.split(command)[1:-1], "2+2=", "tracking.dir=elsewhere")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    output = megarl(elsewhere, *shlex.split(command)[1:-1], "2+2=")
     assert "> 2+2=" in output
+    assert f"run folder: {tuned}/" in output
+    assert not list(elsewhere.iterdir())
     assert f"model: {tuned / 'hf_best'} (best, step 3)" in output
 
 
