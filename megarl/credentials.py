@@ -1,4 +1,4 @@
-"""Secrets in addresses: masked in everything that is written, and passed to clients through the environment.
+"""Secrets: refused in a recipe, masked in everything that is written, and passed to clients through the environment.
 
 tracking.mlflow_uri: https://me:secret@host  ->  https://***@host   in config.yaml, report, parameters, messages
                                                  me, secret         in MLFLOW_TRACKING_USERNAME, _PASSWORD
@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 import yaml
 
 MASK = "***"
 USER, PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
-CREDENTIAL = re.compile(
-    r"(?i)^(?!.*(?:^|_)(?:disable|enable|use|no)_)(?:.*_)?(?:token|secret|password|passwd|passphrase|(?:api|access|secret|private)_?key)$"
+_OWNERS = (
+    "access|anthropic|api|auth|aws|azure|bearer|client|gemini|github|google|hf|hub|judge|mistral|openai|openrouter"
+    "|private|refresh|secret|service|session|signing|subscription|together|wandb"
 )
+_NO_SWITCH = r"^(?!.*(?:^|_)(?:disable|enable|use|no)_)"
+_ENDS = rf"password|passwd|passphrase|secret|auth|authorization|bearer|.+_pwd|(?:{_OWNERS})_?key"
+CREDENTIAL = re.compile(rf"(?i){_NO_SWITCH}(?:.*_)?(?:token|{_ENDS})$")
 """The end of a variable's name whose value is one; TOKENIZERS_PARALLELISM and paths of files are none."""
+_RECIPE_KEY = re.compile(rf"(?i){_NO_SWITCH}(?:token|(?:.*_)?(?:{_ENDS}|(?:{_OWNERS})_?token))$")
+"""A recipe's key whose value is one: `hf_token` is, `pad_token` and `answer_key` are not."""
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+#: Keys of a recipe that name a secret of a cluster.
+_REFERENCES = ("launch.kubernetes.secrets", "launch.kubernetes.image_pull_secret")
+#: Keys whose values are texts for the model, which may speak of such addresses.
+_TEXTS = ("data.system_prompt", "data.val_files")
 
 
 def _userinfo(ends: str) -> re.Pattern[str]:
@@ -32,18 +44,69 @@ def _userinfo(ends: str) -> re.Pattern[str]:
 
 _IN_TEXT, _WHOLE = _userinfo(r"\s'\""), _userinfo("")
 _SECRET_PARAMETER = re.compile(
-    r"(?P<name>[?&][\w.-]*(?:password|passwd|pwd|secret|token|(?:api|access|secret)_?key|signature|sig)=)[^&\s#'\"]+",
+    r"(?P<name>[?&](?:[\w.-]*(?:password|passwd|pwd|secret|token|(?:api|access|secret|subscription)[_-]?key|signature|sig)"
+    r"|key|auth|authorization|bearer)=)[^&\s#'\"]+",
     re.IGNORECASE,
 )
+_ISSUED = re.compile(
+    r"\bsk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}|\bhf_[A-Za-z0-9]{30,}|\bgh[opsu]_[A-Za-z0-9]{36,}|\bAKIA[0-9A-Z]{16}\b"
+    r"|\bAIza[\w-]{35}|\bxox[abprs]-[\w-]{10,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}[\w.-]*"
+    r"|(?<=\b[Bb]earer )[\w.~+/=-]{16,}"
+)
+"""The forms in which providers issue keys and tokens."""
 
 
 def mask(text: str) -> str:
-    """Return `text` without user names and passwords in its addresses, and without their secret-looking parameters.
+    """Return `text` without user names, passwords and secret-looking parameters in its addresses, and without keys and
+    tokens in the forms that providers give them.
 
     >>> mask("postgresql://me:a@b@host/db?sslmode=require&password=x")
     'postgresql://***@host/db?sslmode=require&password=***'
     """
-    return _SECRET_PARAMETER.sub(rf"\g<name>{MASK}", _IN_TEXT.sub(rf"\g<scheme>{MASK}@", text))
+    text = _SECRET_PARAMETER.sub(rf"\g<name>{MASK}", _IN_TEXT.sub(rf"\g<scheme>{MASK}@", text))
+    return _ISSUED.sub(MASK, text)
+
+
+def hide(recipe: Any) -> tuple[Any, list[str]]:
+    """Return the plain data of a recipe with its secrets masked, and the dotted paths of these.
+
+    >>> hide({"env": {"apiKey": "a", "n": 2, "args": ["--token", "t"]}})
+    ({'env': {'apiKey': '***', 'n': 2, 'args': ['--token', '***']}}, ['env.apiKey', 'env.args'])
+    """
+    places: dict[str, None] = {}
+    return _hidden(recipe, "", places), list(places)
+
+
+def _hidden(value: Any, path: str, places: dict[str, None], *, secret: bool = False) -> Any:
+    """Return `value`, which is at `path`, masked. `secret`: all that it holds is."""
+    if path in (*_REFERENCES, *_TEXTS):
+        return value
+    masked = value
+    if isinstance(value, dict):
+        below = f"{path}." if path else ""
+        masked = {
+            name: _hidden(inner, f"{below}{name}", places, secret=secret or _names_secret(str(name)))
+            for name, inner in value.items()
+        }
+    elif isinstance(value, list):
+        options = ["", *(entry if isinstance(entry, str) and entry.startswith("-") else "" for entry in value)]
+        masked = [
+            _hidden(entry, path, places, secret=secret or _names_secret(option))
+            for entry, option in zip(value, options, strict=False)
+        ]
+    elif secret and value not in (None, "", MASK) and not isinstance(value, bool):
+        masked = MASK
+    elif isinstance(value, str):
+        option, equals, _ = value.partition("=")
+        shown = f"{option}={MASK}" if equals and _names_secret(option) else mask(value)
+        masked = value if shown == value else shown
+    if masked is not value and not isinstance(value, (dict, list)):
+        places[path] = None
+    return masked
+
+
+def _names_secret(name: str) -> bool:
+    return _RECIPE_KEY.match(_plain_name(name)) is not None
 
 
 def mask_argument(argument: str) -> str:
@@ -99,7 +162,12 @@ def _secrets(node: yaml.Node | None, inside: bool = False) -> Iterator[tuple[int
 
 def _is_secret(name: str) -> bool:
     """Tell whether the value of `a.b.name` or `--name` is a secret."""
-    return CREDENTIAL.match(name.rpartition(".")[2].lstrip("-").replace("-", "_")) is not None
+    return CREDENTIAL.match(_plain_name(name.rpartition(".")[2])) is not None
+
+
+def _plain_name(name: str) -> str:
+    """Return `--apiKey` as `api_Key`."""
+    return _CAMEL.sub("_", name.lstrip("-").replace("-", "_"))
 
 
 def take_out(uri: str, environment: MutableMapping[str, str]) -> str:

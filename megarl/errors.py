@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from megarl.credentials import mask
+from megarl.credentials import hide, mask
 
 T = TypeVar("T")
 
@@ -52,7 +52,8 @@ class UserError(MegarlError):
         self.allowed = allowed if allowed is None or isinstance(allowed, str) else ", ".join(str(a) for a in allowed)
         lines = [f"{where}: {what}" if where else what]
         if found is not None:
-            lines.append(f"  found:   {found!r}")
+            key = (where or "").rpartition(".")[2]
+            lines.append(f"  found:   {hide({key: found})[0][key]!r}")
         if self.allowed is not None:
             lines.append(f"  allowed: {self.allowed}")
         if fix is not None:

@@ -13,9 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -237,17 +237,17 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
         durable: it is on disk on return, so that a power cut leaves no empty file either.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not of mkstemp, whose files only their owner can read: the umask decides.
+    name = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(handle, 0o644)  # mkstemp's files are readable only by their owner; runs are read by teams
+        with open(name, "xb") as file:
             file.write(content if isinstance(content, bytes) else content.encode())
             if durable:
                 file.flush()
-                os.fsync(handle)
+                os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checks import dry_run
 from megarl.checks.recipe import check_config
 from megarl.config.load import dump_config, hide_credentials, load_config
-from megarl.credentials import PASSWORD, USER, mask, mask_argument, put_back, take_out
+from megarl.credentials import PASSWORD, USER, hide, mask, mask_argument, put_back, take_out
 from megarl.errors import ConfigError, ServerError
 from megarl.tracking import mlflow_log
 
@@ -57,6 +58,8 @@ def test_arguments_of_a_command_are_masked(argument: str, masked: str) -> None:
         ("postgresql://***@host:1/db?o=a@b", "postgresql://***@host:1/db?o=a@b"),
         ("sqlite:////runs/me@host/a:b@c.db", "sqlite:////runs/me@host/a:b@c.db"),
         ("https://host/x?sig=a&se=b", "https://host/x?sig=***&se=b"),
+        ("https://host/x?key=a&sort_key=b", "https://host/x?key=***&sort_key=b"),
+        ("Authorization: Bearer abcdefghijklmnop", "Authorization: Bearer ***"),
         ("s3://b?access_key=a&aws_secret_access_key=b", "s3://b?access_key=***&aws_secret_access_key=***"),
     ],
 )
@@ -144,7 +147,38 @@ def test_mlflow_is_called_with_what_was_masked(monkeypatch: pytest.MonkeyPatch) 
     assert mlflow_log._text(ValueError("no login for me with secret")) == "ValueError: no login for me with ***"
 
 
-def test_arguments_that_look_like_secrets_warn() -> None:
-    config = load_config("grpo_quickstart", ["data.loader_kwargs={hf_token: x, pad_token: y, api_key: '', seed: 1}"])
-    warned = [check.key for check in check_config(config).items if check.name == "secrets"]
-    assert warned == ["data.loader_kwargs.hf_token"]
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("data.loader_kwargs={hf_token: sesame, pad_token: y, api_key: '', seed: 1}", "data.loader_kwargs.hf_token"),
+        ("reward.kwargs={apiKey: sesame, answer_key: a, api_key_env: JUDGE_KEY}", "reward.kwargs.apiKey"),
+        ("reward.kwargs={openai_key: sesame}", "reward.kwargs.openai_key"),
+        ("reward.kwargs={headers: {Authorization: sesame}}", "reward.kwargs.headers.Authorization"),
+        ("reward.kwargs={headers: [Authorization=sesame]}", "reward.kwargs.headers"),
+        ("reward.kwargs={password: 7357}", "reward.kwargs.password"),
+        ("reward.kwargs={url: 'https://host/v1?key=sesame'}", "reward.kwargs.url"),
+        ("reward.kwargs={url: 'https://me:sesame@host/v1'}", "reward.kwargs.url"),
+        ("reward.kwargs={model: sk-ABCDEFGHsesame0123456789}", "reward.kwargs.model"),
+        ("reward={parts: {a: {name: math, kwargs: {bearer: sesame}}}}", "reward.parts.a.kwargs.bearer"),
+        ("env={name: tools, mcp: {a: {command: c, args: [--api-key, sesame]}}}", "env.mcp.a.args"),
+        ("launch.slurm.environment={HTTP_PROXY: 'http://me:sesame@proxy'}", "launch.slurm.environment.HTTP_PROXY"),
+    ],
+)
+def test_a_recipe_with_a_secret_is_refused_and_shown_masked(setting: str, key: str) -> None:
+    config = load_config("grpo_quickstart", [setting])
+    (check,) = [check for check in check_config(config).items if check.name == "secrets"]
+    assert (check.status, check.key) == ("fail", key)
+    assert "export it" in str(check.problem())
+    text = "".join(section(config) for section in (dry_run._full_text, dry_run._changed_text)) + str(check.problem())
+    assert "sesame" not in text
+    assert "7357" not in text
+    with pytest.raises(ConfigError) as caught:
+        raise ConfigError("wrong", where=key, found=config.model_dump()["reward"])
+    assert "sesame" not in str(caught.value)
+
+
+def test_words_of_a_recipe_that_are_no_secrets_pass() -> None:
+    keys = "eos_token: a, answer_key: a, token_env: A, use_auth: yes, secret: null, max_tokens: 3, auth: false, key: k"
+    settings = [f"reward.kwargs={{{keys}}}", "launch.kubernetes.secrets={HF_TOKEN: hub/token}"]
+    config = load_config("grpo_quickstart", [*settings, "launch.kubernetes.image_pull_secret=registry"])
+    assert hide(config.model_dump()) == (config.model_dump(), [])

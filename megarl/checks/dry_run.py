@@ -14,10 +14,11 @@ from megarl.checks.recipe import Checked, check_config
 from megarl.checks.rows import is_readable_here
 from megarl.components import COMPONENTS
 from megarl.config.correction import describe_correction
-from megarl.config.load import changed_keys, dump_config
+from megarl.config.load import changed_keys
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig, steps_text
 from megarl.config.yamlio import to_yaml
+from megarl.credentials import hide
 from megarl.dag.draw import as_text
 from megarl.dag.graph import TaskGraph
 from megarl.dag.measured import read_measured
@@ -55,7 +56,7 @@ def make_plan(
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
     known = {check.key for check in checked.items if check.status == "fail"}  # readers of the file report it, too
     checks = [*checked.items, *(one for one in more if one.status != "fail" or one.key not in known)]
-    sections = {"Configuration": dump_config(config) if full else _changed_text(config)}
+    sections = {"Configuration": _full_text(config) if full else _changed_text(config)}
     if job == "train":
         sections["Steps"] = _steps_text(config)
         sections["Task graph"] = _graph_text(config, checked)
@@ -72,9 +73,13 @@ def make_plan(
     return RunPlan(f"{text}\n\n{found}. Nothing was started.", [check.problem() for check in failed])
 
 
+def _full_text(config: RunConfig) -> str:
+    return to_yaml(hide(config.model_dump())[0])
+
+
 def _changed_text(config: RunConfig) -> str:
     changed, others = changed_keys(config, COMPONENTS)
-    return f"{to_yaml(changed)}... and {others} keys with their defaults, which --full shows"
+    return f"{to_yaml(hide(changed)[0])}... and {others} keys with their defaults, which --full shows"
 
 
 def _steps_text(config: RunConfig) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from pathlib import Path
 
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
-from megarl.credentials import PASSWORD, USER, mask, put_back, take_out
+from megarl.credentials import MASK, PASSWORD, USER, hide, mask, put_back, take_out
 from megarl.dag.placement import Placement
 from megarl.imports import is_file_reference, is_module_reference, source_file
 from megarl.rewards import REWARDS
@@ -95,14 +94,8 @@ def _is_installed(module: str) -> bool:
         return True
 
 
-_SECRET = re.compile(
-    r"(\w*_)?((api|access|secret)_?key|passw(or)?d|secret)|token|(\w*_)?(access|api|auth|bearer|hf|hub)_token",
-    re.IGNORECASE,
-)
-
-
 def check_secrets(config: RunConfig, checks: Checklist) -> None:
-    """Refuse credentials in the recipe: the MLflow server's belong in the environment, and user functions take none."""
+    """Refuse credentials in the recipe: they belong in the environment, or every file of the run would show them."""
     uri = config.tracking.mlflow_uri
     if uri is not None and mask(kept := take_out(uri, {})) != kept:
         checks.of("tracking").fail(
@@ -123,13 +116,24 @@ def check_secrets(config: RunConfig, checks: Checklist) -> None:
                 allowed=f"both in the environment: {USER} and {PASSWORD}",
                 fix="export them, or name the address with them once more, or set tracking.mlflow=false",
             )
-    of_rewards = {f"reward.parts.{label}.kwargs": part.kwargs for label, part in config.reward.parts.items()}
-    of_rewards["reward.kwargs"] = config.reward.kwargs
-    for key, arguments in {"data.loader_kwargs": config.data.loader_kwargs, **of_rewards}.items():
-        for name, value in arguments.items():
-            if isinstance(value, str) and value and _SECRET.fullmatch(name):
-                checks.of("secrets").warn(
-                    f"{key}.{name}",
-                    "this looks like a secret, and config.yaml, report.html and trackers will show it",
-                    fix="give the name of an environment variable instead, and let the function read that",
-                )
+    _, places = hide(config.model_copy(update={"tracking": type(config.tracking)()}).model_dump())
+    for key in places:
+        checks.of("secrets").fail(
+            key,
+            "this looks like a secret, and config.yaml, run.json, report.html, checkpoints and trackers would show it",
+            found=MASK,
+            allowed="names of environment variables, which processes of the run inherit",
+            fix=_instead(key),
+        )
+
+
+def _instead(key: str) -> str:
+    """Return where the secret at `key` belongs."""
+    if key.startswith("env.mcp."):
+        return "export it, and name the variable in token_env (for a url) or pass_env (for a command)"
+    if key.startswith("launch."):
+        return "export it in the shell that submits the run"
+    above = key.rpartition(".")[0]
+    if key.startswith("reward."):
+        return f"export it, and name the variable: {above}.api_key_env for http and judge; a function reads os.environ"
+    return f"export it, and give {above or 'the recipe'} the name of the variable to read"

@@ -174,7 +174,7 @@ def _append(calls: Path, budget: int) -> bool:
     Several ranks may find the same size. Appending is atomic, so that the places of their bytes decide who may call.
     """
     calls.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    file = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         if os.fstat(file).st_size >= budget:
             return False

@@ -169,7 +169,7 @@ def _imports_beat() -> Iterator[None]:
 def redirect_output(log_dir: Path) -> None:
     """Send this process's stdout and stderr, also those of native code, to log_dir/rank_K.txt of worker K."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    handle = os.open(log_dir / f"rank_{worker_number()}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    handle = os.open(log_dir / f"rank_{worker_number()}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(handle, 1)
