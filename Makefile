@@ -72,7 +72,7 @@ OLDER_ENV ?= $(CACHE)/$(subst ==,-,$(OLDER))
 older-env:
 	test -x $(OLDER_ENV)/bin/python || $(PYTHON) -m venv $(OLDER_ENV)
 	$(OLDER_ENV)/bin/python -m pip install --quiet "$(TORCH)"
-	$(OLDER_ENV)/bin/python -m pip install --quiet $(OLDER) jinja2
+	$(OLDER_ENV)/bin/python -m pip install --quiet $(OLDER) jinja2 pillow
 
 # Kernels of a GPU in Triton's interpreter, on a CPU. Triton has 0.7 GB, and comes to the cache folder.
 TRITON := triton==3.7.1

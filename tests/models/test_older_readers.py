@@ -13,12 +13,14 @@ import torch
 import transformers
 
 from megarl.compat.sglang import STAND_INS
+from megarl.config.model import ModelConfig
 from megarl.data.tokenizer import character_tokenizer
 from megarl.models.convert import convert
+from megarl.models.hf import load_hf_config
 from megarl.models.weights import export_weights
 from megarl.models.weights.metadata import older_rope_keys, write_metadata
 from tests.dist import single_process, world
-from tests.models import older_reader
+from tests.models import older_reader, vlm_tiny
 from tests.models.tiny import ARCHITECTURES, build_tiny, save_tiny
 from tests.rollout.servers import need_interpreter
 
@@ -84,6 +86,36 @@ def test_the_number_of_experts_has_both_of_its_names(tmp_path: Path, model_type:
     assert transformers.AutoConfig.from_pretrained(tmp_path).num_experts == 6
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rope", ["default", "yarn"])
+@pytest.mark.parametrize("kind", vlm_tiny.KINDS)
+def test_the_decoder_of_a_vision_language_model_has_the_older_keys(
+    tmp_path: Path, kind: str, rope: str, tied: bool
+) -> None:
+    raw = vlm_tiny.config_of(kind)
+    sections = {key: value for key, value in raw["text_config"]["rope_parameters"].items() if key.startswith("mrope_")}
+    raw["text_config"]["rope_parameters"] = {**sections, **ROPES[rope]}
+    raw["tie_word_embeddings"] = tied
+
+    write_metadata(tmp_path, load_hf_config(ModelConfig(hf_config=raw)), None, torch.bfloat16)
+
+    whole, text = written(tmp_path), written(tmp_path)["text_config"]
+    assert text["rope_scaling"] == {key: value for key, value in text["rope_parameters"].items() if key != "rope_theta"}
+    assert text["rope_scaling"].items() >= {**sections, "rope_type": rope}.items()
+    assert text["rope_theta"] == ROPES[rope]["rope_theta"]
+    assert text["tie_word_embeddings"] is whole["tie_word_embeddings"] is tied
+    assert whole["torch_dtype"] == whole["dtype"] == "bfloat16"
+    if kind == "qwen3_vl_moe":
+        assert text["num_experts"] == text["num_local_experts"] == 4
+    # A reader of only one form gets the same numbers.
+    again = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    for left_out in (["rope_parameters", "num_local_experts"], ["rope_scaling", "rope_theta", "num_experts"]):
+        part = {**whole, "text_config": {key: value for key, value in text.items() if key not in left_out}}
+        single = transformers.AutoConfig.for_model(**part).text_config
+        assert single.rope_parameters == again.rope_parameters == text["rope_parameters"]
+        assert getattr(single, "num_experts", None) == getattr(again, "num_experts", None)
+
+
 def test_files_of_the_source_are_kept_as_they_are(tmp_path: Path) -> None:
     save_tiny(tmp_path / "in", "qwen3")
     source = tmp_path / "in"
@@ -130,7 +162,7 @@ def test_a_tokenizer_of_no_folder_has_a_class_that_both_versions_know(tmp_path: 
 
 
 def exports(folder: Path) -> list[Path]:
-    """An export of each architecture and kind of RoPE, of odd configurations, and critics with and without a bias."""
+    """Exports of each architecture and kind of RoPE, of odd configurations, of vision-language models, and of critics."""
     single_process()
     models = [
         (f"{model_type}-{rope}", model_type, {"rope_parameters": dict(parameters), **_head(model_type)})
@@ -138,14 +170,18 @@ def exports(folder: Path) -> list[Path]:
         for rope, parameters in ROPES.items()
     ]
     models += [(f"{model_type}-{number}", model_type, changes) for number, (model_type, changes) in enumerate(OTHERS)]
-    made = [folder / name for name, _, _ in models]
     for name, model_type, changes in models:
-        source = folder / "in" / name
-        save_tiny(source, model_type, **changes)
+        save_tiny(folder / "in" / name, model_type, **changes)
+    kinds = {f"{kind}-{tied}": (kind, tied) for kind in vlm_tiny.KINDS for tied in (False, True)}
+    for name, (kind, tied) in kinds.items():
+        vlm_tiny.save(folder / "in" / name, kind, {"tie_word_embeddings": tied}, tie_word_embeddings=tied)
+    made = [folder / name for name in (*(name for name, _, _ in models), *kinds)]
+    for target in made:
+        source = folder / "in" / target.name
         character_tokenizer(ALPHABET).save_pretrained(source)
         (source / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
         chunks, tokenizer = build_tiny(source), transformers.AutoTokenizer.from_pretrained(source)
-        export_weights(chunks, folder / name, chunks[0].hf_config, tokenizer, world=world(), source=source)
+        export_weights(chunks, target, chunks[0].hf_config, tokenizer, world=world(), source=source)
     for bias in (False, True):
         policy = transformers.AutoConfig.from_pretrained(folder / "in" / "llama-llama3")
         policy.num_labels, policy.token_classification_bias = 1, bias

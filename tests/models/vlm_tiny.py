@@ -51,12 +51,14 @@ def config_of(kind: str, **text: Any) -> dict[str, Any]:
     return {"model_type": kind, "text_config": {**sizes, **text}, "vision_config": vision, **ids}
 
 
-def save(folder: Path, kind: str, **text: Any) -> Any:
-    """Write a random model; returns transformers' own."""
+def save(folder: Path, kind: str, whole: dict[str, Any] | None = None, **text: Any) -> Any:
+    """Write a random model with some other keys of config.json and of its decoder; returns transformers' own."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(5)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config_of(kind, **text))).eval()
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(**config_of(kind, **text), **(whole or {}))
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # biases and norms that do nothing would hide mistakes
             if parameter.dim() == 1:

@@ -22,7 +22,7 @@ from megarl.artifacts.action_statistics import FILE, write_statistics
 from megarl.artifacts.facts import hub_snapshot, is_hub_name
 from megarl.artifacts.model_files import TOKENIZER_FILES
 from megarl.artifacts.robot_policy import PREPROCESSOR
-from megarl.models.hf import image_settings, value_bias
+from megarl.models.hf import encoder_of, image_settings, num_experts, value_bias
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -96,7 +96,9 @@ def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict
     """
     scaling = {key: value for key, value in rope_parameters.items() if key not in ("rope_theta", "type")}
     if scaling.get("rope_type", "default") == "default":
-        return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": None}
+        sections = {key: value for key, value in scaling.items() if key.startswith("mrope_")}
+        kept = {"rope_type": "default", **sections} if sections else None
+        return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": kept}
     scaling.pop("partial_rotary_factor", None)  # 1: others are not supported
     if scaling["rope_type"] == "yarn" and scaling.get("factor") is None:
         scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
@@ -120,10 +122,15 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
     values = read_keys(written)
-    written |= older_rope_keys(written["rope_parameters"], written["max_position_embeddings"])
-    written |= dict.fromkeys(ARCHITECTURES[config.model_type].experts_keys or (), values.get("num_experts"))
+    written |= _older_keys(written, config.model_type, values.get("num_experts"))
     written["torch_dtype"] = dtype
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _older_keys(written: dict[str, Any], architecture: str, experts: int | None) -> dict[str, Any]:
+    """Return the keys of a language model's config.json that transformers 4 reads and transformers 5 does not write."""
+    older = older_rope_keys(written["rope_parameters"], written["max_position_embeddings"])
+    return older | dict.fromkeys(ARCHITECTURES[architecture].experts_keys or (), experts)
 
 
 def _name_classifier(folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -152,6 +159,7 @@ def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str
     config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]]
     config.dtype = dtype
     config.save_pretrained(folder)
+    _complete_decoder(folder / "config.json", hf_config, dtype)
     processor = hf_config.preprocessor
     if processor is None:
         settings = image_settings(hf_config)
@@ -165,6 +173,22 @@ def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str
             "temporal_patch_size": config.vision_config.temporal_patch_size,
         }
     (folder / PREPROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")
+
+
+def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> None:
+    """Add what transformers 4 reads to config.json of a vision-language model: the sections of positions among RoPE's
+    keys, and the tie of the embeddings in the decoder's part."""
+    encoder = encoder_of(hf_config)
+    assert encoder is not None, "a vision-language model"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    text = written["text_config"]
+    text["rope_parameters"]["mrope_section"] = list(encoder.sections)
+    if encoder.interleaved:
+        text["rope_parameters"]["mrope_interleaved"] = True
+    text |= _older_keys(text, hf_config.model_type, num_experts(hf_config))
+    text["tie_word_embeddings"] = written["tie_word_embeddings"] = hf_config.tie_word_embeddings
+    written["torch_dtype"] = dtype
+    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_generation_config(folder: Path, hf_config: PretrainedConfig, source: str | Path | None) -> None:
