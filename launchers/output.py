@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TextIO
 
+from megarl.errors import printable
+
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _LONGEST_LINE = 1 << 16
 _POLL_S = 0.1  # between two looks at the ranks' files
@@ -48,6 +50,7 @@ class OutputLog:
 
     def say(self, text: str) -> None:
         """Print a message of the launcher itself, to stderr and to the file."""
+        text = printable(text)
         with contextlib.suppress(OSError, ValueError):
             if _takes(sys.stderr):
                 print(text, file=sys.stderr, flush=True)
@@ -73,7 +76,8 @@ class OutputLog:
     def _as_line(self, rank: int, raw: bytes) -> bytes:
         """Return one line for the file. Of a progress bar, which redraws its line, only the last state counts."""
         drawings = [part for part in _ESCAPES.sub(b"", raw).split(b"\r") if part.strip()]
-        return b"[%s] %s\n" % (self._name(rank).encode(), drawings[-1].rstrip() if drawings else b"")
+        text = drawings[-1].rstrip().decode("utf-8", "surrogateescape") if drawings else ""
+        return b"[%s] %s\n" % (self._name(rank).encode(), printable(text).encode("utf-8", "surrogateescape"))
 
 
 def _to_console(data: bytes, stream: TextIO) -> None:

@@ -114,9 +114,8 @@ def job_script(job: Submission) -> str:
     """
     cluster, slurm = job.config.cluster, job.slurm
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
-    lines += [
-        f"# {job.config.name}: {cluster.nproc} processes on {count(cluster.nnodes, 'node')}. By hand: sbatch {JOB}"
-    ]
+    processes = f"{cluster.nproc} processes on {count(cluster.nnodes, 'node')}"
+    lines += [f"# {_name(job.config.name)}: {processes}. By hand: sbatch {JOB}"]
     lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}"]
     # The following lines run outside of a container. Variables that they set go to all nodes, so they set few.
     python = "python3" if slurm.image is not None else slurm.python or sys.executable
@@ -401,11 +400,11 @@ def _quoted(value: str) -> str:
 def _path(path: Path) -> str:
     """Return a path for a `#SBATCH` line; `%` begins a replacement there."""
     text = str(path)
-    if len(text.splitlines()) != 1 or '"' in text or "\\" in text:
+    if not text.replace("\t", " ").isprintable() or '"' in text or "\\" in text:
         raise ConfigError(
             "a path that cannot stand in a batch script",
             where="--run-dir, tracking.dir, or the current folder",
             found=text,
-            allowed='a path without ", \\ and line breaks',
+            allowed='a path without ", \\ and control characters',
         )
     return _quoted(text.replace("%", "%%"))

@@ -22,7 +22,7 @@ from megarl.commands import plan as planning
 from megarl.commands import simulate as simulation
 from megarl.commands.parser import Parser
 from megarl.credentials import mask
-from megarl.errors import MegarlError, UserError
+from megarl.errors import MegarlError, UserError, printable
 from megarl.processes import Stopped, signals_raise
 from megarl.unread import reader_is_gone, run_quietly
 
@@ -359,7 +359,7 @@ def _show_warning(
 ) -> None:
     """Show warnings of this package in the user's form; drop those of libraries."""
     if category.__module__.startswith("megarl."):
-        print(f"megarl: warning: {message}", file=sys.stderr)
+        print(f"megarl: warning: {printable(str(message))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

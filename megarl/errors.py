@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,9 @@ class MegarlError(Exception):
 
     exit_code = 1
     repeats = False
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*(printable(part) if isinstance(part, str) else part for part in parts))
 
 
 class UserError(MegarlError):
@@ -138,6 +142,18 @@ def shortened(text: str, limit: int = 120) -> str:
     'xxxxx...'
     """
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+_CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal: control characters and changes of the writing direction are shown as escapes.
+
+    >>> print(printable("a\\x1b[31mb\\u202e\\n"), end="")
+    a\\x1b[31mb\\u202e
+    """
+    return _CONTROLS.sub(lambda sign: sign[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 def count(number: int, noun: str) -> str:

@@ -18,14 +18,14 @@ from megarl.config.base import Seconds, Section
 
 
 def _one_word(text: str) -> str:
-    if not text or text != "".join(text.split()) or any(sign in text for sign in "\"'\\"):
+    if not text or not text.isprintable() or text != "".join(text.split()) or any(sign in text for sign in "\"'\\"):
         raise ValueError("one word without quotes")
     return text
 
 
 def _one_line(text: str) -> str:
-    if not text or len(text.splitlines()) != 1 or any(sign in text for sign in '"\\'):
-        raise ValueError('one line without " and \\')
+    if not text or not text.isprintable() or any(sign in text for sign in '"\\'):
+        raise ValueError('one line without control characters, " and \\')
     return text
 
 

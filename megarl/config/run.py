@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.base import Seconds, Section
@@ -156,12 +156,19 @@ class TrackingConfig(Section):
         return sys.stderr if self.console == "json" else None
 
 
+def _shown(name: str) -> str:
+    """Refuse a name that scripts, terminals and folders would not show as it is."""
+    if not name.isprintable():
+        raise ValueError("one line of text without control characters")
+    return name
+
+
 class RunConfig(Section):
     """One recipe file, resolved."""
 
     model_config = ConfigDict(serialize_by_alias=True)  # `async` is no name in Python
 
-    name: str = Field(description="run name, also the folder below tracking.dir")
+    name: Annotated[str, AfterValidator(_shown)] = Field(description="run name, also the folder below tracking.dir")
     model: ModelConfig = Field(default_factory=ModelConfig, description="policy")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="objective")
     data: DataConfig = Field(default_factory=DataConfig, description="prompts")

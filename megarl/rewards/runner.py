@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
 from megarl.config.data import BY_MODEL
-from megarl.errors import ConfigError, RewardError, shortened
+from megarl.errors import ConfigError, RewardError, printable, shortened
 from megarl.metrics import Metrics
 from megarl.rewards.pool import ScorerPool
 from megarl.rewards.registry import REWARDS, Scorer, load_scorer, mode_of, time_limit_s
@@ -231,7 +231,7 @@ def _describe(name: str, samples: list[Sample], index: int, failure: ScoringFail
     lines.append(
         f"  fix:      {fix or 'correct the function or the data, or set reward.on_error to a score for such samples'}"
     )
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _verb(reason: str) -> str:

@@ -12,6 +12,7 @@ from megarl.artifacts.lock import refuse_if_taken
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.data.sources import TEXT
+from megarl.errors import printable
 from megarl.offload_schedule import ACTOR
 from megarl.rewards.references import explained_scoring
 from megarl.runtime import validate
@@ -99,5 +100,5 @@ def _show(lines: list[dict[str, str]], sources: Sequence[str]) -> None:
     given = [source.removeprefix(TEXT) for source in sources if source.startswith(TEXT)]
     for line in lines:
         whole = line["prompt_text"]
-        print(f"\n> {max((text for text in given if text in whole), key=len, default=whole)}", flush=True)
-        print(line["response_text"], flush=True)
+        prompt = max((text for text in given if text in whole), key=len, default=whole)
+        print(printable(f"\n> {prompt}\n{line['response_text']}"), flush=True)

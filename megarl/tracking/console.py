@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.artifacts.jsonl import finite
+from megarl.errors import printable
 from megarl.tracking.names import FINAL_TABLE, STEP_LINE, Shown, number
 from megarl.tracking.teams import BOTTLENECK, bounding_team
 
@@ -157,7 +158,7 @@ class ConsoleView:
                 elif time.monotonic() - last >= _LOG_EVERY_S and self._mode in ("auto", "plain"):
                     last = time.monotonic()
                     percent = f" ({100 * done / total:.0f}%)" if total else ""
-                    self.console.print(f"{description}: {share}{percent}, {last - start:.0f} s")
+                    self.console.print(f"{printable(description)}: {share}{percent}, {last - start:.0f} s")
 
         try:
             yield advance
@@ -169,7 +170,7 @@ class ConsoleView:
         """Print one plain line."""
         if self._mode == "json":
             return
-        self.console.print(Text(message))
+        self.console.print(Text(printable(message)))
 
     def final(self, title: str, records: list[dict[str, Any]]) -> None:
         """Show first, best and last value of the key metrics over all records; a record is a line of metrics.jsonl.
@@ -180,7 +181,7 @@ class ConsoleView:
         rows = summary(records)
         if not rows or self._mode == "json":
             return
-        table = Table(title=title, title_justify="left", title_style="bold")
+        table = Table(title=Text(printable(title)), title_justify="left", title_style="bold")
         table.add_column("metric")
         if len({record["step"] for record in records}) == 1:
             rows, columns = [(shown, {"value": row["last"]}) for shown, row in rows], _ONLY

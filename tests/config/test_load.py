@@ -209,6 +209,8 @@ def test_override_mends_a_value_that_is_wrong_in_the_file(write):
     ("override", "parts"),
     [
         ("actor.optim.lrr=3", ["unknown key actor.optim.lrr", "did you mean actor.optim.lr?"]),
+        ("name=a\ntouch b", ["name", "one line of text without control characters"]),
+        ("name=a\u202eb", ["name", "one line of text without control characters"]),
         ("actr.optim.lr=3", ["unknown key actr", "did you mean actor?"]),
         ("rollout.sglang.tp=2", ["did you mean rollout.sglang.tp_size?"]),
         ("rollout.sglang.pp=2", ["did you mean", "actor.parallel.pp"]),
@@ -365,7 +367,7 @@ awkward = texts | st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=awkward,
+    name=awkward.filter(str.isprintable),
     files=st.lists(awkward.filter(no_home), max_size=3),
     kwargs=st.dictionaries(awkward, plain),
     lr=st.floats(1e-30, 1),

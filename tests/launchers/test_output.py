@@ -36,6 +36,15 @@ def log(tmp_path, monkeypatch):
     return OutputLog(tmp_path / "log.txt")
 
 
+def test_control_characters_reach_neither_the_file_nor_messages_of_the_launcher(log, tmp_path, capsys):
+    log.write(1, "a\x1b[31mred\x1b[0m \x1bc\u202e\x9b2J\tb\n".encode() + b"\xff\n")
+    log.say("rank 1: \x1b]0;title\x07")
+    assert capsys.readouterr().err == "rank 1: \\x1b]0;title\\x07\n"
+    assert (tmp_path / "log.txt").read_bytes() == (
+        b"[rank 1] ared \\x1bc\\u202e\\x9b2J\tb\n[rank 1] \xff\n[launcher] rank 1: \\x1b]0;title\\x07\n"
+    )
+
+
 def test_a_console_that_is_not_read_is_waited_for_once(log, tmp_path, monkeypatch):
     reader, writer = os.pipe()
     monkeypatch.setattr(sys, "stdout", Stream(writer))

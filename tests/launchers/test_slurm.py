@@ -247,7 +247,15 @@ def test_paths_that_cannot_stand_in_a_script_are_refused(path):
 
 
 @pytest.mark.parametrize(
-    "values", ["{partition: a b}", "{time: tomorrow}", "{environment: {a b: c}}", "{options: ['a\"b']}", "{gpus: 1}"]
+    "values",
+    [
+        "{partition: a b}",
+        "{time: tomorrow}",
+        "{environment: {a b: c}}",
+        "{options: ['a\"b']}",
+        "{gpus: 1}",
+        '{gres: "gpu:8\\n"}',
+    ],
 )
 def test_wrong_values_are_refused_with_their_key(values):
     with pytest.raises(ConfigError, match=r"launch\.slurm\."):

@@ -31,6 +31,14 @@ def test_lines_have_80_columns_at_most(view, total):
     assert all("12.3 s" in line for line in lines if line.startswith("step"))
 
 
+def test_control_characters_of_foreign_texts_are_shown_as_escapes(view):
+    shown = view(1)
+    shown.note("WARNING: \x1b[2Ja\u202eb\nc")
+    shown.final("\x1b]0;t\x07name", [{"step": 1, "critic/score/mean": 1.0}])
+    lines = [line.rstrip() for line in shown.console.file.getvalue().splitlines()]
+    assert lines[:3] == ["WARNING: \\x1b[2Ja\\u202eb", "c", "\\x1b]0;t\\x07name"]
+
+
 def test_a_step_says_percent_units_and_time_left(view):
     shown = view(1000)
     for step in (9, 10):
