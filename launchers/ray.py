@@ -31,10 +31,10 @@ from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
 from megarl.launchers.common import Job, layout_environment, own_command, own_environment, process_environment
 from megarl.launchers.output import Follower
+from megarl.launchers.ray_folder import INNER, make_ray_folder
 from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, within
 from megarl.launchers.seats import Place, assign_seats_by_team, ranks_of
 from megarl.launchers.supervise import signal_rank
-from megarl.leftovers import ray_folder
 from megarl.machine import available_cores
 from megarl.processes import CAUGHT, FINISHED, JOB_BEGAN, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
 from megarl.simulators.parents import PARENTS, end_with_parents
@@ -154,10 +154,10 @@ class RayWorkers:
             check_reachable(self._address, min(_PROBE_S, self._seconds_left()))
         self._entered = True
         with _signals_kept():
-            _connect(self._address, job.config, size, self._seconds_left())
+            folder = _connect(self._address, job.config, size, self._seconds_left())
         import ray  # not before: see `_keep_strangers_out`
 
-        self._ray = OwnRay() if self._address is None else ClusterRay(ray.get_runtime_context().gcs_address)
+        self._ray = ClusterRay(ray.get_runtime_context().gcs_address) if folder is None else OwnRay(folder)
         self._reserve()
         try:
             self._number()
@@ -425,8 +425,12 @@ def _signals_kept() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: float) -> None:
-    """Connect to the cluster at `address`, or start one here for the run, with an object store of its own."""
+def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: float) -> Path | None:
+    """Connect to the cluster at `address`, or start one here for the run, with an object store and a folder of its own.
+
+    Returns:
+        The folder of the Ray that was started; None: it was there.
+    """
     text = "starting Ray" if address is None else f"joining Ray at {address}"
     print(text, file=config.tracking.messages, flush=True)
     if address is None:
@@ -436,9 +440,10 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     if address is not None:
         within(limit_s, f"Ray at RAY_ADDRESS={address}", lambda: ray.init(address=address, **quiet))
-        return
+        return None
     from megarl.compat.ray_session import for_one_run
 
+    folder = make_ray_folder()
     with for_one_run():
         ray.init(  # from the main thread: processes that Ray starts here end with the thread that started them
             address="local",
@@ -449,9 +454,10 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
             object_store_memory=store_bytes,
             _system_config=OWN_RAY | ({} if config.placement.spill else NO_SPILLING),
             _node_ip_address="127.0.0.1",
-            _temp_dir=str(ray_folder()),
+            _temp_dir=str(folder / INNER),
             **quiet,
         )
+    return folder
 
 
 def _keep_strangers_out() -> None:

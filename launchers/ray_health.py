@@ -14,12 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
 from megarl.errors import UnavailableError, WorkerError
-from megarl.leftovers import ray_folder
+from megarl.launchers.ray_folder import INNER
 from megarl.processes import oom_kills, signal_name
 
 _PARTS = {"gcs_server": "control store", "raylet": "node manager"}
@@ -32,20 +33,25 @@ _DIES_S = 5.0  # a process whose first thread has ended still waits for the othe
 
 
 class OwnRay:
-    """The Ray that this process has started: its control store and its node manager are children of this process."""
+    """The Ray that this process has started: its control store and its node manager are children of this process.
 
-    def __init__(self) -> None:
+    Args:
+        folder: as `make_ray_folder` has made it for this Ray.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held = os.open(folder, os.O_RDONLY)  # to `megarl.leftovers` the folder is in use while this process runs
         self._parts = [child for child in psutil.Process().children() if child.name() in _PARTS]
         self._names = {part.pid: part.name() for part in self._parts}
         self._oom_kills = oom_kills()
         self._lost: str | None = None
-        own = ray_folder().glob(f"session_*_{os.getpid()}")
-        self._session = max(own, key=lambda folder: folder.stat().st_mtime, default=None)
+        self._session = next((folder / INNER).glob(f"session_*_{os.getpid()}"), None)
 
     def forget(self) -> None:
         """Remove Ray's folder, with its logs, after a normal end of Ray."""
-        if self._session is not None:
-            shutil.rmtree(self._session, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._held)
 
     def lost(self) -> str | None:
         """Describe which part of Ray has died, how, and the fix; None: it is alive."""

@@ -1,7 +1,7 @@
 """Files that killed processes have left in the system's temporary folder and in shared memory.
 
-    /tmp       megarl-XXXXXXXX (sockets of a server), megarl-command-*, torchelastic_*, torch-shm-dir-*,
-               megarl-ray/session_* of a run's own Ray
+    /tmp       megarl-XXXXXXXX (sockets of a server, or the folder of a Ray, which may also be in RAY_TMPDIR),
+               megarl-command-*, torchelastic_*, torch-shm-dir-*
     /dev/shm   torch_PID_*, and files of servers with the run's name
 
 Only files of this user that no process has open or mapped, or names in its environment or command line, as owners do.
@@ -10,6 +10,7 @@ Only files of this user that no process has open or mapped, or names in its envi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -19,31 +20,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
-_RAY = "megarl-ray"
+PREFIX = "megarl-"
 _FOLDERS = re.compile(r"megarl-[a-z0-9_]{8}|torchelastic_.+|torch-shm-dir-.+")
 _FILES = re.compile(r"megarl-command-.+")
 _SHARED = re.compile(r"torch_(?P<pid>\d+)_.+|(sglang_loads|sgl_shm)_megarl_.+")
-_SESSION = re.compile(r"session_.+_(?P<pid>\d+)")
 _JUST_MADE_S = 60.0  # a process that has created a folder may not have named it to anybody yet
 _UNSEEN_S = 3600.0  # the same where processes of other containers are invisible
 _ALL_PROCESSES = 4026531836  # inode of the first namespace of processes, from which all are visible
 
 
-def ray_folder() -> Path:
-    """Return the folder with the sessions of runs' own Rays, and no others."""
-    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), _RAY)
+def ray_parents() -> list[Path]:
+    """Return the folders in which a Ray may get its folder, the first choice first."""
+    given = os.environ.get("RAY_TMPDIR")
+    return [Path(given)] if given else [Path(tempfile.gettempdir()), Path("/tmp")]
 
 
 def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
     """Return the files and folders that no process needs any more.
 
     Args:
-        temporary: folder of temporary files; None: this process's.
+        temporary: folder of temporary files; None: this process's, and those where a Ray may have its folder.
         shared: folder of shared memory; None: the usual one.
     """
-    sessions = ray_folder() if temporary is None else temporary / _RAY
-    temporary = temporary or Path(tempfile.gettempdir())
-    found = [path for path in _candidates(temporary, sessions, shared or SHARED) if _is_old(path)]
+    folders = [temporary] if temporary is not None else [Path(tempfile.gettempdir()), *ray_parents()]
+    found = [path for path in _candidates(list(dict.fromkeys(folders)), shared or SHARED) if _is_old(path)]
     if not found:
         return []
     named = b"\0".join(_named_by_processes())
@@ -62,14 +62,10 @@ def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) 
     return [path for path in found if not path.exists()]
 
 
-def _candidates(temporary: Path, sessions: Path, shared: Path) -> Iterator[Path]:
+def _candidates(temporary: list[Path], shared: Path) -> Iterator[Path]:
     """Yield files of this user with names of leftovers, whose process is gone if the name tells it."""
-    for path in _own_files(temporary):
+    for path in itertools.chain.from_iterable(map(_own_files, temporary)):
         if (_FOLDERS.fullmatch(path.name) and path.is_dir()) or (_FILES.fullmatch(path.name) and path.is_file()):
-            yield path
-    for path in _own_files(sessions):
-        match = _SESSION.fullmatch(path.name)
-        if match and not _runs(match["pid"]):
             yield path
     for path in _own_files(shared):
         match = _SHARED.fullmatch(path.name)
@@ -96,7 +92,7 @@ def _is_old(path: Path) -> bool:
         sees_all = os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
     except OSError:
         return False
-    match = _SHARED.fullmatch(path.name) or _SESSION.fullmatch(path.name)
+    match = _SHARED.fullmatch(path.name)
     return age > (_UNSEEN_S if not sees_all else 0 if match and match["pid"] else _JUST_MADE_S)
 
 

@@ -28,18 +28,16 @@ def places(tmp_path, monkeypatch):
 
 def test_what_nobody_has_is_removed_and_nothing_else(places):
     temporary, shared = places
-    session = temporary / "megarl-ray" / f"session_2026-01-01_00-00-00_1_{GONE}"
-    running = temporary / "megarl-ray" / f"session_2026-01-01_00-00-00_1_{os.getpid()}"
     others = temporary / "ray" / f"session_2026-01-01_00-00-00_2_{GONE}"
-    for folder in [*(temporary / name for name in FOLDERS), session, running, others]:
+    for folder in [*(temporary / name for name in FOLDERS), others]:
         (folder / "inside").mkdir(parents=True)
     files = [temporary / "megarl-command-1", shared / f"torch_{GONE}_77_0", shared / "sgl_shm_megarl_ab_1"]
     kept = [temporary / "megarl-abc12_9z.log", temporary / "megarl-notes", shared / f"torch_{os.getpid()}_77_0"]
     for file in [*files, *kept]:
         file.touch()
     removed = remove_leftovers(temporary, shared)
-    assert sorted(removed) == sorted([*(temporary / name for name in FOLDERS), session, *files])
-    assert all(path.exists() for path in [*kept, running, others])
+    assert sorted(removed) == sorted([*(temporary / name for name in FOLDERS), *files])
+    assert all(path.exists() for path in [*kept, others])
     assert leftovers(temporary, shared) == []
 
 
@@ -101,20 +99,29 @@ def test_the_command_says_what_it_has_removed(monkeypatch, tmp_path, capsys):
     assert "nothing is left of processes that were killed" in capsys.readouterr().out
 
 
-def test_of_a_ray_that_was_lost_only_the_logs_stay_until_the_next_start(tmp_path, monkeypatch):
-    from megarl.launchers import ray_health
+def test_of_a_ray_that_was_lost_only_the_logs_stay_until_the_next_start(places, monkeypatch):
+    from megarl.launchers import ray_folder, ray_health
 
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    temporary, shared = places
+    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
+    monkeypatch.setattr(ray_folder, "_LONGEST", 4096)
     monkeypatch.setattr(ray_health, "_shut_down", lambda: None)
-    session = module.ray_folder() / f"session_2026-01-01_00-00-00_1_{os.getpid()}"
+    folder = ray_folder.make_ray_folder()
+    session = folder / ray_folder.INNER / f"session_2026-01-01_00-00-00_1_{os.getpid()}"
     for name in ("logs", "ray_spilled_objects_ab", "sockets"):
         (session / name).mkdir(parents=True)
         (session / name / "file").touch()
     (session / "gcs_server_port_ab").touch()
-    lost = ray_health.OwnRay()
+    lost = ray_health.OwnRay(folder)
     lost.leave()
     assert [path.name for path in session.iterdir()] == ["logs"]
-    assert leftovers(tmp_path, tmp_path / "shm") == []  # this process runs
-    gone = session.with_name(f"session_2026-01-01_00-00-00_1_{GONE}")
-    session.rename(gone)
-    assert remove_leftovers(tmp_path, tmp_path / "shm") == [gone]
+    assert leftovers(temporary, shared) == []  # this process runs
+    os.close(lost._held)  # as at its end
+    assert remove_leftovers(temporary, shared) == [folder]
+
+
+def test_the_folder_of_a_ray_is_found_wherever_it_may_be(places, monkeypatch):
+    temporary, shared = places
+    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
+    (temporary / "megarl-abc12_9z").mkdir()
+    assert temporary / "megarl-abc12_9z" in leftovers(shared=shared)

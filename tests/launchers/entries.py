@@ -96,6 +96,8 @@ def meet_in_teams(config: RunConfig, run_dir: Path) -> None:
     )
     seen = {name: os.environ.get(name) for name in names}
     seen |= {"sum": int(total), "size": dist.get_world_size(), "ray": ray.get_runtime_context().gcs_address}
+    session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    seen["ray folder"] = {"mode": oct(session.parents[1].stat().st_mode), "session": session.name}
     seen["listens"] = [address.removeprefix("::ffff:") for address in _listening()]
     mail = StoreClient.connect(os.environ[STORE], os.environ[TEAM], int(os.environ["RANK"]), config.cluster.timeout_s)
     mail.post(f"from {number}", seen)

@@ -22,7 +22,7 @@ from megarl.disaggregated.buffer import size as store_size
 from megarl.disaggregated.buffer.size import LEAST
 from megarl.errors import ConfigError, WorkerError
 from megarl.launchers import ray as ray_launcher
-from megarl.launchers import ray_health
+from megarl.launchers import ray_folder, ray_health
 from megarl.launchers.common import run_workers
 from megarl.launchers.ray_health import ClusterRay, within
 from megarl.processes import free_port
@@ -281,6 +281,8 @@ def test_the_local_launcher_runs_several_teams_in_a_ray_of_its_own(tmp_path: Pat
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"] != seen[2]["MASTER_PORT"]
     assert os.environ["RAY_ADDRESS"] not in {s["ray"] for s in seen}
     assert {address for s in seen for address in s["listens"]} == {"127.0.0.1"}
+    assert {s["ray folder"]["mode"] for s in seen} == {"0o40700"}
+    assert len(f"{seen[0]['ray folder']['session']}/sockets/plasma_store") <= len(ray_folder._SOCKET)
     assert "hello from 0" in result.out
     assert "hello from 1" not in result.out
     assert "[worker 1 (actor, rank 1)] hello from 1" in result.log
