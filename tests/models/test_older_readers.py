@@ -162,7 +162,7 @@ def test_a_tokenizer_of_no_folder_has_a_class_that_both_versions_know(tmp_path: 
 
 
 def exports(folder: Path) -> list[Path]:
-    """Exports of each architecture and kind of RoPE, of odd configurations, of vision-language models, and of critics."""
+    """Exports of each architecture and kind of RoPE, odd configurations, vision-language models, and critics."""
     single_process()
     models = [
         (f"{model_type}-{rope}", model_type, {"rope_parameters": dict(parameters), **_head(model_type)})
