@@ -166,6 +166,21 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
+def duration(seconds: float) -> str:
+    """Return a duration in at most six characters.
+
+    >>> [duration(x) for x in (7, 125, 5000, 200_000)]
+    ['7 s', '2 min', '1h23', '2d07h']
+    """
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}" if hours < 48 else f"{hours // 24}d{hours % 24:02}h"
+
+
 def choose(table: Mapping[str, T], name: str, what: str, *, where: str) -> T:
     """Return the entry of this name.
 

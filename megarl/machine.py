@@ -177,11 +177,18 @@ def machine_info() -> dict[str, Any]:
 
 def processor_name() -> str:
     """Return the marketing name of the processor."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _of_processor("model name") or platform.processor() or platform.machine()
+
+
+def processor_flags() -> frozenset[str]:
+    """Return the names of the processor's instruction sets, as Linux has them."""
+    return frozenset((_of_processor("flags", "Features") or "").split())
+
+
+def _of_processor(*names: str) -> str | None:
+    """Return a field of the first processor by one of its names; None: there is none, or this is not Linux."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith(names):
+                return line.partition(":")[2].strip()
+    return None

@@ -41,6 +41,7 @@ from megarl.checks.settings import (
     check_watched_metrics,
 )
 from megarl.checks.sglang import check_servers
+from megarl.checks.step_time import check_time
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
@@ -63,12 +64,14 @@ class Checked:
         sizes: of each role's model, None where they are unknown here.
         graph: the task graph of a training run, None when it cannot be built.
         placement: the teams of the job, None when they are unknown.
+        step_s: estimated seconds of a step, None when no formula knows them.
     """
 
     items: list[Check]
     sizes: Sizes
     graph: TaskGraph | None
     placement: Placement | None
+    step_s: float | None = None
 
 
 def check_config(
@@ -130,7 +133,7 @@ def check_config(
     check_packages(config, placement, checks, launcher, job, starts=starts)
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
-    return Checked(checks.items, sizes, graph, placement)
+    return Checked(checks.items, sizes, graph, placement, check_time(config, graph, placement, sizes, machine, checks))
 
 
 def _check_learning(

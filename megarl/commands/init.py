@@ -15,11 +15,13 @@ from megarl.errors import UserError, count
 from megarl.machine import Machine, this_machine
 
 if TYPE_CHECKING:
-    from megarl.checks.checklist import Check
+    from megarl.checks.recipe import Checked
     from megarl.config.run import RunConfig
 
 _NODE = 8  # GPUs of a machine
 _GPU_GB = 80.0
+_SLOW_S = 120.0  # of a step: a first try takes hours
+_SMALL_MODEL = "~/.cache/megarl/smollm2-135m-instruct"
 _PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "label", "output", "response")
 _NUMBER = re.compile(r"\s*[-+]?[\d,]*\.?\d+\s*")
@@ -151,13 +153,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise _uneven(gpus)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        config, problems = _write_first_fit(file, arguments, settings, layouts, machine)
+        config, checked = _write_first_fit(file, arguments, settings, layouts, machine)
+        problems = [check for check in checked.items if check.status == "fail"]
         if any(check.name != "memory" for check in problems):
             raise_problems([check.problem() for check in problems])
     except BaseException:  # such as an unknown reward: the command with another one is not to find the file
         file.unlink(missing_ok=True)
         raise
     print(f"{file} is written: {arguments.algorithm} of {arguments.model} on {_devices(gpus)}")
+    _print_time(checked, gpus)
     raise_problems([check.problem() for check in problems])
     check_rows(config, "train")
     print(f"  megarl train {file} --dry-run    every check; starts nothing\n  megarl train {file}")
@@ -166,31 +170,43 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_first_fit(
     file: Path, arguments: argparse.Namespace, settings: _Settings, layouts: Sequence[_Settings], machine: Machine
-) -> tuple[RunConfig, list[Check]]:
+) -> tuple[RunConfig, Checked]:
     """Write the recipe with the first layout that passes the checks, or else the last one that fails only in memory.
 
     Returns:
-        The recipe with the layout that was tried last, and the failed checks of the written one.
+        The recipe with the layout that was tried last, and the checks of the written one.
     """
     from megarl.checks.recipe import check_config
     from megarl.components import COMPONENTS
     from megarl.config.load import load_config
 
-    kept: tuple[str, list[Check]] | None = None
+    kept: tuple[str, Checked] | None = None
     for layout in layouts:
         text = _recipe_text(file, arguments, settings | layout)
         file.write_text(text, encoding="utf-8")
         config = load_config(file, components=COMPONENTS)
-        checks = check_config(config, launcher=config.launch.launcher, machine=machine).items
-        problems = [check for check in checks if check.status == "fail"]
+        checked = check_config(config, launcher=config.launch.launcher, machine=machine)
+        problems = [check for check in checked.items if check.status == "fail"]
         if kept is None or all(check.name == "memory" for check in problems):
-            kept = text, problems
-        if not problems and not any(check.status == "warn" and check.name == "memory" for check in checks):
+            kept = text, checked
+        if not problems and not any(check.status == "warn" and check.name == "memory" for check in checked.items):
             break
     assert kept is not None, "there are layouts"
-    text, problems = kept
+    text, checked = kept
     file.write_text(text, encoding="utf-8")
-    return config, problems
+    return config, checked
+
+
+def _print_time(checked: Checked, gpus: int) -> None:
+    """Print the time of a step and of the run, and a model for this machine where a step on its CPU takes minutes."""
+    for check in checked.items:
+        if check.name == "time" and check.status in ("ok", "warn"):
+            print(f"  {'WARNING: ' if check.status == 'warn' else ''}{check.message}")
+    if not gpus and checked.step_s is not None and checked.step_s > _SLOW_S:
+        print(
+            "  a model that fits a CPU: make smollm2 (135 million parameters), then the same command with "
+            f"--model {_SMALL_MODEL}"
+        )
 
 
 def _uneven(gpus: int) -> UserError:

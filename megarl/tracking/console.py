@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.artifacts.jsonl import finite
-from megarl.errors import printable
+from megarl.errors import duration, printable
 from megarl.tracking.names import FINAL_TABLE, STEP_LINE, Shown, number
 from megarl.tracking.teams import BOTTLENECK, bounding_team
 
@@ -89,7 +89,7 @@ class ConsoleView:
         if _SECONDS in metrics:
             end.append(f" {number(metrics[_SECONDS], 3):>5} s", style="not bold")
         if (left := self._left_s(step)) is not None:
-            end.append(f" {f'{_duration(left)} left':>11}", style="not bold dim")
+            end.append(f" {f'{duration(left)} left':>11}", style="not bold dim")
         room = _WIDTH - len(line) - _END_WIDTH
         for shown in STEP_LINE:
             if shown.name not in metrics:
@@ -236,18 +236,3 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]
 
 def _share(value: float) -> str:
     return f"{100 * value:.1f}%" if 0 <= value <= 1 else number(value)
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration in at most six characters.
-
-    >>> [_duration(x) for x in (7, 125, 5000, 200_000)]
-    ['7 s', '2 min', '1h23', '2d07h']
-    """
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}" if hours < 48 else f"{hours // 24}d{hours % 24:02}h"

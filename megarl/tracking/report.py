@@ -16,6 +16,7 @@ from typing import Any
 import megarl
 from megarl.artifacts.records import set_aside
 from megarl.artifacts.trained import exported
+from megarl.errors import duration
 from megarl.tracking import teams
 from megarl.tracking.names import number
 from megarl.tracking.report_charts import groups, shown
@@ -144,7 +145,7 @@ def _facts(run: Run, stage: str) -> list[tuple[str, str]]:
     if "started" in info:
         facts.append(("started", f"{datetime.datetime.fromtimestamp(info['started']):%Y-%m-%d %H:%M}"))
         if "ended" in info:
-            facts.append(("took", _duration(info["ended"] - info["started"])))
+            facts.append(("took", duration(info["ended"] - info["started"])))
     if (steps := run.steps(stage)) is not None:
         facts.append(("steps", str(steps[1])))
         bounds = teams.bounding_team(teams.after_start(run.series[stage]))
@@ -170,13 +171,6 @@ def _facts(run: Run, stage: str) -> list[tuple[str, str]]:
     if device:
         facts.append(("on", str(device)))
     return facts
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _graph(folder: Path) -> str | None:

@@ -103,3 +103,16 @@ def test_a_refused_reward_leaves_no_file(init, tmp_path, capsys):
 def test_comments_are_about_keys_that_exist():
     for path in _COMMENTS:
         assert find_key(tuple(path.split("."))) is not None, path
+
+
+def test_the_time_of_a_step_is_said_and_a_small_model_for_a_slow_cpu(init, capsys, monkeypatch):
+    monkeypatch.setattr("megarl.machine.processor_flags", lambda: frozenset({"avx2"}))
+    init("--gpus", "0")
+    shown = capsys.readouterr().out
+    assert "min a step" in shown
+    assert "make smollm2" in shown
+    Path("mine.yaml").unlink()
+    init("--gpus", "8")
+    shown = capsys.readouterr().out
+    assert "a step" in shown
+    assert "make smollm2" not in shown

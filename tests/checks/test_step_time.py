@@ -1,0 +1,76 @@
+"""The time of a step and of the run is known before the start."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.checks.recipe import check_config
+from megarl.components import COMPONENTS
+from megarl.config.load import load_config
+from megarl.machine import Machine
+from megarl.planning import hardware
+
+LAPTOP = Machine(cores=2, memory=64e9)
+_QWEN = ["model.path=Qwen/Qwen3-0.6B", "model.hf_config=null", "model.tokenizer=null", "trainer.steps=100"]
+_QWEN += ["sft.steps=0", "rollout.sampling.max_new_tokens=256", "data.max_prompt_tokens=512"]
+_HUGE = [*_QWEN, "data.batch_size=512"]
+
+
+@pytest.fixture(autouse=True)
+def processor(monkeypatch):
+    monkeypatch.setattr("megarl.machine.processor_flags", lambda: frozenset({"avx2", "avx512f"}))
+
+
+def checked(recipe, *overrides, machine=LAPTOP):
+    """(estimated seconds of a step, the check of the time) of a dry run."""
+    config = load_config(recipe, overrides, components=COMPONENTS)
+    result = check_config(config, machine=machine)
+    return result.step_s, [check for check in result.items if check.name == "time"]
+
+
+def test_the_line_names_a_step_and_the_run():
+    step_s, [check] = checked("grpo_quickstart", *_QWEN)
+    assert check.status == "ok"
+    assert check.message.startswith(f"about {step_s / 60:.0f} min a step, ")
+    assert "for 100 steps on this CPU, by formulas" in check.message
+    _, [check] = checked("grpo_quickstart", "trainer.steps=1000")
+    assert "for the cold start and 1,000 steps" in check.message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "words"),
+    [
+        ([], LAPTOP, "make smollm2"),
+        (["cluster.device_memory_gb=80", "data.batch_size=65536"], LAPTOP, "megarl plan --search"),
+        (["data.batch_size=65536"], Machine(16, 256e9, has_gpu=True, gpu_memory=80e9), "megarl plan --search"),
+    ],
+)
+def test_a_step_of_more_than_an_hour_is_warned_of(overrides, machine, words):
+    step_s, [check] = checked("grpo_quickstart", *_HUGE, *overrides, machine=machine)
+    assert step_s > 3600
+    assert check.status == "warn"
+    assert words in check.fix
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "why"),
+    [
+        ("dpo_quickstart", [], "runs that generate nothing"),
+        ("srpo_reach_quickstart", [], "simulators"),
+        ("grpo_quickstart", ["model.path=some/model", "model.hf_config=null"], "sizes are not known"),
+    ],
+)
+def test_what_no_formula_knows_is_skipped_with_the_reason(recipe, overrides, why):
+    step_s, [check] = checked(recipe, *overrides)
+    assert (step_s, check.status) == (None, "skip")
+    assert why in check.message
+
+
+def test_a_processor_without_bf16_products_is_slow_in_bf16(monkeypatch):
+    rates = {}
+    for name, flags in {"new": {"avx512f", "avx512_bf16"}, "old": {"avx2"}, "unknown": set()}.items():
+        monkeypatch.setattr("megarl.machine.processor_flags", lambda flags=flags: frozenset(flags))
+        rates[name] = hardware.typical_cpu(2, cores=2)
+    assert rates["new"].bf16_tflops > rates["new"].fp32_tflops > rates["old"].fp32_tflops
+    assert rates["old"].bf16_tflops < rates["old"].fp32_tflops
+    assert rates["unknown"].fp32_tflops > 0
