@@ -195,7 +195,7 @@ def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, i
             job.log.record(who, failure.traceback)
         lines = [] if failure.explained else [failure.traceback.rstrip()]
         lines.append(f"megarl: {who} failed {where}: {failure.type}: {failure.message}")
-    if failure.out_of_memory:
+    if failure.out_of_memory and "fix:" not in failure.message:
         lines.append(f"  fix:     {OUT_OF_MEMORY_FIX}")
     if not failure.user_error:
         lines += more

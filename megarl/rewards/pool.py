@@ -2,6 +2,9 @@
 
 (`concurrent.futures` gives neither: a killed worker breaks the whole pool, and a running call cannot be stopped.)
 
+A process that the kernel kills for lack of memory (SIGKILL) may have been the victim of another: its samples are scored
+once more, each group by itself while no other process scores, before they are blamed.
+
 A process's output is plain data that is validated here (`megarl.rewards.scoring`), because it may run code that the
 policy wrote: invalid output fails its sample, and the process is replaced.
 """
@@ -11,12 +14,14 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.errors import ConfigError, RewardError
+from megarl.errors import ConfigError, RewardError, WorkerError
 from megarl.processes import how_it_ended
 from megarl.rewards.pool_process import PoolProcess
 from megarl.rewards.registry import REWARDS, Mode
@@ -26,7 +31,33 @@ from megarl.simulators.plain import Malformed, cut, flag, short, whole
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # a user's file may import heavy packages
 _REFUSAL = 20_000  # characters of an error of the function's file
+_LESS_MEMORY = "use less memory: fewer reward.workers, a function that holds less, or a smaller data.batch_size"
 _CHUNKS_PER_WORKER = 4  # small enough to balance, large enough to amortise a message
+
+
+@dataclass
+class _Batch:
+    """The work of one call.
+
+    Attributes:
+        outcomes: by position.
+        pending: positions that wait, chunk by chunk.
+        again: chunks of killed processes, which wait until nothing else is scored.
+        killed: positions that have been in such a chunk.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    pending: deque[list[int]] = field(default_factory=deque)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    again: deque[list[int]] = field(default_factory=deque)
+    killed: set[int] = field(default_factory=set)
+
+    def groups(self, positions: list[int]) -> list[list[int]]:
+        """Split positions into the samples of each prompt (uid)."""
+        groups: dict[Any, list[int]] = {}
+        for i in positions:
+            groups.setdefault(self.samples[i].get("uid", i), []).append(i)
+        return list(groups.values())
 
 
 class ScorerPool:
@@ -40,6 +71,7 @@ class ScorerPool:
         limit_result: result of a sample over its limit; None: it has failed.
         program: module that the processes run; `noun`: its name in messages.
         read: validates their results.
+        repeats: whether samples of a killed process are scored once more.
 
     Raises:
         ConfigError: the processes could not load the function.
@@ -57,10 +89,11 @@ class ScorerPool:
         program: str = "megarl.rewards.pool_worker",
         noun: str = "reward",
         read: Reading = read_reward,
+        repeats: bool = True,
     ) -> None:
         self._program, self._noun, self._read = program, noun, read
         self._setup = {"name": name, "mode": mode, "kwargs": kwargs, "sys_path": [p or os.getcwd() for p in sys.path]}
-        self._mode, self._size = mode, size
+        self._mode, self._size, self._repeats = mode, size, repeats
         self._sample_limit_s, self._limit_result = sample_limit_s, limit_result
         self._workers: list[PoolProcess] = []
         self.asks_images = False  # until a process has loaded the function
@@ -78,42 +111,43 @@ class ScorerPool:
             ConfigError: an included reward cannot score as it is configured.
         """
         deadline = time.monotonic() + timeout_s
-        pending, outcomes = deque(self._chunks(samples)), dict[int, Outcome]()
+        batch = _Batch(samples)
+        batch.pending.extend(self._chunks(batch))
         self._start_missing()
-        while pending or any(w.chunk for w in self._workers):
+        while batch.pending or batch.again or any(w.chunk for w in self._workers):
             for worker in list(self._workers):
-                if worker.ready and not worker.chunk and pending:
-                    worker.give(pending.popleft(), samples, stop_at_failure)
-            self._collect(outcomes, pending, deadline)
-            failed = any(isinstance(o, ScoringFailure) for o in outcomes.values())
+                if not batch.pending and not any(w.chunk for w in self._workers) and batch.again:
+                    batch.pending.append(batch.again.popleft())
+                if worker.ready and not worker.chunk and batch.pending:
+                    worker.give(batch.pending.popleft(), samples, stop_at_failure)
+            self._collect(batch, deadline)
+            failed = any(isinstance(o, ScoringFailure) for o in batch.outcomes.values())
             if time.monotonic() >= deadline:
-                self._expire(outcomes, pending, timeout_s)
+                self._expire(batch, timeout_s)
                 break
             if failed and stop_at_failure:
                 break
         for worker in [w for w in self._workers if w.chunk]:
             self._drop(worker)
-        return outcomes
+        return batch.outcomes
 
     def close(self) -> None:
         """End all processes."""
         for worker in list(self._workers):
             self._drop(worker)
 
-    def _chunks(self, samples: list[Sample]) -> list[list[int]]:
+    def _chunks(self, batch: _Batch) -> list[list[int]]:
         """Split the positions. Sequential mode: short runs. Batch mode: a chunk per process, groups (uid) whole."""
+        number = len(batch.samples)
         if self._mode == "sequential":
-            size = max(1, len(samples) // (self._size * _CHUNKS_PER_WORKER))
-            return [list(range(a, min(a + size, len(samples)))) for a in range(0, len(samples), size)]
-        groups: dict[Any, list[int]] = {}
-        for i, sample in enumerate(samples):
-            groups.setdefault(sample.get("uid", i), []).append(i)
+            size = max(1, number // (self._size * _CHUNKS_PER_WORKER))
+            return [list(range(a, min(a + size, number))) for a in range(0, number, size)]
         chunks: list[list[int]] = [[] for _ in range(self._size)]
-        for members in sorted(groups.values(), key=len, reverse=True):
+        for members in sorted(batch.groups(list(range(number))), key=len, reverse=True):
             min(chunks, key=len).extend(members)
         return [sorted(chunk) for chunk in chunks if chunk]
 
-    def _collect(self, outcomes: dict[int, Outcome], pending: deque[list[int]], deadline: float) -> None:
+    def _collect(self, batch: _Batch, deadline: float) -> None:
         """Wait for messages until something happens or a limit is reached, and handle it."""
         until = deadline
         if self._sample_limit_s is not None:
@@ -122,18 +156,18 @@ class ScorerPool:
             worker.flush()
             try:
                 for message in worker.receive():
-                    self._on_message(worker, message, outcomes)
+                    self._on_message(worker, message, batch.outcomes)
             except Malformed as error:
-                self._on_loss(worker, outcomes, pending, f"wrote {error}")
+                self._on_loss(worker, batch, f"wrote {error}")
             except EOFError:
-                self._on_loss(worker, outcomes, pending, None)
+                self._on_loss(worker, batch, None)
         if self._sample_limit_s is not None:
             for worker in [w for w in self._workers if w.chunk and time.monotonic() > w.since + self._sample_limit_s]:
                 left = worker.left  # absent where the last message of a chunk is missing
                 late = ScoringFailure(f"did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}")
                 for blamed in left[:1]:
-                    outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
-                self._requeue(worker, left[1:], pending)
+                    batch.outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
+                self._requeue(worker, left[1:], batch)
 
     def _with_news(self, wait_s: float) -> list[PoolProcess]:
         """Return the processes that have written, ended, or accept more bytes; none after `wait_s` seconds."""
@@ -180,43 +214,49 @@ class ScorerPool:
     def _stopped(self, worker: PoolProcess, outcomes: dict[int, Outcome]) -> bool:
         return worker.stops and any(isinstance(outcomes[i], ScoringFailure) for i in worker.done)
 
-    def _on_loss(
-        self, worker: PoolProcess, outcomes: dict[int, Outcome], pending: deque[list[int]], wrote: str | None
-    ) -> None:
+    def _on_loss(self, worker: PoolProcess, batch: _Batch, wrote: str | None) -> None:
         """Replace a process that died, or wrote an invalid message."""
         left = worker.left
         how = how_it_ended(worker.process) if wrote is None else ""
+        killed = wrote is None and worker.process.returncode == -signal.SIGKILL
         self._drop(worker)
         name = f"{self._noun} {self._setup['name']!r}"
         if not worker.ready:
-            raise RewardError(f"a process of {name} {wrote or 'died'} while it started{how and f' ({how})'}")
+            text = f"a process of {name} {wrote or 'died'} while it started{how and f' ({how})'}"
+            raise WorkerError(f"{text}\n  fix:     {_LESS_MEMORY}") if killed else RewardError(text)
         its = f"its {self._noun} process"
         reason = f"died with {its} ({how})" if wrote is None else f"lost {its}, which {wrote}"
         self._start_missing()
         if not left or worker.broken:  # no sample is to blame
             log.warning("a process of %s, which was idle, %s; it is replaced", name, wrote or f"died ({how})")
-            pending.extendleft([left] if left else [])
-        elif self._mode == "sequential":
-            outcomes[left[0]] = ScoringFailure(reason)
-            pending.extendleft([left[1:]] if left[1:] else [])
-        else:
-            reason += f" while that scored a batch of {len(left)}"
-            outcomes.update({i: ScoringFailure(reason, collateral=k > 0) for k, i in enumerate(left)})
+            batch.pending.extendleft([left] if left else [])
+            return
+        at_work, rest = (left[:1], left[1:]) if self._mode == "sequential" else (left, [])
+        batch.pending.extendleft([rest] if rest else [])
+        if killed and self._repeats and at_work[0] not in batch.killed:
+            log.warning("a process of %s was killed (%s); what it scored is scored once more, by itself", name, how)
+            batch.killed.update(at_work)
+            batch.again.extend(batch.groups(at_work))
+            return
+        reason += ", for the second time" if at_work[0] in batch.killed else ""
+        reason += f" while that scored a batch of {len(left)}" if self._mode == "batch" else ""
+        fix = f"{_LESS_MEMORY}, or set reward.on_error to a score for such samples" if killed else None
+        batch.outcomes.update({i: ScoringFailure(reason, None, k > 0, fix) for k, i in enumerate(at_work)})
 
-    def _requeue(self, worker: PoolProcess, rest: list[int], pending: deque[list[int]]) -> None:
+    def _requeue(self, worker: PoolProcess, rest: list[int], batch: _Batch) -> None:
         self._drop(worker)
         if rest:
-            pending.appendleft(rest)
+            batch.pending.appendleft(rest)
         self._start_missing()
 
-    def _expire(self, outcomes: dict[int, Outcome], pending: deque[list[int]], timeout_s: float) -> None:
+    def _expire(self, batch: _Batch, timeout_s: float) -> None:
         """Fail the samples in work when the deadline has passed; waiting samples are not to blame."""
         for worker in self._workers:
             for k, i in enumerate(worker.left):
                 at_work = k == 0 or self._mode == "batch"
-                outcomes[i] = ScoringFailure(_late(timeout_s, at_work), collateral=k > 0)
-        for i in (i for chunk in pending for i in chunk):
-            outcomes[i] = ScoringFailure(_late(timeout_s, False), collateral=True)
+                batch.outcomes[i] = ScoringFailure(_late(timeout_s, at_work), collateral=k > 0)
+        for i in (i for chunk in (*batch.pending, *batch.again) for i in chunk):
+            batch.outcomes[i] = ScoringFailure(_late(timeout_s, False), collateral=True)
 
     def _drop(self, worker: PoolProcess) -> None:
         self._workers.remove(worker)
@@ -233,7 +273,7 @@ class ScorerPool:
                     f"processes of {self._noun} {self._setup['name']!r} did not start within {START_TIMEOUT_S:g} s: "
                     "does importing it hang?"
                 )
-            self._collect({}, deque(), min(deadline, time.monotonic() + 1.0))
+            self._collect(_Batch(), min(deadline, time.monotonic() + 1.0))
 
 
 def _late(timeout_s: float, at_work: bool) -> str:

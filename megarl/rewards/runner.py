@@ -228,9 +228,8 @@ def _describe(name: str, samples: list[Sample], index: int, failure: ScoringFail
     ]
     if failure.where:
         lines.append(f"  at:       {failure.where}")
-    lines.append(
-        f"  fix:      {fix or 'correct the function or the data, or set reward.on_error to a score for such samples'}"
-    )
+    usual = "correct the function or the data, or set reward.on_error to a score for such samples"
+    lines.append(f"  fix:      {fix or failure.fix or usual}")
     return printable("\n".join(lines))
 
 

@@ -23,11 +23,18 @@ MAX_PARTS, MAX_NAME, MAX_EXTRACTED = 1000, 200, 4096  # of a result; the others 
 
 @dataclass(frozen=True)
 class ScoringFailure:
-    """The reason why a sample has no score. `where`: line of the user's file; `collateral`: another one is to blame."""
+    """The reason why a sample has no score.
+
+    Attributes:
+        where: line of the user's file.
+        collateral: another sample is to blame.
+        fix: a remedy; None: the usual one.
+    """
 
     reason: str
     where: str | None = None
     collateral: bool = False
+    fix: str | None = None
 
 
 Outcome = Result | ScoringFailure

@@ -170,7 +170,8 @@ class RankFailure:
     @property
     def out_of_memory(self) -> bool:
         """True when the rank ran out of host or device memory."""
-        return self.type in {"MemoryError", "OutOfMemoryError"} or bool(_OUT_OF_MEMORY.search(self.message))
+        words = _OUT_OF_MEMORY.search(self.message)
+        return not self.user_error and (self.type in {"MemoryError", "OutOfMemoryError"} or bool(words))
 
 
 def failure_of(error: BaseException, rank: int) -> RankFailure:

@@ -4,7 +4,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections import deque
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,12 @@ from megarl.config.data import RewardConfig
 from megarl.errors import ConfigError, RewardError, UserError
 from megarl.processes import has_nvidia_device
 from megarl.rewards import REWARDS, reward_metrics
+from megarl.rewards import pool as pool_module
 from megarl.rewards.pool import ScorerPool
 from megarl.rewards.pool_process import PoolProcess
 from megarl.rewards.preflight import check_import
 from megarl.rewards.runner import RewardRunner
+from megarl.runtime.health import failure_of
 from tests.forked import forked_scorers
 from tests.house.test_docs import code_with
 
@@ -59,6 +60,16 @@ def die(sample):
     if sample["response"] == "bad":
         os.kill(os.getpid(), 9)
     return 1
+
+def victim(sample):
+    if sample["response"] == "bad" and not os.path.exists(sample["answer"]):
+        open(sample["answer"], "x").close()
+        os.kill(os.getpid(), 9)
+    return 1
+
+def victims(samples):
+    assert len({s["uid"] for s in samples}) * 2 == len(samples)
+    return [victim(sample) for sample in samples]
 
 def hang(sample):
     if sample["response"] == "bad":
@@ -246,6 +257,22 @@ def test_dead_process_is_recognised_and_replaced(file):
     assert [r["overall"] for r in results] == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize(("function", "mode"), [("victim", "sequential"), ("victims", "batch")])
+def test_what_a_killed_process_scored_is_scored_once_more(file, tmp_path, function, mode, caplog):
+    batch = [sample | {"uid": i // 2} for i, sample in enumerate(samples("ok", "ok", "ok", "bad", "ok", "ok"))]
+    batch = [sample | {"answer": str(tmp_path / "killed")} for sample in batch]
+    assert run(config(f"{file}:{function}", mode, workers=2), batch) == [{"overall": 1.0}] * 6
+    assert "was killed (signal SIGKILL, out of memory?); what it scored is scored once more, by itself" in caplog.text
+
+
+def test_a_sample_that_kills_its_process_twice_is_blamed_with_settings_of_the_reward(file):
+    with pytest.raises(RewardError, match="for the second time") as caught:
+        run(config(f"{file}:die"), samples("bad"))
+    assert "fewer reward.workers" in str(caught.value)
+    failure = failure_of(caught.value, 0)
+    assert (failure.exit_code, failure.out_of_memory) == (2, False)
+
+
 def test_process_killed_while_idle_is_replaced(file):
     with closing(RewardRunner(config(f"{file}:one", workers=1))) as runner:
         process = psutil.Process(runner._pool._workers[0].process.pid)
@@ -318,9 +345,9 @@ def test_a_process_that_scored_all_and_says_nothing_more_is_replaced(file):
     pool = ScorerPool(f"{file}:one", "sequential", {}, 1, sample_limit_s=3)
     (worker,) = pool._workers
     worker.chunk, worker.done, worker.since = [0], {0}, worker.since - 60
-    outcomes, pending = {}, deque()
-    pool._collect(outcomes, pending, time.monotonic() + 1)
-    assert (outcomes, list(pending), worker in pool._workers) == ({}, [], False)
+    batch = pool_module._Batch()
+    pool._collect(batch, time.monotonic() + 1)
+    assert (batch.outcomes, list(batch.pending), worker in pool._workers) == ({}, [], False)
     pool.close()
 
 

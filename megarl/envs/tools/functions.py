@@ -107,6 +107,7 @@ class Functions:
                 program="megarl.envs.tools.worker",
                 noun="environment",
                 read=functools.partial(_read_answer, max_chars),
+                repeats=False,  # a call may have had an effect
             )
             for _ in range(workers)
         ]
