@@ -86,18 +86,21 @@ class Stacks:
 
     Attributes:
         shapes: those of the files.
+        names: the name in the files of each tensor of the model.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.names: dict[str, str] = {}
         self._waiting: dict[str, Tensor] = {}
         self._left: dict[str, int] = {}
         for name, shape in shapes.items():
             found = _MATRIX.fullmatch(name)
             if found is None:
-                self.shapes[name] = shape
+                self.shapes[name], self.names[name] = shape, name
                 continue
             stack, expert = _stack_name(found), int(found[2])
+            self.names[name] = stack
             rows, columns = shape if found[3] == "down" else (2 * shape[0], shape[1])
             self.shapes[stack] = (expert + 1, *((columns, rows) if rows != columns else (rows, columns)))
             self._left[stack] = self._left.get(stack, 0) + 1

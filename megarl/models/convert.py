@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +15,7 @@ from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
-from megarl.models.hf import load_hf_config, stacks_experts
+from megarl.models.hf import load_hf_config, stacks_experts, vision_of
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
 from megarl.models.weights.peft import CONFIG as ADAPTER_CONFIG
@@ -27,11 +30,13 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
         source: folder or hub name of a Hugging Face model of a supported architecture, or the folder of a PEFT adapter,
             which is merged into its base model.
         target: folder that appears when it is complete.
-        dtype: `fp32` or `bf16`; None keeps the dtype of the first tensor for all.
+        dtype: `fp32` or `bf16`; None keeps the dtype of each tensor, and numbers that are stored as codes get that of
+            most of the others.
         max_shard_gb: start another file beyond this size (10**9 bytes).
 
     Raises:
-        ConfigError: no such model, an unsupported one, tensors that are missing, or a target that is taken.
+        ConfigError: no such model, an unsupported one, a target that is taken, or tensors that are missing, have
+            another shape or are read by nothing.
     """
     target = Path(target)
     check_target(target)
@@ -45,25 +50,33 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
         adapter.check_base(hf_tensors(hf))
     value_head = "score.weight" in reader
     shapes = hf_tensors(hf, value_head=value_head)
-    to = DTYPES[dtype] if dtype else reader.read(next(iter(shapes)), ((0, 1), (0, 1))).dtype
-    if to not in DTYPES.values() and to is not torch.float16:
-        raise ConfigError(
-            "tensors of this dtype cannot be written as they are",
-            where=str(reader.folder),
-            found=str(to).removeprefix("torch."),
-            allowed="float32, bfloat16, float16, float64",
-            fix="name one: --dtype bf16",
-        )
-    with FolderWriter(target, shapes, to, int(max_shard_gb * 1e9), stacked=stacks_experts(hf)) as writer:
+    reader.check(shapes, vision_of(hf))
+    dtypes = dict.fromkeys(shapes, DTYPES[dtype]) if dtype else _stored_dtypes(reader, shapes)
+    with FolderWriter(target, shapes, dtypes, int(max_shard_gb * 1e9), stacked=stacks_experts(hf)) as writer:
         print(f"weights: {reader.describe()}", flush=True)
         for name in shapes:
             weight = reader.read(name)
             writer.add(name, weight if adapter is None else adapter.merged(name, weight))
         classifies = value_head and any("SequenceClassification" in name for name in hf.architectures or ())
-        write_metadata(writer.temporary, hf, None, to, value_head=value_head, classifies=classifies, source=folder)
+        most = _most_frequent(dtypes, shapes)
+        write_metadata(writer.temporary, hf, None, most, value_head=value_head, classifies=classifies, source=folder)
         copy_tokenizer(folder, writer.temporary)
         if (folder / STATISTICS).is_file():
             shutil.copyfile(folder / STATISTICS, writer.temporary / STATISTICS)
+
+
+def _stored_dtypes(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor in the files; of one that holds codes, that of most others."""
+    stored = {name: dtype for name in shapes if (dtype := reader.float_dtype(name)) is not None}
+    return dict.fromkeys(shapes, _most_frequent(stored, shapes)) | stored
+
+
+def _most_frequent(dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, tuple[int, ...]]) -> torch.dtype:
+    """Return the dtype of most numbers, which config.json names for the whole model."""
+    counts = Counter[torch.dtype]()
+    for name, dtype in dtypes.items():
+        counts[dtype] += math.prod(shapes[name])
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
 
 
 def _base_folder(adapter: AdapterReader) -> Path:

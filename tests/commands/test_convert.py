@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megarl.commands.convert import convert, describe
 from megarl.config.load import dump_config
@@ -38,6 +38,61 @@ def test_dtype_is_kept_by_default(tmp_path):
     convert(tmp_path / "in", tmp_path / "out")
     source, written = tensors(tmp_path / "in"), tensors(tmp_path / "out")
     assert all(torch.equal(written[name], source[name]) for name in source)
+
+
+def changed(folder, model_type: str, changes: dict[str, torch.Tensor]):
+    """A tiny model in `folder` with some tensors in place of its own, or in addition to them."""
+    save_tiny(folder, model_type)
+    save_file(tensors(folder) | changes, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_each_tensor_keeps_its_own_dtype_and_the_config_names_that_of_most_numbers(tmp_path):
+    norm, bias = torch.ones(64, dtype=torch.float64), torch.ones(64, dtype=torch.float16)
+    changed(tmp_path / "in", "qwen2", {"model.norm.weight": norm, "model.layers.1.self_attn.q_proj.bias": bias})
+    convert(tmp_path / "in", tmp_path / "out")
+    source, written = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    assert {name: tensor.dtype for name, tensor in written.items()} == {name: t.dtype for name, t in source.items()}
+    assert all(torch.equal(written[name], source[name]) for name in source)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_stack_of_experts_has_the_widest_dtype_of_its_matrices(tmp_path):
+    from megarl.models.weights.files import FolderWriter
+
+    names = [f"m.mlp.experts.{e}.{part}_proj.weight" for e in range(2) for part in ("gate", "up")]
+    values = {name: torch.full((2, 3), 1 + 2**-12 * i).to(torch.float64) for i, name in enumerate(names)}
+    values[names[0]] = values[names[0]].bfloat16()
+    shapes, dtypes = (
+        {name: read(t) for name, t in values.items()} for read in (lambda t: tuple(t.shape), lambda t: t.dtype)
+    )
+    with FolderWriter(tmp_path / "out", shapes, dtypes, 1 << 30, stacked=True) as writer:
+        for name in names:
+            writer.add(name, values[name])
+    (stack,) = tensors(tmp_path / "out").values()
+    assert stack.dtype == torch.float64
+    assert torch.equal(stack[1].t(), torch.cat([values[names[2]], values[names[3]]]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model.layers.0.self_attn.gate.weight": torch.ones(4)},
+            ["1 tensor that nothing reads", "self_attn.gate.weight"],
+        ),
+        ({"model.norm.weight": torch.ones(65)}, ["'model.norm.weight' has another shape", "65", "64"]),
+        ({"model.layers.0.mlp.up_proj.weight": torch.ones(95, 64)}, ["up_proj.weight' has another shape", "96, 64"]),
+        ({"model.layers.0.mlp.up_proj.weight": torch.ones(0, 64)}, ["up_proj.weight' has another shape", "0, 64"]),
+        ({"score.weight": torch.ones(3, 64)}, ["'score.weight' has another shape", "1, 64"]),
+    ],
+)
+def test_a_model_that_training_would_not_read_is_not_converted(tmp_path, changes, words):
+    changed(tmp_path / "in", "llama", changes)
+    with pytest.raises(ConfigError) as error:
+        convert(tmp_path / "in", tmp_path / "out")
+    assert all(part in str(error.value) for part in words), error.value
+    assert error.value.fix is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
 def test_checkpoint_of_a_run(tmp_path):
@@ -113,8 +168,6 @@ def test_what_was_written_is_described(tmp_path):
 
 
 def test_missing_tensor_is_named_and_nothing_is_left(tmp_path):
-    from safetensors.torch import save_file
-
     save_tiny(tmp_path / "in", "llama")
     left = tensors(tmp_path / "in")
     del left["model.norm.weight"]

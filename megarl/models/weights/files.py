@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,8 +13,16 @@ from typing import Any
 import torch
 
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
+from megarl.architectures.vision import VisionShape
 from megarl.architectures.vision_language import canonical_name
-from megarl.artifacts.checkpoint_files import INDEX, file_names, quantized_block, read_config, weight_files
+from megarl.artifacts.checkpoint_files import (
+    INDEX,
+    file_names,
+    quantized_block,
+    read_config,
+    refuse_unread,
+    weight_files,
+)
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
 from megarl.errors import ConfigError
@@ -25,6 +33,7 @@ _COMPARED_ROWS = 4096
 #: The last one: parts of robot policies in files of their own, see artifacts/robot_policy.py.
 _FETCHED, _WEIGHTS = ("*.json", "*.txt", "*.model", "*_checkpoint.pt"), ("*.safetensors",)
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 def resolve_folder(
@@ -161,6 +170,33 @@ class CheckpointReader:
         """Return the dtype of tensor `name` as its file spells it, such as BF16."""
         return str(self._slice(name).get_dtype())
 
+    def float_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of tensor `name`; None: it holds codes of numbers."""
+        return _DTYPES.get(self.dtype(name))
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], sight: VisionShape | None) -> None:
+        """Check that the tensors are those of a model.
+
+        Args:
+            shapes: of the model's tensors by name. Those of a value head may be missing: it then starts at zero.
+            sight: vision part of a robot policy, whose towers have unused parts.
+
+        Raises:
+            ConfigError: a tensor is missing, does not have the shape that config.json implies, or is read by nothing.
+        """
+        refuse_unread(self.names(), shapes, sight, str(self.folder))
+        for name, shape in shapes.items():
+            if name.startswith("score.") and name not in self:
+                continue
+            if self.shape(name) != shape:
+                raise ConfigError(
+                    f"tensor {name!r} has another shape than config.json implies",
+                    where=str(self._place[name][0]),
+                    found=self.shape(name),
+                    allowed=[shape],
+                    fix="check that config.json belongs to these files",
+                )
+
     def read(self, name: str, region: TensorRegion | None = None) -> torch.Tensor:
         """Return the tensor `name` or its `region`, in the file's dtype; quantised tensors in float32.
 
@@ -248,13 +284,22 @@ def _open_file(path: Path) -> Any:
         ) from error
 
 
+#: The dtype of all tensors, or of each by name.
+Dtypes = torch.dtype | Mapping[str, torch.dtype]
+
+
+def _of_each(dtypes: Dtypes, names: Iterable[str]) -> dict[str, torch.dtype]:
+    return {name: dtypes if isinstance(dtypes, torch.dtype) else dtypes[name] for name in names}
+
+
 class SafetensorsWriter:
     """One safetensors file whose tensors arrive one at a time, in the order announced."""
 
-    def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._dtype, self._left, offset = dtype, list(shapes.items()), 0
+    def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]], dtypes: Dtypes) -> None:
+        self._dtypes, self._left, offset = _of_each(dtypes, shapes), list(shapes.items()), 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, shape in shapes.items():
+            dtype = self._dtypes[name]
             size = dtype.itemsize * math.prod(shape)
             header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
             offset += size
@@ -268,7 +313,7 @@ class SafetensorsWriter:
         expected = self._left.pop(0)
         if expected != (name, tuple(tensor.shape)):
             raise ValueError(f"expected {expected}, got {name} {tuple(tensor.shape)}")
-        data = tensor.detach().to("cpu", self._dtype).contiguous()
+        data = tensor.detach().to("cpu", self._dtypes[name]).contiguous()
         self._file.write(data.flatten().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
@@ -285,6 +330,7 @@ class FolderWriter:
 
     Args:
         shapes: every tensor by name, in the order in which they come.
+        dtypes: of all tensors, or of each. A stack has the widest dtype of its matrices.
         max_bytes: start another file beyond this size.
         stacked: experts' matrices are written as stacks (`megarl.artifacts.stacked_experts`).
     """
@@ -293,18 +339,23 @@ class FolderWriter:
         self,
         folder: Path,
         shapes: dict[str, tuple[int, ...]],
-        dtype: torch.dtype,
+        dtypes: Dtypes,
         max_bytes: int,
         *,
         stacked: bool = False,
     ) -> None:
         self._stacks = Stacks(shapes) if stacked else None
+        given = _of_each(dtypes, shapes)
+        self._names = dict(zip(shapes, shapes, strict=True)) if self._stacks is None else self._stacks.names
+        self._dtypes: dict[str, torch.dtype] = {}
+        for name, stored in self._names.items():
+            self._dtypes[stored] = torch.promote_types(given[name], self._dtypes.get(stored, given[name]))
         shapes = shapes if self._stacks is None else self._stacks.shapes
         self.folder, self.temporary = folder, folder.with_name(f".{folder.name}.partial-{os.getpid()}")
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.temporary.mkdir()
-        self._dtype, self._groups = dtype, list(_group(shapes, dtype, max_bytes))
-        self._sizes = sum(dtype.itemsize * math.prod(s) for s in shapes.values())
+        self._groups = list(_group(shapes, self._dtypes, max_bytes))
+        self._sizes = sum(self._dtypes[name].itemsize * math.prod(shape) for name, shape in shapes.items())
         self._shapes, self._done = shapes, 0
         self._writer: SafetensorsWriter | None = None
         self._in_group = 0
@@ -315,6 +366,7 @@ class FolderWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor in the order of `shapes`."""
+        tensor = tensor.to(self._dtypes[self._names[name]])
         for whole in [(name, tensor)] if self._stacks is None else self._stacks.add(name, tensor):
             self._write(*whole)
 
@@ -322,7 +374,7 @@ class FolderWriter:
         names = self._groups[self._done]
         if self._writer is None:
             path = self.temporary / self._file_name(self._done)
-            self._writer = SafetensorsWriter(path, {n: self._shapes[n] for n in names}, self._dtype)
+            self._writer = SafetensorsWriter(path, {n: self._shapes[n] for n in names}, self._dtypes)
         self._writer.add(name, tensor)
         self._in_group += 1
         if self._in_group == len(names):
@@ -367,12 +419,14 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _group(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> Iterator[list[str]]:
+def _group(
+    shapes: dict[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], max_bytes: int
+) -> Iterator[list[str]]:
     """Yield the names of the tensors of each file: as many as fit, at least one."""
     names: list[str] = []
     size = 0
     for name, shape in shapes.items():
-        bytes_ = dtype.itemsize * math.prod(shape)
+        bytes_ = dtypes[name].itemsize * math.prod(shape)
         if names and size + bytes_ > max_bytes:
             yield names
             names, size = [], 0

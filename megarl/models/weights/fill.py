@@ -13,8 +13,6 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from megarl.architectures.adapters import MODULE, is_adapter
-from megarl.artifacts.checkpoint_files import refuse_unread
-from megarl.errors import ConfigError
 from megarl.models.hf import vision_of
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import CheckpointReader
@@ -122,15 +120,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     wanted = hf_tensors(chunks[0].hf_config, value_head=chunks[0].has_value_head)
     if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:
         raise ValueError(f"{reader.folder} has score.bias, and the critic was built for another checkpoint")
-    refuse_unread(reader.names(), wanted, vision_of(chunks[0].hf_config), str(reader.folder))
-    for name, shape in wanted.items():
-        if name in reader and reader.shape(name) != shape:
-            raise ConfigError(
-                f"tensor {name!r} has another shape than config.json implies",
-                where=str(reader.folder),
-                found=reader.shape(name),
-                allowed=[shape],
-            )
+    reader.check(wanted, vision_of(chunks[0].hf_config))
 
     def read(name: str, region: TensorRegion) -> torch.Tensor:
         if name.startswith("score.") and name not in reader:
