@@ -11,7 +11,7 @@ from __future__ import annotations
 from megarl.architectures import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.architectures.base import Architecture
 from megarl.architectures.vision_language import DECODERS
-from megarl.errors import ConfigError, close_matches
+from megarl.errors import ConfigError
 
 ARCHITECTURES: dict[str, Architecture] = {
     module.ARCHITECTURE.model_type: module.ARCHITECTURE for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
@@ -22,12 +22,11 @@ def architecture(model_type: object, source: str) -> Architecture:
     """Return the architecture of that name; `source` names the config in errors. Raise ConfigError for others."""
     if model_type not in ARCHITECTURES:
         supported = sorted([*ARCHITECTURES, *DECODERS])  # of a vision-language model, the caller asks for its decoder
-        near = close_matches(str(model_type), supported)
         raise ConfigError(
             "the model's architecture is not supported" if model_type else "the model's config has no model_type",
             where=source,
             found=model_type,
             allowed=supported,
-            fix=f"did you mean {near[0]}?" if near else "choose a model of one of these architectures",
+            fix="choose a model of one of these architectures",  # a close name is another architecture, no typing error
         )
     return ARCHITECTURES[str(model_type)]

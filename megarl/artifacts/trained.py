@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.artifacts.jsonl import STEP, read_jsonl
-from megarl.artifacts.records import read_run, setting
+from megarl.artifacts.records import RUN, read_run, setting
 from megarl.errors import UserError
 from megarl.processes import write_atomically
 
@@ -104,14 +104,18 @@ def check_holds_run(run_dir: Path) -> None:
     Raises:
         UserError: names the newest run inside the folder, if there is one.
     """
-    if (run_dir / "config.yaml").is_file():
-        return
-    raise UserError(
-        "this folder holds no run",
+    if not (run_dir / "config.yaml").is_file():
+        raise _no_run(run_dir)
+
+
+def _no_run(folder: Path) -> UserError:
+    model = (folder / "config.json").is_file()
+    return UserError(
+        f"this folder holds {'a model, not a' if model else 'no'} run",
         where="RECIPE",
-        found=str(run_dir),
-        allowed="a recipe file, the name of a shipped recipe, or a run folder with its config.yaml",
-        fix=run_folder_fix(run_dir),
+        found=str(folder),
+        allowed="a recipe file, the name of a shipped recipe, or a run folder with its config.yaml and run.json",
+        fix=f"name a recipe, and the model in it: RECIPE model.path={folder}" if model else run_folder_fix(folder),
     )
 
 
@@ -143,6 +147,8 @@ def overrides_for_model(run_dir: Path, which: Which) -> tuple[list[str], str]:
         folder = run_dir / "checkpoints" / f"step_{step}"
         name = "best" if step == best else "last" if which == "last" else f"last{_why_last(step, best)}"
         return [f"trainer.resume={folder}"], f"{folder} ({name})"
+    if not (run_dir / RUN).is_file():  # the file config.yaml of something else
+        raise _no_run(run_dir)
     raise UserError(
         "this run has left no model yet: no exported one, no checkpoint",
         where="RECIPE",

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from megarl.checks.checklist import Checklist
+from megarl.config.other_values import value_fix
 from megarl.config.run import RunConfig
 from megarl.credentials import MASK, PASSWORD, USER, hide, mask, put_back, take_out
 from megarl.dag.placement import Placement
@@ -53,7 +54,7 @@ def _check_logger(name: str, checks: Checklist, *, starts: bool) -> None:
             checks.fail(key, "there is no such file or module", found=name, fix="correct the path")
     elif name not in LOGGERS:
         allowed = [*LOGGERS, "file.py:Class", "pkg.mod:Class"]
-        checks.fail(key, "there is no such tracker", found=name, allowed=allowed, fix="correct the name")
+        checks.fail(key, "unknown tracker", found=name, allowed=allowed, fix=value_fix(key, name) or "correct the name")
     else:
         _require(name, key, name, "take it out of the list", checks)
         if name == "wandb" and not _wandb_has_a_key():

@@ -24,11 +24,11 @@ from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
 from megarl.data.light_tokenizer import brings_chat_template
 from megarl.data.render import uses_chat
-from megarl.data.sources import HUB, SUFFIXES, TEXT, files_of_folder, unknown_form_fix
+from megarl.data.sources import HUB, SUFFIXES, TEXT, close_sources, files_of_folder, unknown_form_fix
 from megarl.data.templates import check_chat_template as parse_chat_template
 from megarl.data.templates import read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
-from megarl.errors import ConfigError, close_files, count, relative_path_fix
+from megarl.errors import ConfigError, count, relative_path_fix
 from megarl.imports import is_file_reference, is_module_reference
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located, raise_part_problems
@@ -184,7 +184,7 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
         found["sft.train_files"] = examples
     for key, sources in found.items():
         for source in sources:
-            _check_source(source, key, checks)
+            check_source(source, key, checks)
 
 
 def _check_held_out(config: RunConfig, checks: Checklist) -> None:
@@ -233,7 +233,8 @@ def trains_supervised(config: RunConfig, job: str) -> bool:
     return job == "sft" or (job == "train" and config.sft.steps > 0)
 
 
-def _check_source(source: str, key: str, checks: Checklist) -> None:
+def check_source(source: str, key: str, checks: Checklist) -> None:
+    """Check that a source of rows, given at `key`, is a data file, a folder of them, a function or a hub name."""
     if source.startswith(TEXT):
         checks.ok(f"{key}: one prompt")
         return
@@ -248,8 +249,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
     elif is_module_reference(source):
         check_function(source, key, checks)
     elif path.suffix.lower() in SUFFIXES or not HUB.fullmatch(source) or any(map(Path.is_file, path.parents)):
-        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = close_files(path.name, siblings)
+        close = close_sources(path)
         checks.fail(
             key,
             "there is no such file or folder",

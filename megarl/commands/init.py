@@ -128,6 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = "jsonl, json, csv, parquet file, folder, hub name org/name@split or pkg.mod:fn"
     parser.add_argument("--data", help=f"{kinds} (default: invented word problems)")
     parser.add_argument("--val", help="held-out rows, in the same forms")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the prompt (default: by its usual names)")
+    parser.add_argument("--answer-key", metavar="COLUMN", help="column of the answer (default: by its usual names)")
     parser.add_argument("--reward", help="a name or file.py:function (default: by the answers in the data)")
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded", help="of generation")
     parser.add_argument("--gpus", type=int, help="over all machines; 0: run on the CPU (default: a GPU if there is)")
@@ -232,6 +234,8 @@ def _settings(arguments: argparse.Namespace, gpus: int) -> _Settings:
     settings: _Settings = {"model.path": arguments.model, "model.dtype": "bf16" if gpus else "fp32"}
     pairs = any(key.startswith("preference.") for key in chosen)
     settings |= _data_settings(arguments, pairs=pairs)
+    named = {"data.prompt_key": arguments.prompt_key, "data.answer_key": arguments.answer_key}
+    settings |= {key: column for key, column in named.items() if column is not None}
     settings |= {"data.max_prompt_tokens": 512}
     lr = 1e-6
     if pairs:
@@ -261,6 +265,7 @@ def _data_settings(arguments: argparse.Namespace, *, pairs: bool) -> _Settings:
             return settings
         settings |= {"data.prompt_key": "messages", "reward.name": arguments.reward or "numeric"}
         return settings | ({} if arguments.reward else {"reward.kwargs.extract": "last"})
+    _check_sources({"--data": arguments.data, "--val": arguments.val})
     settings = {"data.train_files": [arguments.data]}
     settings |= {"data.val_files": [arguments.val]} if arguments.val else {}
     if pairs:
@@ -269,25 +274,41 @@ def _data_settings(arguments: argparse.Namespace, *, pairs: bool) -> _Settings:
     answers: list[Any] = []
     if rows:
         prompt = next((name for name in _PROMPTS if rows[0].has(name)), "prompt")
-        answer = next((name for name in _ANSWERS if rows[0].has(name)), None)
+        answer = arguments.answer_key or next((name for name in _ANSWERS if rows[0].has(name)), None)
         settings |= {"data.prompt_key": prompt, "data.answer_key": answer}
         answers = [row.column(answer, "data.answer_key") for row in rows[:100] if answer]
     elif arguments.data.startswith("openai/gsm8k"):
         settings, answers = settings | {"data.prompt_key": "question"}, ["#### 1"]
-    return settings | ({"reward.name": arguments.reward} if arguments.reward else _reward_for(answers))
+    return settings | (
+        {"reward.name": arguments.reward} if arguments.reward else _reward_for(answers, list(rows[0]) if rows else [])
+    )
 
 
-def _reward_for(answers: list[Any]) -> _Settings:
+def _check_sources(sources: Mapping[str, str | None]) -> None:
+    """Refuse a file or folder that is not there; `sources`: option -> source of rows."""
+    from megarl.checks.checklist import Checklist
+    from megarl.checks.files import check_source
+    from megarl.config.base import raise_problems
+
+    checks = Checklist(name="data")
+    for option, source in sources.items():
+        if source is not None:
+            check_source(source, option, checks)
+    raise_problems([check.problem() for check in checks.items if check.status == "fail"])
+
+
+def _reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
     """Return the keys of the included reward that reads answers of this form."""
     from megarl.rewards import REWARDS
 
     texts = [str(answer) for answer in answers]
     if not texts:
         raise UserError(
-            "the data tells no answers to compare with, so a reward has to be named",
-            where="megarl init",
-            allowed=[*REWARDS.names(), "file.py:function"],
-            fix="--reward my_reward.py:score",
+            "no column has a usual name of answers, and no reward is named",
+            where="--data",
+            found=f"columns here: {', '.join(columns)}" if columns else None,
+            allowed=f"a column named {', '.join(_ANSWERS)}; or a reward: {', '.join(REWARDS.names())}, file.py:function",
+            fix="--answer-key COLUMN, or --reward my_reward.py:score",
         )
     if all("####" in text for text in texts):
         return {"reward.name": "gsm8k"}

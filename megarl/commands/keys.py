@@ -16,7 +16,8 @@ from megarl.commands.describe import as_yaml, default_values
 from megarl.components import COMPONENTS, REGISTRIES
 from megarl.config.base import ComponentSection
 from megarl.config.fields import alternatives, describe_allowed, entries_of, find_key, iter_keys, section_of
-from megarl.config.other_names import meaning_of
+from megarl.config.other_names import METHODS, meaning_of
+from megarl.config.other_values import values_elsewhere
 from megarl.envs.registry import ENVIRONMENTS, environment_class
 from megarl.errors import UserError, close_matches
 from megarl.recipes.build import PIPELINES
@@ -139,7 +140,8 @@ def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEnt
     """Return the keys that `pattern` means, and a note about it, mostly empty.
 
     These are the key or section of that name with all below it, else the keys whose name ends with it or has it, else
-    those that have its meaning in another project, else those whose description has it.
+    those that have its meaning in another project, else those that take it as a value, else those whose description
+    has it.
 
     Raises:
         UserError: there is none.
@@ -156,6 +158,10 @@ def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEnt
         meant = [one for one in entries if any(f"{one.path}.".startswith(f"{word}.") for word in words)]
         return meant, f"{asked}: {elsewhere}"
     described = [one for one in entries if not one.is_section and asked in one.meaning.lower()]
+    valued = [entry for entry in entries if asked in entry.choices]
+    note = METHODS.get(asked) or values_elsewhere(asked)
+    if valued or note:
+        return valued, f"{asked}: {note}" if note else ""
     if described:
         return described, ""
     close = close_matches(asked, [one.path for one in entries])

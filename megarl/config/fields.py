@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megarl.config.base import LARGEST, ComponentSection, Section
+from megarl.config.other_values import value_fix
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, close_matches
 
@@ -215,7 +216,7 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
         literal = any(typing.get_origin(kind) is Literal for kind in alternatives(info.annotation))
         if literal and isinstance(value, str):
             what = f"{path} has an unknown value"
-        fix = _suggest(value, info) or _other_form(path, value, info)
+        fix = value_fix(path, value) or _suggest(value, info) or _other_form(path, value, info)
     # `found=None` would be left out of the message.
     found = "null" if value is None else value
     return ConfigError(what, where=where, found=found, allowed=allowed, fix=fix)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.config.fields import fields_of, find_key, iter_keys, nearest_keys
+from megarl.config.other_values import NO_SUCH_PREFERENCE
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, close_matches
 
@@ -32,7 +33,7 @@ _KEYS = {
     "model.path": "model_name model_name_or_path model.model_path model.name",
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
     "model.dtype": "torch_dtype bf16 precision megatron.dtype",
-    "model.lora.rank": "lora_r lora_rank peft.dim",
+    "model.lora.rank": "lora_r lora_rank peft.dim lora.r peft.r lora.dim",
     "model.lora.alpha": "lora_alpha peft.alpha",
     "model.lora.dropout": "lora_dropout",
     "model.lora.targets (attention, mlp, experts)": "lora_target_modules target_modules",
@@ -78,6 +79,8 @@ _KEYS = {
     "rollout.sampling.stop_token_ids": "generation.stop_token_ids",
     "rollout.sglang.context_length": "max_model_len vllm_max_model_length",
     "env.name": "multi_turn",
+    "env.parser, of env.name=tools": "multi_turn.format tool_parser",
+    "env.tools, of env.name=tools: a list of functions": "tool_config_path function_tool_path",
     "env.name=tools, and a list of functions in section env": "tools",
     "reward.name, or reward.parts for several functions": "reward_funcs",
     "reward.name": "reward_function reward.function reward_manager",
@@ -140,6 +143,7 @@ _KEYS = {
     "rollout_correction.is_level": "rollout_is",
     "rollout_correction.rs": "rollout_rs",
     "rollout_correction.mode=bypass": "bypass_mode",
+    "preference.max_tokens (of pairs)": "max_length max_total_sequence_length",
     "preference.beta": "dpo.reference_policy_kl_penalty",
     "preference.label_smoothing, of algorithm.pipeline=dpo": "label_smoothing",
     "preference.sft_coef": "sft_loss_weight",
@@ -236,10 +240,12 @@ _PICTURES = "images of prompts are named by data.image_key, with data.image_dir,
 _REFERENCE = "the reference is frozen here (reference.path)"
 _REWARD_MODEL = "a reward model is a reward here: reward.name=reward_model or classifier, or http where it is served"
 _ALWAYS = "this is always so here, and there is no key for it"
-_PREFERENCES = "of preference methods DPO, IPO, SLiC, robust DPO, KTO and reward models are here (section preference)"
+_REVISION = "there are no revisions here: hf download NAME --revision REVISION --local-dir FOLDER, and name FOLDER in model.path"
+_VLLM = "vLLM is not there; servers are SGLang's (rollout.engine=sglang)"
 _PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
 _ABSENT = {
-    _LORA: "use_lora lora use_peft peft peft_config use_dora modules_to_save",
+    _LORA: "use_lora lora use_peft peft peft_config modules_to_save",
+    f"there is no DoRA here; {_LORA}": "use_dora dora",
     _FROZEN: "freeze_vision_tower freeze_vision freeze_llm freeze_aligner",
     _QUANTISED: "load_in_4bit load_in_8bit use_bnb_nested_quant fp8_training",
     "there is no fp16 here; model.dtype is fp32 or bf16": "fp16 amp",
@@ -265,8 +271,12 @@ _ABSENT = {
     "there are no Liger kernels here": "use_liger_kernel use_liger",
     "there are no Liger kernels here; actor.engine.logits_chunk_tokens bounds the logits": "use_liger_loss",
     "there is no NEFTune here": "neftune_noise_alpha",
+    _REVISION: "revision model_revision",
+    _VLLM: "vllm",
     "there is no moving average of weights here": "ema",
-    "the optimizer is AdamW here (actor.optim has its settings)": "optim optimizer",
+    "the optimizer is AdamW here (actor.optim has its settings)": (
+        "optim optimizer optim.name optimizer.name optim.optimizer muon adafactor"
+    ),
     "this is a command here: megarl eval RECIPE": "val_only eval_only",
 }
 #: Name in another project -> why it does not exist here, and what to use.
@@ -275,12 +285,14 @@ ABSENT = _by_name(_ABSENT)
 _METHODS = {
     _PAIRS: "dpo",
     "set algorithm.pipeline=dpo and preference.loss=ipo": "ipo",
-    _PREFERENCES: "orpo simpo cpo bco online_dpo nash_md xpo",
+    NO_SUCH_PREFERENCE: "orpo simpo cpo bco online_dpo nash_md xpo",
     "set algorithm.pipeline=reward_model for training one": "rm reward reward_modeling",
     _REWARD_MODEL: "reward_model prm",
     "this is a command here: megarl sft RECIPE; before RL it is sft.steps": "sft cold_start",
     "set algorithm.distillation.coef and teacher.path": "gkd distillation opd",
-    _LORA: "lora qlora peft",
+    _LORA: "lora peft",
+    f"{_QUANTISED}; {_LORA}": "qlora",
+    "set algorithm.pipeline=dapo, and algorithm.loss.clip_high, such as 0.28": "dapo",
     "set reward.name=math": "accuracy_reward math_verify",
     "set reward.name=format": "think_format_reward",
     "set algorithm.advantage.name=rloo": "rloo",

@@ -29,6 +29,7 @@ FORMS = (
     "org/name:config@split, pkg.mod:fn, or text:<the prompt itself>"
 )
 TEXT = "text:"
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are no csv here
 #: Files of the `datasets` package about a data set, beside its data.
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
 _ROWS_ASKED = 200  # of the training data, about their system message
@@ -136,9 +137,14 @@ def is_function(source: str) -> bool:
 # -- files -------------------------------------------------------------------------------------------------------
 
 
+def close_sources(path: Path) -> list[str]:
+    """Return the data file or folder beside a missing `path` that its misspelt name may have meant."""
+    beside = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
+    return close_files(path.name, [file.name for file in beside if file.suffix.lower() in SUFFIXES or file.is_dir()])
+
+
 def _missing(path: Path) -> DataError:
-    siblings = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-    near = close_files(path.name, siblings)
+    near = close_sources(path)
     return DataError(
         "no such file or folder",
         where=str(path),
@@ -319,7 +325,17 @@ def _check_header(reader: csv.DictReader[str], path: Path) -> None:
     """Refuse a header that would hide a column."""
     if reader.fieldnames is None:  # an empty file, which has no rows
         return
-    repeated = _repeated(reader.fieldnames)
+    names = list(reader.fieldnames)
+    separator = next((sign for sign in _SEPARATORS if len(names) == 1 and sign in names[0]), None)
+    if separator is not None:
+        raise DataError(
+            f"the columns are separated by {_SEPARATORS[separator]}, not by commas",
+            where=f"{path}:{reader.line_num}",
+            found=names[0],
+            allowed="a comma between columns",
+            fix="save it with commas, or as .jsonl",
+        )
+    repeated = _repeated(names)
     if repeated or not reader.fieldnames:
         raise DataError(
             "the header names a column twice" if repeated else "the header is empty",

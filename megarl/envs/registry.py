@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
+from megarl.config.fields import wrong_value
 from megarl.config.rollout import ON_ERROR, env_section
 from megarl.data.light_tokenizer import brings_chat_template, chat_template_of
 from megarl.data.render import uses_chat
@@ -64,6 +65,13 @@ def environment_class(name: Any) -> type[Environment]:
     module = import_source(module_name, "env.name")
     kind = getattr(module, class_name, None)
     if not (inspect.isclass(kind) and issubclass(kind, Environment)):
+        if inspect.isclass(kind):
+            raise ConfigError(
+                f"{class_name} in {module_name} is no environment",
+                where="env.name",
+                found=name,
+                fix=f"derive it: class {class_name}(megarl.envs.Environment)",
+            )
         there = [
             key
             for key, value in vars(module).items()
@@ -144,6 +152,9 @@ def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:
         return kind.Settings.model_validate(own)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        key = str(first["loc"][0]) if len(first["loc"]) == 1 else ""
+        if key in own and first["type"] not in ("value_error", "assertion_error"):
+            raise wrong_value(first, f"env.{key}", known[key], own[key], where=f"env.{key}") from error
         raise ConfigError(
             first["msg"], where=".".join(["env", *map(str, first["loc"])]), found=first.get("input")
         ) from error

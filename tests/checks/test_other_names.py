@@ -26,7 +26,11 @@ def rows_of_the_page() -> list[tuple[list[str], list[str]]]:
 
 def is_a_key(dotted: str) -> bool:
     section, _, name = dotted.rpartition(".")
-    return dotted in _OWN or dotted == "env.name" or (section in REGISTRIES and bool(COMPONENTS.readers(section, name)))
+    return (
+        dotted in _OWN
+        or dotted in ("env.name", "env.parser", "env.tools")
+        or (section in REGISTRIES and bool(COMPONENTS.readers(section, name)))
+    )
 
 
 def message(write, *overrides: str, text: str = "{}") -> str:

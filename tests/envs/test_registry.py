@@ -29,7 +29,7 @@ def test_an_environment_from_a_file_has_settings_of_its_own():
             {"name": GUESS, "turn": 2},
             r"env.turn: .*no setting 'turn'[\s\S]*name, on_error, highest, turns[\s\S]*'turns'",
         ),
-        ({"name": GUESS, "turns": 0}, r"env.turns: Input should be greater than or equal to 1"),
+        ({"name": GUESS, "turns": 0}, r"env.turns is out of range[\s\S]*integer >= 1"),
         ({"name": GUESS, "on_error": "skip"}, r"env.on_error: [\s\S]*'skip'[\s\S]*fail, mark"),
         ({"name": GUESS + "es"}, r"has no environment 'Guesses'[\s\S]*allowed: Guess"),
         ({"name": "single-turn"}, r"unknown environment[\s\S]*did you mean 'single_turn'"),
