@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import sys
 import tempfile
@@ -22,7 +23,8 @@ from megarl.commands import plan as planning
 from megarl.commands import simulate as simulation
 from megarl.commands.parser import Parser
 from megarl.credentials import mask
-from megarl.errors import MegarlError, UserError, printable
+from megarl.errors import MegarlError, UserError, describe, printable, shortened, text_of
+from megarl.imports import location
 from megarl.processes import Stopped, signals_raise
 from megarl.unread import reader_is_gone, run_quietly
 
@@ -248,6 +250,7 @@ def _port(text: str) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from megarl.artifacts.pipes import refuse_pipes
     from megarl.artifacts.trained import run_folder_fix
     from megarl.tracking.close import close_if_killed
     from megarl.tracking.report import write_report
@@ -256,6 +259,7 @@ def _report(arguments: argparse.Namespace) -> int:
         if not folder.is_dir():
             fix = run_folder_fix(folder)
             raise UserError("no such run folder", where="megarl report", found=str(folder), fix=fix)
+        refuse_pipes(folder)
         close_if_killed(folder)
     if arguments.serve is not None:
         from megarl.tracking.report_server import serve
@@ -338,6 +342,9 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         print("megarl: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if (limit := _limit(error)) is not None:
+            print(f"megarl: {limit}", file=sys.stderr)
+            return limit.exit_code
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             raise
         # A new file for its owner only, with an unpredictable name.
@@ -345,8 +352,33 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
             "w", prefix="megarl-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
         ) as log:
             log.write(mask(traceback.format_exc()))
-        print(mask(f"megarl: {type(error).__name__}: {error}\n  log: {log.name}"), file=sys.stderr)
+        print(mask(f"megarl: {describe(error)}\n  log: {log.name}"), file=sys.stderr)
         return 1
+
+
+def _limit(error: Exception) -> UserError | None:
+    """Return the user's error for a limit of this machine or of Python that an input exceeds; None for others."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(
+            "a path is longer than the file system allows",
+            found=shortened(str(error.filename)),
+            allowed="255 bytes for each name in a path, 4,095 in all",
+            fix="shorten it; text that is meant as text, not as the name of a file, is written in another way",
+        )
+    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError) or refused or "failed to map segment" in text_of(error):  # of a library
+        return UserError(
+            "there is not enough memory for this command",
+            found=describe(error),
+            fix="free memory, or raise the limit that `ulimit -v` shows",
+        )
+    if isinstance(error, RecursionError):
+        return UserError(
+            "an input has too many lists or objects inside one another",
+            found=location(error, ""),
+            fix="flatten it",
+        )
+    return None
 
 
 def _show_warning(

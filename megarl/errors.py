@@ -108,6 +108,23 @@ class ServerError(MegarlError):
         super().__init__(mask(f"{server}{f' at {url}' if url else ''}: {phase}: {reason}"))
 
 
+def describe(error: BaseException) -> str:
+    """Return type and text of an exception; a user's own may have a `__str__` that raises.
+
+    >>> describe(ValueError("no")), describe(ValueError())
+    ('ValueError: no', 'ValueError')
+    """
+    return f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, also where its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"its text cannot be shown, because its __str__ raises {type(broken).__name__}"
+
+
 def is_full(error: BaseException) -> bool:
     """Return whether an error only means that a disk, or a user's share of it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -208,7 +225,8 @@ def close_files(name: str, siblings: Iterable[str]) -> list[str]:
     >>> close_files("trian.jsonl", ["train.jsonl", "b.jsonl"]), close_files("a.jsonl", ["b.jsonl"])
     (['train.jsonl'], [])
     """
-    by_stem = {Path(sibling).stem: sibling for sibling in siblings}
+    # A file of this very name is there, and of no use: a pipe, say.
+    by_stem = {Path(sibling).stem: sibling for sibling in siblings if sibling != Path(name).name}
     return [by_stem[stem] for stem in close_matches(Path(name).stem, by_stem)]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megarl.errors import UserError, close_matches, relative_path_fix
+from megarl.errors import UserError, close_matches, describe, relative_path_fix, text_of
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*")
 _FORMS = "pkg.mod:fn, pkg.mod:Class.method, pkg.mod.fn, or file.py:fn"
@@ -84,7 +84,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
     except Exception as error:
         line = location(error, str(Path(module_name).expanduser().resolve()) if is_file else "")
         raise UserError(
-            f"{'file' if is_file else 'module'} {module_name!r} does not import: {type(error).__name__}: {error}"
+            f"{'file' if is_file else 'module'} {module_name!r} does not import: {describe(error)}"
             f"{f' ({line})' if line else ''}",
             where=where,
             found=path,
@@ -172,7 +172,7 @@ def _exits_are_errors() -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not _is_raised_by_code(error):
             raise  # a signal, received anywhere
-        text = f"it raises {type(error).__name__} while it is imported: {error}".rstrip(": ")
+        text = f"it raises {type(error).__name__} while it is imported: {text_of(error)}".rstrip(": ")
         raise ModuleExitError(text).with_traceback(error.__traceback__) from error
 
 

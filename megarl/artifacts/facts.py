@@ -27,6 +27,7 @@ from megarl.architectures.vision import VisionShape
 from megarl.architectures.vision_language import DECODERS, VisionEncoder, decoder_config
 from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.artifacts.model_files import no_model
+from megarl.artifacts.pipes import refuse_pipes
 from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError, close_matches
@@ -241,6 +242,7 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
         return model.hf_config, "model.hf_config"
     folder = local_folder(model.path)
     if folder is not None:
+        refuse_pipes(folder)
         raw = _read_json(folder / "config.json")
         known = complete_config(raw, folder) if raw.get("model_type") == ROBOT_POLICY else raw
         return known, str(folder / "config.json")
@@ -315,7 +317,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise no_model(file.parent, "model.path") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("the model's config cannot be read", where=str(file), found=str(error), fix=_AGAIN) from error
     if not isinstance(raw, dict):
         raise ConfigError("the model's config is not a mapping", where=str(file), found=raw, fix=_AGAIN)

@@ -50,7 +50,7 @@ def end_token_ids(folder: Path) -> list[int]:
         return []
     try:
         value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"the model's {GENERATION_CONFIG} cannot be read: {error}",
             where=str(file),
@@ -85,7 +85,7 @@ def _adapter(folder: Path) -> tuple[str, str] | None:
         return None
     try:
         base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         base = None
     fix = "merge the adapter into its model (peft: merge_and_unload), and name the folder of the result"
     return f"holds an adapter{f' of {base}' if base else ''}, and adapters are not applied to a model", fix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,7 +41,7 @@ def exported(run_dir: Path) -> list[Exported]:
         found = [Exported(**fields) for fields in json.loads(record.read_text())]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         log.warning("%s cannot be read, so no model counts as exported: %s", record, error)
         return []
     return [model for model in found if (run_dir / model.folder / "config.json").is_file()]
@@ -53,8 +54,13 @@ def forget_exported(run_dir: Path) -> None:
 
 def steps_in(checkpoints: Path) -> list[int]:
     """Return the steps of all complete checkpoints in a folder of checkpoints, ascending."""
-    names = [file.parent.name[5:] for file in checkpoints.glob("step_*/meta.json")]
-    return sorted(int(name) for name in names if name.isdigit())
+    return steps_of(file.parent for file in checkpoints.glob("step_*/meta.json"))
+
+
+def steps_of(folders: Iterable[Path]) -> list[int]:
+    """Return the steps of folders called step_N, ascending; other names, such as step_07, are not a run's."""
+    names = [folder.name.removeprefix("step_") for folder in folders]
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name)
 
 
 def best_step(checkpoints: Path) -> int | None:
@@ -64,7 +70,7 @@ def best_step(checkpoints: Path) -> int | None:
         return int(json.loads(path.read_text())["step"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.warning("%s cannot be read, so no checkpoint counts as the best: %s", path, error)
         return None
 

@@ -12,6 +12,7 @@ from megarl.architectures.known_keys import ignored_keys, unknown_keys
 from megarl.architectures.values import training_problems
 from megarl.artifacts.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, local_folder, model_facts
 from megarl.artifacts.model_files import GENERATION_CONFIG, check_tokenizer_files, end_token_ids
+from megarl.artifacts.pipes import is_special
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, signature_of, strings
@@ -24,7 +25,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
 from megarl.data.light_tokenizer import brings_chat_template
 from megarl.data.render import uses_chat
-from megarl.data.sources import HUB, SUFFIXES, TEXT, close_sources, files_of_folder, unknown_form_fix
+from megarl.data.sources import HUB, SUFFIXES, TEXT, close_sources, files_of_folder, special_source, unknown_form_fix
 from megarl.data.templates import check_chat_template as parse_chat_template
 from megarl.data.templates import read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
@@ -244,6 +245,8 @@ def check_source(source: str, key: str, checks: Checklist) -> None:
         checks.fail(key, "the file's form is not known", found=source, allowed=SUFFIXES, fix=fix)
     elif path.is_dir() and not files_of_folder(path):
         checks.fail(key, "the folder holds no data file", found=source, allowed=SUFFIXES, fix="check the folder's name")
+    elif is_special(path):
+        checks.from_error(special_source(source, key))
     elif path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
         checks.ok(f"{key}: {source}")
     elif is_module_reference(source):
@@ -494,12 +497,24 @@ def check_chat_template(config: RunConfig, checks: Checklist) -> None:
         checks.ok("none; the tokenizer's is not used")
 
 
-def check_end_tokens(config: RunConfig, checks: Checklist) -> None:
-    """Check that the model's end tokens can be read; without a tokenizer of transformers they are only numbers."""
+def check_end_tokens(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Check that the model's end tokens can be read, and that its vocabulary has them.
+
+    Without a tokenizer of transformers they are only numbers.
+    """
     checks = checks.of("end tokens")
     folder = None if config.model.path is None else local_folder(config.model.path)
     if folder is None or not (folder / GENERATION_CONFIG).is_file():
         return
     with checks.recorded():
-        names = ", ".join(map(str, end_token_ids(folder))) or "none"
+        ids = end_token_ids(folder)
+        if facts is not None and any(token >= facts.vocab for token in ids):
+            raise ConfigError(
+                "the vocabulary has no such end token",
+                where=f"{folder / GENERATION_CONFIG}: eos_token_id",
+                found=[token for token in ids if token >= facts.vocab],
+                allowed=f"0 to {facts.vocab - 1}",
+                fix="correct it, or copy or download the model again",
+            )
+        names = ", ".join(map(str, ids)) or "none"
         checks.ok(f"{names} of {GENERATION_CONFIG}, the tokenizer's, and that of the chat template")

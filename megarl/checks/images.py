@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from megarl.architectures.vision_language import DECODERS, VisionEncoder
-from megarl.artifacts.facts import ModelFacts
+from megarl.architectures.vision_language import DECODERS, ImageSettings, VisionEncoder
+from megarl.artifacts.facts import ModelFacts, local_folder
 from megarl.artifacts.layout import divisors, image_problems
+from megarl.artifacts.robot_policy import read_preprocessor
 from megarl.checks.checklist import Checklist
 from megarl.compat.cuda import version_in
 from megarl.compat.sglang import find_python, install_fix
@@ -37,6 +38,8 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
             fix="choose such a model, or set data.image_key to null",
         )
         return
+    if facts is not None and encoder is not None:
+        _check_numbers(config, encoder, facts.vocab, checks)
     layouts = [config.actor.parallel] if placement is None else [team.parallel for team in placement.teams]
     before = len(checks.items)
     for problem in image_problems(layouts):
@@ -56,6 +59,23 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
     fits = len(checks.items) == before
     if facts is not None and encoder is not None and _deep_layers_fit(config, facts, checks) and fits:
         checks.ok(f"{encoder.model_type}, {facts.visual_parameters:,} parameters of its encoder")
+
+
+def _check_numbers(config: RunConfig, encoder: VisionEncoder, vocab: int, checks: Checklist) -> None:
+    """Check the tokens of images and the limits of their pixels."""
+    beyond = [token for token in encoder.image_tokens if not 0 <= token < vocab]
+    if beyond:
+        checks.fail(
+            "model: image_token_id",
+            "the vocabulary has no such token of images",
+            found=beyond,
+            allowed=f"0 to {vocab - 1}",
+            fix="correct vision_start_token_id, image_token_id and vision_end_token_id of config.json",
+        )
+    with checks.recorded():
+        folder = None if config.model.path is None else local_folder(config.model.path)
+        processor = read_preprocessor(folder) if folder is not None else None
+        ImageSettings.from_config(encoder, processor).limited(config.data.min_pixels, config.data.max_pixels)
 
 
 def _check_servers(servers: SGLangConfig, encoder: VisionEncoder, checks: Checklist) -> None:

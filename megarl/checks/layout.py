@@ -99,12 +99,6 @@ def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) 
         )
 
 
-def check_deadlines(config: RunConfig, checks: Checklist) -> None:
-    """Check the reward's deadline; a robot's policy has no reward function, and `check_robot` looks at simulators."""
-    if config.robot is None:
-        check_deadline("reward.timeout_s", config.reward.timeout_s, "the rewards do", config, checks.of("deadlines"))
-
-
 def check_deadline(key: str, found: float, what: str, config: RunConfig, checks: Checklist) -> None:
     """Check a deadline: while one rank waits for `what`, the others wait up to `cluster.timeout_s`."""
     cluster = config.cluster

@@ -26,7 +26,7 @@ from megarl.checks.files import (
 from megarl.checks.gpus import check_machine_gpus
 from megarl.checks.graph import build, check_graph
 from megarl.checks.images import check_images
-from megarl.checks.layout import check_cluster, check_deadlines, check_layouts
+from megarl.checks.layout import check_cluster, check_deadline, check_layouts
 from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
 from megarl.checks.placement import asked_models, check_placement
@@ -100,7 +100,6 @@ def check_config(
     checks = Checklist()
     facts = check_model(config.model, hf, checks)
     check_cluster(config, checks, launcher)
-    check_deadlines(config, checks)
     built = build(config, checks) if job == "train" else None
     graph = built if isinstance(built, TaskGraph) else None
     roles = graph.roles if graph is not None else None
@@ -125,7 +124,7 @@ def check_config(
     check_job(config, job, checks)
     _check_parts(config, facts, placement, checks)
     check_robot(config, placement, checks, starts=starts and launcher != "ray")
-    _check_texts(config, job, checks)
+    _check_texts(config, facts, job, checks)
     check_places(config, checks)
     if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
         check_disk(config, sizes, roles, job, run_dir, checks)
@@ -170,15 +169,16 @@ def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, j
     check_watched_metrics(config, job, checks)
 
 
-def _check_texts(config: RunConfig, job: str, checks: Checklist) -> None:
+def _check_texts(config: RunConfig, facts: ModelFacts | None, job: str, checks: Checklist) -> None:
     """Check prompts in files and the reward function, which a robot's policy does not have."""
     if config.robot is not None:
         return
     check_chat_template(config, checks)
-    check_end_tokens(config, checks)
+    check_end_tokens(config, facts, checks)
     check_data(config, job, checks)
     if job != "generate" and not (job == "train" and config.preference is not None):
         check_reward(config, checks)
+        check_deadline("reward.timeout_s", config.reward.timeout_s, "the rewards do", config, checks.of("deadlines"))
 
 
 def validate(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.artifacts.conversion import check_conversion
+from megarl.artifacts.pipes import refuse_pipes
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError, count
 
@@ -30,6 +31,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_g
     Raises:
         ConfigError: there is no model at `source`, it is not supported, or `target` is taken or cannot be written.
     """
+    refuse_pipes(source)
     check_conversion(source, target, max_shard_gb)  # before torch is imported, below
     from megarl.models.convert import convert as convert_folder
 

@@ -307,7 +307,7 @@ def _reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
             "no column has a usual name of answers, and no reward is named",
             where="--data",
             found=f"columns here: {', '.join(columns)}" if columns else None,
-            allowed=f"a column named {', '.join(_ANSWERS)}; or a reward: {', '.join(REWARDS.names())}, file.py:function",
+            allowed=f"a column {', '.join(_ANSWERS)}; or a reward {', '.join(REWARDS.names())}, file.py:function",
             fix="--answer-key COLUMN, or --reward my_reward.py:score",
         )
     if all("####" in text for text in texts):

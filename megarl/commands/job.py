@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.artifacts.pipes import refuse_pipes
 from megarl.artifacts.records import read_run
 from megarl.artifacts.trained import steps_in
 from megarl.checks import before_start
@@ -129,6 +130,8 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command on the launcher's workers, or show its plan; return the exit code."""
+    if arguments.run_dir is not None:
+        refuse_pipes(arguments.run_dir)
     config = read_recipe(arguments)
     config = before_start.with_steps(config) if arguments.command == "train" else config
     if arguments.dry_run:
@@ -216,6 +219,7 @@ def _use_run(arguments: argparse.Namespace) -> str:
     from megarl.tracking.close import close_if_killed
 
     run_dir = Path(arguments.recipe).resolve()
+    refuse_pipes(run_dir)
     close_if_killed(run_dir)
     arguments.recipe = str(run_dir / "config.yaml")
     _stand_at_start(arguments, run_dir)

@@ -240,7 +240,10 @@ _PICTURES = "images of prompts are named by data.image_key, with data.image_dir,
 _REFERENCE = "the reference is frozen here (reference.path)"
 _REWARD_MODEL = "a reward model is a reward here: reward.name=reward_model or classifier, or http where it is served"
 _ALWAYS = "this is always so here, and there is no key for it"
-_REVISION = "there are no revisions here: hf download NAME --revision REVISION --local-dir FOLDER, and name FOLDER in model.path"
+_REVISION = (
+    "there are no revisions here: hf download NAME --revision REVISION --local-dir FOLDER, and name FOLDER in "
+    "model.path"
+)
 _VLLM = "vLLM is not there; servers are SGLang's (rollout.engine=sglang)"
 _PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
 _ABSENT = {

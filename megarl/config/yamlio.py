@@ -6,6 +6,7 @@ Surprises of YAML 1.1 are off: `1e-6` is a number; `on`, `no`, dates and `1:30` 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import yaml
 
 from megarl.errors import ConfigError, encoding_fix
 
+_DEEPEST = 64  # mappings and lists inside one another
+_MOST = 1_000_000  # values, each alias counted as what it stands for: a few lines of aliases make thousands of millions
+_OPEN = (-1, -1)
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
@@ -112,23 +116,73 @@ def _read(text: str, path: tuple[str, ...], file: str) -> Document:
     """Read one value, of the key at `path`; None where there is none. Raise yaml.YAMLError, of `_Located`."""
     try:
         return _read_by(_Loader, text, path, file)
+    except _TooLargeError:
+        raise
     except yaml.YAMLError:
         return _read_by(_Located, text, path, file)
 
 
 def _read_by(kind: type[Any], text: str, path: tuple[str, ...], file: str) -> Document:
+    document = Document({})
+
+    def walk(node: yaml.Node) -> None:
+        _walk(node, path, file, document, ())
+
+    document.data = _load(kind, text, walk)
+    return document
+
+
+def _load(kind: type[Any], text: str, walk: Callable[[yaml.Node], None]) -> Any:
+    """Return the value in `text`; None where there is none. `walk` sees its node once that is known to be bounded."""
     loader = None
     try:
-        loader, document = kind(text), Document({})
+        loader = kind(text)
         node = loader.get_single_node()
-        if node is not None:
-            _walk(node, path, file, document, ())
-        data: Any = loader.construct_document(node) if node is not None else None
-        document.data = data
-        return document
+        if node is None:
+            return None
+        _measure(node, {}, 0)
+        walk(node)
+        return loader.construct_document(node)
+    except RecursionError:
+        problem = f"more than {_DEEPEST} mappings and lists inside one another"
+        raise _TooLargeError(problem=problem) from None
     finally:
         if loader is not None:
             loader.dispose()
+
+
+class _TooLargeError(yaml.MarkedYAMLError):
+    """A document is nested too deeply, or its aliases make it too large."""
+
+
+def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
+    """Return how many values a node has, and how many levels; refuse too many of either.
+
+    Args:
+        sizes: of the nodes that were measured, by id; `_OPEN` for those that hold `node`.
+        depth: mappings and lists around it.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 1, 0
+    size, levels = sizes.get(id(node), (0, 0))
+    if (size, levels) == _OPEN:
+        kind = "mapping" if isinstance(node, yaml.MappingNode) else "list"
+        raise _too_large(f"an alias leads back to a {kind} that holds it", node)
+    if not size and depth < _DEEPEST:
+        sizes[id(node)] = _OPEN
+        inside = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        parts = [_measure(part, sizes, depth + 1) for part in inside]
+        size, levels = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
+        sizes[id(node)] = size, levels
+    if not size or depth + levels > _DEEPEST:
+        raise _too_large(f"more than {_DEEPEST} mappings and lists inside one another", node)
+    if size > _MOST:
+        raise _too_large(f"its aliases stand for more than {_MOST:,} values", node)
+    return size, levels
+
+
+def _too_large(problem: str, node: yaml.Node) -> _TooLargeError:
+    return _TooLargeError(problem=problem, problem_mark=node.start_mark)
 
 
 def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document, open_nodes: tuple[int, ...]) -> None:
@@ -158,7 +212,7 @@ def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document,
 
 def parse_value(text: str) -> Any:
     """Read one YAML value, such as the right-hand side of an override. Raise yaml.YAMLError when it is malformed."""
-    return yaml.load(text, Loader=_Located)
+    return _load(_Located, text, lambda node: None)
 
 
 def parse_tagged(text: str, path: tuple[str, ...], where: str) -> tuple[Any, set[tuple[str, ...]]]:
@@ -181,7 +235,7 @@ def parse_tagged(text: str, path: tuple[str, ...], where: str) -> tuple[Any, set
 
 def parse_texts(text: str) -> Any:
     """Read one YAML value in which every scalar stays text."""
-    return yaml.load(text, Loader=yaml.BaseLoader)
+    return _load(yaml.BaseLoader, text, lambda node: None)
 
 
 def to_yaml(data: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.architectures.vision_language import ImageSettings
+from megarl.artifacts.pipes import is_special
 from megarl.config.data import DataConfig
 from megarl.errors import ConfigError, DataError
 
@@ -256,6 +257,8 @@ def _path(text: str, where: str) -> Path:
 
 def _opened(file: Path, where: str) -> BinaryIO:
     try:
+        if is_special(file):
+            raise OSError("it is a pipe, socket or device")
         return file.open("rb")
     except OSError as error:
         raise DataError(

@@ -14,9 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.artifacts.pipes import is_special
 from megarl.config.data import DataConfig
 from megarl.data.rows import MAX_DEPTH, PROMPT, Row, make_row, without_nulls
-from megarl.errors import ConfigError, DataError, UserError, close_files, close_matches, encoding_fix
+from megarl.errors import (
+    ConfigError,
+    DataError,
+    UserError,
+    close_files,
+    close_matches,
+    describe,
+    encoding_fix,
+    text_of,
+)
 from megarl.imports import import_module
 
 if TYPE_CHECKING:
@@ -143,7 +153,20 @@ def close_sources(path: Path) -> list[str]:
     return close_files(path.name, [file.name for file in beside if file.suffix.lower() in SUFFIXES or file.is_dir()])
 
 
+def special_source(source: str, where: str) -> DataError:
+    """Return the error for a pipe or device as a source of rows."""
+    return DataError(
+        "this is a pipe, socket or device",
+        where=where,
+        found=source,
+        allowed=FORMS,
+        fix="write the rows to a file: they are read more than once",
+    )
+
+
 def _missing(path: Path) -> DataError:
+    if is_special(path):
+        return special_source(str(path), str(path))
     near = close_sources(path)
     return DataError(
         "no such file or folder",
@@ -181,7 +204,7 @@ def files_of_folder(folder: Path) -> list[Path]:
     Editors and download tools keep copies there, such as `.ipynb_checkpoints/train-checkpoint.jsonl`.
     """
     found = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.name not in _ABOUT_DATA)
-    files = (path.relative_to(folder) for path in found)
+    files = (path.relative_to(folder) for path in found if not is_special(path))
     return sorted(folder / file for file in files if not any(part.startswith(".") for part in file.parts))
 
 
@@ -442,7 +465,7 @@ def _import(source: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
     except Exception as error:  # whatever the module raises
         known = isinstance(error, ImportError | AttributeError)
         raise ConfigError(
-            f"the data function cannot be imported: {'' if known else f'{type(error).__name__}: '}{error}",
+            f"the data function cannot be imported: {text_of(error) if known else describe(error)}",
             where="data.train_files / data.val_files",
             found=source,
             allowed="pkg.mod:fn, importable from the working folder or PYTHONPATH",
@@ -475,7 +498,7 @@ def _call(source: str, kwargs: Mapping[str, Any]) -> list[Row]:
         code = getattr(inspect.unwrap(function), "__code__", None)
         frame = next((f for f in reversed(frames) if code and f.filename == code.co_filename), frames[-1])
         raise DataError(
-            f"the data function raised {type(error).__name__}: {error}",
+            f"the data function raised {describe(error)}",
             where=source,
             found=given,
             fix=f"correct data.loader_kwargs, or the function: {frame.filename}:{frame.lineno} in {frame.name}",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.observations import are_parts, taken_apart
 from megarl.envs.protocol import Action, Environment, Step
-from megarl.errors import MegarlError, UserError
+from megarl.errors import MegarlError, UserError, describe
 from megarl.tracing import beat
 
 if TYPE_CHECKING:
@@ -263,8 +263,7 @@ def _contained(method: Callable[..., Any], arguments: tuple[Any, ...]) -> _Outco
     try:
         return method(*arguments), None
     except StopIteration as error:
-        text = f"StopIteration: {error}".rstrip(": ")
-        return None, RuntimeError(text).with_traceback(error.__traceback__)
+        return None, RuntimeError(describe(error)).with_traceback(error.__traceback__)
     except _CONTAINED as error:
         return None, error
 
@@ -284,7 +283,7 @@ async def _guarded(what: str, call: Callable[[], Awaitable[Reply]]) -> Reply:
         return Reply(error=f"{what} {error}")
     except _CONTAINED as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{what} raised {type(error).__name__}: {error}".rstrip(": ")
+        text = f"{what} raised {describe(error)}"
         return Reply(error=f"{text} ({frame.filename}:{frame.lineno}: {frame.line})")
 
 

@@ -15,7 +15,7 @@ from megarl.data.light_tokenizer import brings_chat_template, chat_template_of
 from megarl.data.render import uses_chat
 from megarl.data.templates import no_template_for_tools, read_template, reads_tools, unwritten_tools
 from megarl.envs.protocol import Environment
-from megarl.errors import ConfigError, close_matches, relative_path_fix
+from megarl.errors import ConfigError, close_matches, describe, relative_path_fix
 from megarl.imports import import_file, import_module
 from megarl.rewards.preflight import KEYS_LIMIT_S, ask
 
@@ -117,9 +117,7 @@ def import_source(source: str, key: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # any exception of the user's module
-        raise ConfigError(
-            f"importing {source} failed: {type(error).__name__}: {error}", where=key, fix="correct the file"
-        ) from error
+        raise ConfigError(f"importing {source} failed: {describe(error)}", where=key, fix="correct the file") from error
 
 
 def _existing(source: str, key: str) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megarl.errors import ConfigError, shortened
+from megarl.errors import ConfigError, describe, shortened
 from megarl.imports import location
 from megarl.rewards.registry import REWARDS, Scorer
 from megarl.simulators.plain import Malformed, cut, flag, number, short, text
@@ -131,7 +131,7 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
         if isinstance(error, ConfigError) and scorer.name in REWARDS.names():
             raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        reason = f"raised {type(error).__name__}: {error}".rstrip(": ")
+        reason = f"raised {describe(error)}"
         return ScoringFailure(f"{reason}{notes}", location(error, scorer.file))
 
 

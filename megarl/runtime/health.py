@@ -30,11 +30,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megarl import tracing
+from megarl.artifacts import records
 from megarl.artifacts.lock import is_taken
 from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import folder_gone
 from megarl.credentials import mask
-from megarl.errors import MegarlError, UserError, is_full, no_room
+from megarl.errors import MegarlError, UserError, is_full, no_room, text_of
 from megarl.processes import write_atomically
 from megarl.rendezvous import ranks_text
 
@@ -53,7 +54,8 @@ _PEER_LOST = re.compile(
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _PEER_TYPES |= {"ActorDiedError", "ActorUnavailableError", "ObjectLostError", "OwnerDiedError"}  # of another team
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc|\bMemoryError\b",
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|failed to map segment|bad_alloc"
+    r"|\bMemoryError\b",
     re.IGNORECASE,
 )
 
@@ -91,6 +93,8 @@ class Heartbeat:
         with temporary.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._record(tracing.current())
+        if self._path.is_dir():
+            records.set_aside(self._path, "a folder where a file belongs")
         temporary.rename(self._path)  # a reader never meets a file without a first beat
         self._looked = time.monotonic()
 
@@ -105,7 +109,7 @@ class Heartbeat:
         """Say loudly that beats cannot be written: a launcher that sees none would end a run that goes on."""
         self._looked = time.monotonic()
         with contextlib.suppress(OSError):  # the run folder is gone, which the launcher sees, too; or it is a moment's
-            if not self._path.exists():
+            if not self._path.is_file():
                 self._path.parent.mkdir(exist_ok=True)
                 self._begin_file()
 
@@ -133,7 +137,7 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
     for _ in range(1000):
         try:
             data, again = path.read_bytes(), path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):  # a folder in its place is set aside by the rank's next beat
             return None
         sequence, changes, step, pid, unix_time, length, over = _HEADER.unpack_from(data)
         if sequence % 2 == 0 and data == again:
@@ -181,7 +185,7 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
         phase=tracing.failed_at(error),
         step=tracing.step_now,
         type=type(error).__name__,
-        message=mask(str(error)),
+        message=mask(text_of(error)),
         traceback=mask("".join(traceback.format_exception(error))),
         time=time.time(),
         exit_code=error.exit_code if isinstance(error, MegarlError) else 1,

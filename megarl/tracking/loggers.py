@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import megarl
 from megarl.credentials import mask
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe
 from megarl.imports import import_callable
 from megarl.processes import COMMAND
 
@@ -305,7 +305,7 @@ class LoggerThread:
             error = self._start_error
             offline = ", set WANDB_MODE=offline" if self._name == "wandb" else ""
             raise ConfigError(
-                f"{self._name} could not be started: {mask(f'{type(error).__name__}: {error}')}",
+                f"{self._name} could not be started: {mask(describe(error))}",
                 where=_KEY,
                 found=self._name,
                 fix=f"correct what it says{offline}, or take it out of the list",
@@ -324,5 +324,5 @@ class LoggerThread:
             except Exception as error:
                 self.failures += 1
                 if self.failures == 1:
-                    text = mask(f"{type(error).__name__}: {error}")
+                    text = mask(describe(error))
                     log.warning("%s: a call of %s failed, training goes on: %s", _KEY, self._name, text)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import megarl
 from megarl.artifacts.lock import refuse_if_taken
-from megarl.artifacts.trained import best_step, steps_in
+from megarl.artifacts.trained import best_step, steps_in, steps_of
 from megarl.comm import WorkerGroup
 from megarl.training.checksums import FileChecksum, faults, few, size_at, text_checksum
 from megarl.training.multi_team_commit import Part, Teams, folder_of, own_files, refuse_folder, rng_name, size_of
@@ -366,7 +366,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         known, checksum = meta.get("format"), meta.pop("checksum", None)
     except FileNotFoundError:
         raise CheckpointError(f"there is no {_META}", where=str(folder), fix=way) from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{_META} cannot be read: {error}", where=str(folder), fix=way) from error
     if known != FORMAT:
         raise FormatError(
@@ -389,7 +389,7 @@ def _meta_checksum(meta: dict[str, Any]) -> str:
 def named_steps(root: Path) -> list[int]:
     """Return the steps of all folders that are called checkpoints, in rising order; some may have lost their
     meta.json."""
-    return sorted(int(path.name[5:]) for path in root.glob("step_*") if path.name[5:].isdigit())
+    return steps_of(root.glob("step_*"))
 
 
 def best(root: Path) -> Path | None:

@@ -99,6 +99,7 @@ def test_what_was_exported_can_be_withdrawn(run_dir: Path) -> None:
 
 
 def test_folders_without_a_run_or_a_model_are_refused(run_dir: Path) -> None:
+    (run_dir / "run.json").write_text("{}")
     with pytest.raises(UserError, match="has left no model yet"):
         overrides_for_model(run_dir, "best")
     (run_dir / "config.yaml").unlink()

@@ -45,7 +45,7 @@ def test_a_key_or_value_of_another_trainer_is_answered_with_the_one_here(write, 
         ("algorithm.loss.name=dapo", "set algorithm.pipeline=dapo, and algorithm.loss.clip_high"),
         ("tracking.loggers=[mlflow]", "tracking.mlflow"),
         ("tracking.loggers=[console]", "remove it: the console always shows the steps"),
-        ("data.train_files=[nope.jsonl]", "paths are relative to the current folder"),
+        ("data.train_files=[nope.jsonl]", "relative paths"),
     ],
 )
 def test_a_check_before_the_start_names_the_fix(failures, tmp_path, override, words):

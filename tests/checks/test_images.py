@@ -76,3 +76,15 @@ def test_an_interpreter_that_cannot_read_images_is_named(python: Path, tmp_path:
     ((key, message),) = failed(python)
     assert (key, "no torchvision" in message) == ("rollout.sglang.python", True)
     assert failed(python, "rollout.sglang.urls=[http://127.0.0.1:1]") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("data.min_pixels=100000", "data.max_pixels=5000"), "no image is within these limits"),
+        (("model.hf_config.image_token_id=100000",), "the vocabulary has no such token of images"),
+    ],
+)
+def test_numbers_of_images_are_checked_before_the_start(overrides, words) -> None:
+    checks = check_config(load_config("grpo_shapes_quickstart", overrides)).items
+    assert [check.message for check in checks if check.status == "fail" and words in check.message]

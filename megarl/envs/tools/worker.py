@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.envs.tools.functions import load_tools
-from megarl.errors import DataError
+from megarl.errors import DataError, describe, text_of
 from megarl.rewards.images import with_images
 from megarl.rewards.pool_worker import Work, run
 from megarl.rewards.signatures import IMAGES
@@ -57,7 +57,7 @@ def _answer(tool: Any, arguments: dict[str, Any], images: Sequence[Any]) -> tupl
         with contextlib.redirect_stdout(io.StringIO()):
             return tool.call(arguments, images), False
     except BaseException as error:  # also SystemExit and KeyboardInterrupt, which only the tool raises here
-        text = str(error) if isinstance(error, ValueError | DataError) else f"{type(error).__name__}: {error}"
+        text = text_of(error) if isinstance(error, ValueError | DataError) else describe(error)
         return f"error: {text}".rstrip(": "), True
 
 
