@@ -1,16 +1,16 @@
-"""Checks before a start: the number of steps in `trainer.epochs`, and servers that do not answer."""
+"""Checks before a start: the number of steps in epochs, and servers that do not answer."""
 
 from __future__ import annotations
 
 import socket
 from urllib.parse import urlsplit
 
-from megarl.config.run import RunConfig
+from megarl.config.run import RunConfig, steps_of_epochs
 from megarl.errors import ConfigError, count
 
 
-def with_steps(config: RunConfig) -> RunConfig:
-    """Return the recipe with `trainer.steps` computed from `trainer.epochs` and printed; unchanged without epochs.
+def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
+    """Return the recipe with the steps of `job` computed from epochs and printed; unchanged without epochs.
 
     Prompts are read, rendered and tokenised as the workers do it, since `data.overlong` may drop some.
 
@@ -18,8 +18,10 @@ def with_steps(config: RunConfig) -> RunConfig:
         ConfigError: an epoch is not a number of steps: groups are replaced, or prompts are the trials of a simulator.
         DataError: as `PromptDataset` raises it.
     """
+    if job in ("train", "sft") and config.sft.epochs is not None:
+        config = _with_sft_steps(config, config.sft.epochs)
     epochs = config.trainer.epochs
-    if epochs is None:
+    if epochs is None or job != "train":
         return config
     reason = _why_not(config)
     if reason is not None:
@@ -41,6 +43,37 @@ def with_steps(config: RunConfig) -> RunConfig:
         flush=True,
     )
     return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
+
+
+def _with_sft_steps(config: RunConfig, epochs: float) -> RunConfig:
+    """Return the recipe with `sft.steps` computed from `sft.epochs`."""
+    if config.robot is not None:
+        raise ConfigError(
+            "epochs do not say how many steps there are: demonstrations are read when the run starts",
+            where="sft.epochs",
+            found=epochs,
+            allowed="null",
+            fix="set sft.steps, and sft.epochs=null",
+        )
+    examples, sft = _examples(config), config.sft
+    steps = steps_of_epochs(epochs, examples, sft.batch_size)
+    print(
+        f"sft.epochs={epochs:g} of {count(examples, 'example')} in batches of {sft.batch_size}: sft.steps={steps}",
+        file=config.tracking.messages,
+        flush=True,
+    )
+    return config.model_copy(update={"sft": sft.model_copy(update={"steps": steps})})
+
+
+def _examples(config: RunConfig) -> int:
+    from megarl.data.end_tokens import end_tokens
+    from megarl.data.sft import open_examples
+    from megarl.data.tokenizer import load_tokenizer
+    from megarl.models.config import load_hf_config
+
+    tokenizer, positions = load_tokenizer(config.model), load_hf_config(config.model).max_position_embeddings
+    stop_ids = end_tokens(tokenizer, config.model, config.data).ids
+    return len(open_examples(config, tokenizer, positions, stop_ids=stop_ids))
 
 
 def _prompts(config: RunConfig) -> int:

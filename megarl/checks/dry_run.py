@@ -123,8 +123,9 @@ def _job_lines(config: RunConfig, job: str) -> list[str]:
     start = model.path or f"a fresh model (seed {model.init_seed})"
     if job == "sft":
         files = ", ".join(sft.train_files or data.train_files)
+        passes = "" if sft.epochs is None else f" ({sft.epochs:g} epochs)"
         goal = "" if sft.stop_at_accuracy is None else f", or until the accuracy is {sft.stop_at_accuracy:g}"
-        lines = [f"fine-tunes {start} on {files}", f"{sft.steps} steps of {sft.batch_size} examples{goal}"]
+        lines = [f"fine-tunes {start} on {files}", f"{sft.steps} steps of {sft.batch_size} examples{passes}{goal}"]
         return [*lines, "writes metrics, checkpoints/" + (" and hf/" if config.trainer.export_hf else "")]
     sampling = config.validation_sampling
     greedy = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"

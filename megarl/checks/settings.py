@@ -339,6 +339,14 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
             fix=f"set critic.warmup_steps={config.trainer.steps // 10}, or more trainer.steps",
         )
     sft, evaluated = config.sft, bool(config.data.held_out)
+    if config.robot is not None and (sft.max_tokens, sft.overlong) != (None, None):
+        checks.of("supervised phase").fail(
+            "sft.max_tokens",
+            "demonstrations are learnt one policy call at a time, and have no limit of tokens",
+            found=sft.max_tokens or sft.overlong,
+            allowed="null, with sft.overlong null",
+            fix="remove sft.max_tokens and sft.overlong",
+        )
     if sft.steps:
         _check_optim("sft.optim", sft.optim, sft.steps, config, checks)
     if sft.stop_at_accuracy is not None and sft.steps and not (sft.eval_every and evaluated):
@@ -367,7 +375,8 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
             "megarl sft takes no step, so it would export the model it was given",
             found=0,
             allowed="integer > 0",
-            fix="set sft.steps, for example to 500",
+            fix="set sft.epochs, for example to 2, or sft.steps (trainer.epochs and trainer.steps are those of megarl "
+            "train)",
         )
     if job != "train" and config.preference is not None and config.trains_reward_model:
         checks.of("model").fail(

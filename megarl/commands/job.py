@@ -77,12 +77,27 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
         # Ignore keys of loss and estimator, which this command does not use; raise other problems again.
         config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS, check_own=False)
         print(f"megarl: warning: not used by megarl {arguments.command}: {error}", file=sys.stderr)
+    if getattr(arguments, "job", arguments.command) == "sft":
+        _refuse_steps_of_rl(arguments.overrides)
     config = hide_credentials(config)
     if of_model is not None:
         print(f"model: {of_model}", file=config.tracking.messages, flush=True)
     if getattr(arguments, "prompt", None):
         config = _with_prompts(config, arguments.prompt)
     return config
+
+
+def _refuse_steps_of_rl(overrides: Sequence[str]) -> None:
+    """Refuse a length of RL for `megarl sft`, which would ignore it."""
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key.strip() in ("trainer.steps", "trainer.epochs"):
+            own = key.strip().replace("trainer", "sft")
+            raise ConfigError(
+                f"megarl sft does not read {key.strip()}: it is the length of megarl train",
+                where=f"override {text!r}",
+                fix=f"write {own}={value}",
+            )
 
 
 def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
@@ -133,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run_dir is not None:
         refuse_pipes(arguments.run_dir)
     config = read_recipe(arguments)
-    config = before_start.with_steps(config) if arguments.command == "train" else config
+    config = before_start.with_steps(config, arguments.command)
     if arguments.dry_run:
         return _dry_run(config, arguments)
     from megarl.checks.hub import check_hub

@@ -32,8 +32,10 @@ from megarl.config.fields import (
     section_of,
     wrong_value,
 )
+from megarl.config.model import ModelConfig
 from megarl.config.other_names import unknown_keys
 from megarl.config.run import RunConfig
+from megarl.config.training import ADAPTER_LR, FRESH_LR, TRAINED_LR
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
 from megarl.credentials import take_out
 from megarl.errors import ConfigError, close_files, close_matches
@@ -80,6 +82,7 @@ def load_config(
     # Some sections have defaults of their own (rollout.sampling.n is 8, not 1): giving one key keeps the others.
     defaults = Document(RunConfig(name="").model_dump())
     del defaults.data["cluster"]["max_restarts"]  # follows from the placement
+    del defaults.data["sft"]["optim"]["lr"]  # follows from the model
     _merge(defaults, document)
     document = defaults
     overrides, problems = split_overrides(overrides)
@@ -97,10 +100,20 @@ def load_config(
     assert config is not None
     for line in dropped:
         print(f"megarl: {line}", file=sys.stderr)
+    if "lr" not in document.data["sft"]["optim"]:
+        optim = config.sft.optim.model_copy(update={"lr": _fine_tuning_lr(config.model)})
+        config = config.model_copy(update={"sft": config.sft.model_copy(update={"optim": optim})})
     if "max_restarts" in document.data["cluster"]:
         return config
     restarts = config.placement.default_max_restarts
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_restarts": restarts})})
+
+
+def _fine_tuning_lr(model: ModelConfig) -> float:
+    """Return the default learning rate of fine-tuning: what is trained already takes small steps only."""
+    if model.path is None:
+        return FRESH_LR
+    return TRAINED_LR if model.lora is None else ADAPTER_LR
 
 
 def _expand_home(data: dict[str, Any]) -> None:
@@ -331,10 +344,11 @@ def _merge(below: Document, above: Document) -> None:
 
 
 def _count_by_steps(below: Document, above: Document) -> None:
-    """Let a layer that names `trainer.steps` only have them: epochs of a layer below would take their place."""
-    length = _at(above.data, "trainer")
-    if "steps" in length and "epochs" not in length and "epochs" in _at(below.data, "trainer"):
-        below.data["trainer"]["epochs"] = None
+    """Let a layer that names only the steps of a phase have them: epochs of a layer below would take their place."""
+    for section in ("trainer", "sft"):
+        length = _at(above.data, section)
+        if "steps" in length and "epochs" not in length and "epochs" in _at(below.data, section):
+            below.data[section]["epochs"] = None
 
 
 def _note_inherited(below: Document, above: Document) -> None:

@@ -85,7 +85,7 @@ class TrainerConfig(Section):
     def steps_of(self, prompts: int, batch_size: int) -> int:
         """Return the number of training steps in which `epochs` passes over so many prompts fit."""
         assert self.epochs is not None, "asked of recipes that name them"
-        return max(1, math.ceil(self.epochs * prompts / batch_size - 1e-9))
+        return steps_of_epochs(self.epochs, prompts, batch_size)
 
 
 class ClusterConfig(Section):
@@ -281,6 +281,15 @@ class RunConfig(Section):
     def _updates_per_step(self, role: ActorConfig | CriticConfig) -> int:
         minis = self.data.batch_size // (role.mini_batch_size or self.data.batch_size)
         return role.ppo_epochs * max(1, minis)
+
+
+def steps_of_epochs(epochs: float, samples: int, batch_size: int) -> int:
+    """Return the number of steps in which so many passes over the samples fit.
+
+    >>> steps_of_epochs(2, 10, 4)
+    5
+    """
+    return max(1, math.ceil(epochs * samples / batch_size - 1e-9))
 
 
 def steps_text(steps: int, size: int, samples: int, unit: str) -> str:

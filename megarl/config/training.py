@@ -240,10 +240,19 @@ class PreferenceConfig(Section):
         return min((one for one in (positions, self.max_tokens) if one is not None), default=None)
 
 
+#: Default peak learning rates of fine-tuning, by what is trained.
+TRAINED_LR, ADAPTER_LR, FRESH_LR = 1e-5, 1e-4, 1e-3
+
+
 class SFTConfig(Section):
     """Supervised fine-tuning: a cold start before RL, or `megarl sft` by itself."""
 
     steps: NonNegativeInt = Field(0, description="optimizer steps; 0 skips the phase")
+    epochs: PositiveFloat | None = Field(
+        None,
+        description="passes over the examples, from which steps are computed, unless a later layer or override sets "
+        "`steps`; the next pass fills the last batch; null: steps",
+    )
     batch_size: PositiveInt = Field(64, le=1_000_000_000, description="examples per optimizer step over all ranks")
     response_key: str = Field(
         "answer",
@@ -251,8 +260,23 @@ class SFTConfig(Section):
         "holds whole conversations, and the prompt ends before the assistant's first message",
     )
     train_files: list[str] | None = Field(None, description="examples, same forms as data.train_files; null: those")
-    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-3), description="optimizer")
+    max_tokens: PositiveInt | None = Field(
+        None, description="most tokens of an example (prompt and response); null: the model's limit"
+    )
+    overlong: Literal["filter", "cut", "error"] | None = Field(
+        None,
+        description="longer examples: filter: drop and count them; cut: drop the end of the response, and count them; "
+        "error: refuse; null: as data.overlong",
+    )
+    optim: OptimConfig = Field(
+        default_factory=lambda: OptimConfig(lr=TRAINED_LR),
+        description="optimizer; of a fresh model lr is 1e-3 by default, of adapters 1e-4",
+    )
     eval_every: NonNegativeInt = Field(0, description="steps between held-out evaluations; 0: only at the end")
     stop_at_accuracy: float | None = Field(
         None, ge=0, le=1, description="end the phase when held-out greedy accuracy reaches this; needs eval_every"
     )
+
+    def limit(self, positions: int | None) -> int | None:
+        """Return the most tokens of an example, of a model of so many positions; None: any number."""
+        return min((limit for limit in (positions, self.max_tokens) if limit is not None), default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -30,9 +30,46 @@ from megarl.errors import DataError, count
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.config.run import RunConfig
     from megarl.data.image_prompts import ImagePrompts
 
 _THINK = "<think>"
+Overlong = Literal["filter", "cut", "error"]
+
+
+def open_examples(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: int | None,
+    split: Split = "train",
+    *,
+    stop_ids: Sequence[int],
+    tools: Announcement = NO_TOOLS,
+    images: ImagePrompts | None = None,
+) -> SFTDataset:
+    """Read the examples that a run learns from, or its held-out ones.
+
+    Args:
+        positions: the model's limit of tokens; None: none.
+        stop_ids, tools, images: as in SFTDataset.
+
+    Raises:
+        DataError, ConfigError: as SFTDataset.
+    """
+    settings, data = config.sft, config.data
+    if settings.train_files:
+        data = data.model_copy(update={"train_files": settings.train_files})
+    return SFTDataset(
+        data,
+        tokenizer,
+        settings.response_key,
+        split,
+        settings.limit(positions),
+        tools,
+        [*stop_ids, *config.rollout.sampling.stop_token_ids],
+        images,
+        overlong=settings.overlong,
+    )
 
 
 class SFTDataset(PromptDataset):
@@ -42,10 +79,12 @@ class SFTDataset(PromptDataset):
     response may be messages: those of others than the assistant stand between its turns as in RL, and are not learnt.
 
     Attributes:
-        limit_key: that limits the examples' tokens, too, beside the model; empty: none.
+        limit_key: the key that limits an example's tokens below the model's limit.
+        too_long: examples dropped because they exceed `max_tokens`.
+        cut: examples that lost the end of their response for the same reason.
     """
 
-    limit_key: ClassVar[str] = ""
+    limit_key: ClassVar[str] = "sft.max_tokens"
 
     def __init__(
         self,
@@ -58,12 +97,14 @@ class SFTDataset(PromptDataset):
         stop_ids: Sequence[int] = (),
         images: ImagePrompts | None = None,
         rows: Sequence[Row] | None = None,
+        overlong: Overlong | None = None,
     ) -> None:
         """Read, render and tokenise both columns; see PromptDataset for what is refused.
 
         Args:
-            max_tokens: the model's limit; longer examples (prompt, response and end token) are dropped and counted
-                in `too_long`, or refused when data.overlong is `error`. None: no limit.
+            max_tokens: of an example: prompt, response and end token. None: no limit.
+            overlong: what becomes of longer examples: `filter` drops them, `cut` drops the end of the response, `error`
+                refuses them. None: as data.overlong.
             tools: as in PromptDataset.
             images: as in PromptDataset.
             rows: as in PromptDataset.
@@ -88,8 +129,12 @@ class SFTDataset(PromptDataset):
             ids, learnt = self._of_turns(talks, tokenizer, [tokenizer.eos_token_id, *stop_ids])
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens
-        lengths = [prompt + len(own) for prompt, own in zip(self.prompt_ids.lengths.tolist(), ids, strict=True)]
-        kept = within_tokens(max_tokens, lengths, self.rows, config, self.limit_key)
+        prompts = self.prompt_ids.lengths.tolist()
+        self.cut = 0
+        if overlong == "cut" and max_tokens is not None:
+            self.cut = _cut_ends(ids, learnt, [max_tokens - prompt for prompt in prompts])
+        lengths = [prompt + len(own) for prompt, own in zip(prompts, ids, strict=True)]
+        kept = within_tokens(max_tokens, lengths, self.rows, config, self.limit_key, overlong)
         self.too_long = len(ids) - len(kept)
         self.rows = [self.rows[i] for i in kept]
         self.texts = [self.texts[i] for i in kept]
@@ -105,9 +150,13 @@ class SFTDataset(PromptDataset):
         """Return one line for the log: how many examples, how long, how many dropped."""
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
         text = f"sft: {count(len(self), 'example')} of {tokens_text(lengths)}{self._template}"
-        return text + dropped(
-            (self.overlong, f"prompts longer than {self.config.max_prompt_tokens}"),
-            (self.too_long, f"longer than the model's {self.max_tokens} positions"),
+        return (
+            text
+            + dropped(
+                (self.overlong, f"prompts longer than {self.config.max_prompt_tokens}"),
+                (self.too_long, f"longer than {self.max_tokens} tokens"),
+            )
+            + (f"; {self.cut} cut to {self.max_tokens} tokens" if self.cut else "")
         )
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
@@ -163,28 +212,48 @@ class SFTDataset(PromptDataset):
         return ids, learnt
 
 
+def _cut_ends(ids: list[list[int]], learnt: list[list[bool]], rooms: Sequence[int]) -> int:
+    """Cut each response in place to its room, in tokens, and return how many were cut.
+
+    A response that would have nothing left to learn stays as it is: the whole example is too long.
+    """
+    cut = 0
+    for number, room in enumerate(rooms):
+        if len(ids[number]) > room > 0 and any(learnt[number][:room]):
+            ids[number], learnt[number] = ids[number][:room], learnt[number][:room]
+            cut += 1
+    return cut
+
+
 def within_tokens(
-    limit: int | None, lengths: Sequence[int], rows: Sequence[Row], config: DataConfig, key: str = ""
+    limit: int | None,
+    lengths: Sequence[int],
+    rows: Sequence[Row],
+    config: DataConfig,
+    key: str,
+    overlong: Overlong | None = None,
 ) -> list[int]:
     """Return the indices of the examples, or pairs, of at most `limit` tokens; None: of all.
 
-    `key` limits them, too, beside the model.
+    Args:
+        key: limits them, too, beside the model.
+        overlong: as in SFTDataset.
 
     Raises:
-        DataError: a longer one with data.overlong: error, or all are.
+        DataError: a longer one with overlong: error, or all are.
     """
     kept = [i for i, length in enumerate(lengths) if limit is None or length <= limit]
-    if kept and (len(kept) == len(lengths) or config.overlong == "filter"):
+    if kept and (len(kept) == len(lengths) or (overlong or config.overlong) != "error"):
         return kept
     first = next(i for i, length in enumerate(lengths) if limit is not None and length > limit)
     raise DataError(
         f"prompt and response are too long ({len(lengths) - len(kept)} of {len(lengths)} such rows)",
         where=rows[first].where,
         found=f"{lengths[first]} tokens",
-        allowed=f"{limit} tokens (the model's max_position_embeddings{key and f', or {key}'})",
-        fix="set data.overlong: filter"
+        allowed=f"{limit} tokens (the model's max_position_embeddings, or {key})",
+        fix=f"set {'data.overlong' if overlong is None else 'sft.overlong'}: filter"
         if kept
-        else f"shorten the rows, or train a model that takes more{key and f', or raise {key}'}",
+        else f"shorten the rows, or train a model that takes more, or raise {key}",
     )
 
 

@@ -107,8 +107,9 @@ def update_passes(
     section = getattr(config, role)
     budget = section.engine.micro_batch_tokens
     if job == "sft":
-        share, longest = -(-config.sft.batch_size // dp), min(budget, facts.max_positions)
-        tokens = min(budget, share * facts.max_positions)
+        limit = config.sft.limit(facts.max_positions) or facts.max_positions
+        share, longest = -(-config.sft.batch_size // dp), min(budget, limit)
+        tokens = min(budget, share * limit)
         return Passes(tokens / parallel.cp, tokens / parallel.cp, longest, max(1, share * longest // tokens))
     if config.preference is not None:
         together = 1 if config.preference.labelled else 2  # the two samples of a pair are in one micro-batch

@@ -177,8 +177,7 @@ class Checkpoints:
         if c.loading is not None:
             state = checkpoint.read_state(self.source)
             c.loading.check_state(state["loader"])
-            if command == "train":
-                refuse_other_batches(step, state["loader"], meta["config"], now)
+            refuse_other_batches(step, state["loader"], meta["config"], now, command)
             if step < steps:  # else nothing of it is used
                 saved = state.get("drawn")
                 buffered = saved if steps_held(saved) else None

@@ -256,30 +256,32 @@ def announcements(
     return lines
 
 
-def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain) -> None:
-    """Refuse to count steps by `trainer.epochs` where those until the checkpoint had batches of another size.
+def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, command: Command = "train") -> None:
+    """Refuse to count steps by epochs where those until the checkpoint had batches of another size.
 
     Args:
         step: of the checkpoint.
         loader: state of its loader; `samples` is the number of prompts.
         before: the configuration that wrote it.
         now: that of this start.
+        command: whose epochs they are.
 
     Raises:
         ConfigError: the run would end before its epochs, or after them.
     """
-    epochs, key = _at(now, "trainer.epochs"), "data.batch_size"
+    section, key = ("sft", "sft.batch_size") if command == "sft" else ("trainer", "data.batch_size")
+    epochs = _at(now, f"{section}.epochs")
     old, new = _at(before, key), _at(now, key)
     if epochs in (None, _MISSING) or _MISSING in (old, new) or old == new or not step:
         return
     steps = step + max(0, math.ceil((epochs * loader["samples"] - step * old) / new - 1e-9))
     raise ConfigError(
-        f"the {count(step, 'step')} until the checkpoint had batches of another size, so trainer.epochs={epochs:g} "
+        f"the {count(step, 'step')} until the checkpoint had batches of another size, so {section}.epochs={epochs:g} "
         "does not say how many steps are left",
         where=key,
         found=new,
-        allowed=f"{old}, or another one with trainer.epochs=null",
-        fix=f"set {key}={old}; or trainer.epochs=null and trainer.steps={steps}, which is as many epochs",
+        allowed=f"{old}, or another one with {section}.epochs=null",
+        fix=f"set {key}={old}; or {section}.epochs=null and {section}.steps={steps}, which is as many epochs",
     )
 
 

@@ -222,7 +222,9 @@ class _Source:
     ) -> _Source:
         robots = open_robots(config, hf_config, tokenizer, layout)
         if robots is not None:
-            loader = _training_loader(config, robots.trials["train"], layout) if trainable else None
+            loader = (
+                _training_loader(config, robots.trials["train"], layout) if trainable and "train" in scored else None
+            )
             return cls(
                 [tokenizer.eos_token_id],
                 None,
@@ -237,9 +239,9 @@ class _Source:
         tools = NO_TOOLS if episodes is None else episodes.tools
         prompts = partial(_prompts, config, hf_config, tokenizer, tools)
         loader, val_data = None, None
-        if trainable and config.data.train_files:
+        if trainable and "train" in scored and config.data.train_files:
             data = prompts("train", scored="train" in scored)
-            if "train" in scored and config.trainer.epochs is not None:  # supervised runs have steps of their own
+            if config.trainer.epochs is not None:
                 check_epochs(config, len(data))
             loader = _training_loader(config, data, layout)
         if config.data.held_out and held_out:

@@ -11,26 +11,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.config.run import RunConfig
+from megarl.config.run import RunConfig, steps_of_epochs
 from megarl.data.announcement import NO_TOOLS
 from megarl.data.demonstration_sources import EXPERTS, find_demonstrations
 from megarl.data.demonstrations import write_demonstrations
-from megarl.data.loader import PromptLoader
-from megarl.data.sft import SFTDataset
-from megarl.errors import ConfigError
+from megarl.data.loader import PromptLoader, rounds
+from megarl.data.sft import SFTDataset, open_examples
+from megarl.errors import ConfigError, DataError
 from megarl.models.vla.cloning import CloningExamples
 from megarl.offload_schedule import ACTOR
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, settling
 from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import record_base
-from megarl.runtime.recorder import Recorder
+from megarl.runtime.recorder import VALIDATE, Recorder
 from megarl.runtime.setup import build_rank_state, image_prompts, open_loader
 from megarl.runtime.validate import due, evaluate
 from megarl.tracing import keep_beating, phase, set_step
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
+    from megarl.data.render import Split
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.robots import Robots
 
@@ -82,18 +83,66 @@ def load_examples(c: RankState) -> PromptLoader:
     """
     if c.rollout.robots is not None:
         return load_calls(c, c.rollout.robots)
-    config, layout = c.config, c.layout
-    files = config.sft.train_files or config.data.train_files
-    data = SFTDataset(
-        config.data.model_copy(update={"train_files": files}),
-        c.tokenizer,
-        config.sft.response_key,
-        max_tokens=c.hf_config.max_position_embeddings,
-        tools=NO_TOOLS if c.rollout.episodes is None else c.rollout.episodes.tools,
-        stop_ids=[*c.rollout.eos_ids, *config.rollout.sampling.stop_token_ids],
-        images=image_prompts(config, c.hf_config, c.tokenizer),
+    data = _examples(c, "train")
+    check_sft_epochs(c.config, len(data))
+    return open_loader(c.config, data, c.layout, "sft.batch_size", c.config.sft.batch_size)
+
+
+def check_sft_epochs(config: RunConfig, examples: int) -> None:
+    """Refuse `sft.steps` that are not the epochs the recipe asks for, now that all examples are known.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    epochs, steps = config.sft.epochs, config.sft.steps
+    if epochs is None or steps == (wanted := steps_of_epochs(epochs, examples, config.sft.batch_size)):
+        return
+    raise ConfigError(
+        f"{epochs:g} epochs of {examples} examples are {wanted} steps, and the run was started with {steps}",
+        where="sft.epochs",
+        found=epochs,
+        allowed="null, or epochs of examples that are the same for the command and its workers",
+        fix=f"set sft.epochs=null and sft.steps={wanted}",
     )
-    return open_loader(config, data, layout, "sft.batch_size", config.sft.batch_size)
+
+
+def _examples(c: RankState, split: Split) -> SFTDataset:
+    return open_examples(
+        c.config,
+        c.tokenizer,
+        c.hf_config.max_position_embeddings,
+        split,
+        stop_ids=c.rollout.eos_ids,
+        tools=NO_TOOLS if c.rollout.episodes is None else c.rollout.episodes.tools,
+        images=image_prompts(c.config, c.hf_config, c.tokenizer),
+    )
+
+
+def load_held_out(c: RankState) -> SFTDataset | None:
+    """Read the held-out rows as examples, for their loss; None: there are none with responses like those learnt.
+
+    Rows of `sft.train_files` are others than those of `data.val_files`, and may be in another form.
+    """
+    if c.config.robot is not None or c.config.sft.train_files or not c.config.data.held_out:
+        return None
+    try:
+        return _examples(c, "val")
+    except DataError as error:
+        if c.layout.rank == 0:
+            print(f"val/loss is not measured: {error.what} ({error.where})", flush=True)
+        return None
+
+
+def _measure_loss(c: RankState, examples: SFTDataset) -> None:
+    """Count the cross entropy per response token of the held-out examples with the metrics of the step."""
+    with phase(VALIDATE):
+        for batch in rounds(examples, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
+            logp = c.actor.score(batch, temperature=1.0)
+            if not len(batch):  # of a rank whose share is through
+                continue
+            mask = batch["response_mask"].values.to(logp.values.device)
+            total = -(logp.values * mask).sum(dtype=torch.float64)
+            c.context.metrics.mean("val/loss", float(total), int(mask.sum()))
 
 
 def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: Checkpoints | None) -> None:
@@ -107,6 +156,7 @@ def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: 
         return
     if checkpoints is not None and checkpoints.over:
         return
+    held_out = load_held_out(c)
     for step in range(c.context.step + 1, settings.steps + 1):
         set_step(step)
         recorder.start_step()
@@ -120,6 +170,8 @@ def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: 
             early = checkpoints is not None and checkpoints.ends_early(step)
             if last or early or due(step, settings.eval_every):
                 accuracy = evaluate(c, recorder, step)
+                if held_out is not None:
+                    _measure_loss(c, held_out)
         if accuracy is not None and goal is not None and accuracy >= goal:
             last = True
             if c.layout.rank == 0:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.checks.before_start import with_steps
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.runtime.setup import check_epochs
+from megarl.runtime.sft import check_sft_epochs
 
 
 @pytest.fixture
@@ -70,3 +71,35 @@ def test_workers_that_find_other_prompts_say_so(recipe):
     check_epochs(config, 7)
     with pytest.raises(ConfigError, match="10 prompts are 10 steps, and the run was started with 7"):
         check_epochs(config, 10)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["sft.epochs=2"], 4),  # seven examples
+        (["sft.epochs=2", "sft.max_tokens=5"], None),
+        (["sft.steps=3", "sft.epochs=2"], 4),
+        (["sft.steps=3"], 3),
+    ],
+)
+@pytest.mark.parametrize("job", ["train", "sft"])
+def test_epochs_of_fine_tuning_are_steps_of_its_examples(recipe, overrides, steps, job, capsys):
+    config = recipe("sft.batch_size=4", *overrides)
+    if steps is None:
+        with pytest.raises(DataError, match=r"sft.max_tokens"):
+            with_steps(config, job)
+        return
+    assert with_steps(config, job).sft.steps == steps
+    assert (f"sft.steps={steps}" in capsys.readouterr().out) == (config.sft.epochs is not None)
+
+
+def test_workers_that_find_other_examples_say_so(recipe):
+    config = with_steps(recipe("sft.epochs=2", "sft.batch_size=4"))
+    check_sft_epochs(config, 7)
+    with pytest.raises(ConfigError, match=r"sft.epochs: 2 epochs of 6 examples are 3 steps(?s:.*)sft.steps=3"):
+        check_sft_epochs(config, 6)
+
+
+def test_demonstrations_are_no_epoch(recipe):
+    with pytest.raises(ConfigError, match="demonstrations are read when the run starts"):
+        with_steps(recipe("sft.epochs=2").model_copy(update={"robot": SimpleNamespace()}))

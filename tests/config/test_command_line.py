@@ -178,3 +178,10 @@ def test_exit_code_of_the_process(write):
     )
     assert done.returncode == 2
     assert "did you mean actor.optim.lr?" in done.stderr
+
+
+@pytest.mark.parametrize("key", ["epochs", "steps"])
+def test_fine_tuning_refuses_the_length_of_rl(write, capsys, key):
+    write(RECIPE)
+    assert main(["sft", "recipe.yaml", "sft.steps=3", f"trainer.{key}=2", "--dry-run"]) == 2
+    assert f"write sft.{key}=2" in capsys.readouterr().err

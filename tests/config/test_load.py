@@ -471,3 +471,22 @@ def test_what_differs_from_the_defaults_is_the_recipe(name, write):
     changed, others = changed_keys(config, COMPONENTS)
     assert others > 200
     assert load_config(write(yaml.safe_dump(changed)), components=COMPONENTS) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [
+        ([], 1e-3),  # a fresh model
+        (["model.path=trained"], 1e-5),
+        (["model.path=trained", "model.lora.rank=4"], 1e-4),
+        (["model.path=trained", "sft.optim.warmup_steps=3"], 1e-5),
+        (["model.path=trained", "sft.optim.lr=2e-4"], 2e-4),
+    ],
+)
+def test_fine_tuning_takes_small_steps_where_the_model_is_trained(config_of, overrides, lr):
+    assert config_of(*overrides).sft.optim.lr == lr
+
+
+def test_steps_of_fine_tuning_win_over_epochs_of_a_layer_below(config_of):
+    config = config_of("sft.epochs=2", "sft.steps=5")
+    assert (config.sft.epochs, config.sft.steps) == (None, 5)

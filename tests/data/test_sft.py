@@ -77,9 +77,19 @@ def test_examples_longer_than_the_model_takes_are_dropped_and_counted(tmp_path, 
     settings = config(tmp_path, rows)
     data = SFTDataset(settings, tokenizer, max_tokens=5)  # with "=" and the end token: 7, 5 and 6
     assert (data.responses, data.texts, data.answers, data.too_long) == (["12"], ["1="], ["12"], 2)
-    assert data.describe() == "sft: 1 example of 5 tokens; 2 longer than the model's 5 positions dropped"
+    assert data.describe() == "sft: 1 example of 5 tokens; 2 longer than 5 tokens dropped"
     assert data.batch([0])["prompt_text"] == ["1="]
     with pytest.raises(DataError, match=r"d.jsonl:1: (?s:.*)2 of 3 such(?s:.*)7 tokens(?s:.*)filter"):
         SFTDataset(settings.model_copy(update={"overlong": "error"}), tokenizer, max_tokens=5)
     with pytest.raises(DataError, match="3 of 3 such"):
         SFTDataset(settings, tokenizer, max_tokens=4)
+
+
+def test_long_examples_lose_the_end_of_their_response_where_they_may(tmp_path, tokenizer):
+    rows = [{"prompt": "1", "answer": text} for text in ("12345", "12")] + [{"prompt": "111111", "answer": "1"}]
+    data = SFTDataset(config(tmp_path, rows), tokenizer, max_tokens=6, overlong="cut")
+    assert [tokenizer.decode(ids) for ids in data.response_ids.unbind()] == ["1234", "12<eos>"]
+    assert (data.cut, data.too_long) == (1, 1)  # the prompt of the third leaves no room
+    assert "1 longer than 6 tokens dropped; 1 cut to 6 tokens" in data.describe()
+    with pytest.raises(DataError, match=r"sft.overlong: filter"):
+        SFTDataset(config(tmp_path, rows), tokenizer, max_tokens=6, overlong="error")

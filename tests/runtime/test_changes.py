@@ -168,8 +168,11 @@ def test_a_checkpoint_of_float32_has_no_master_weights():
 
 
 def test_epochs_do_not_count_steps_whose_batches_had_another_size():
-    before = config(trainer={"epochs": 2}, data={"batch_size": 10})
-    now = config(trainer={"epochs": 2}, data={"batch_size": 40})
+    before = config(trainer={"epochs": 2}, data={"batch_size": 10}, sft={"epochs": 2, "batch_size": 10})
+    now = config(trainer={"epochs": 2}, data={"batch_size": 40}, sft={"epochs": 2, "batch_size": 40})
+    told = r"sft\.batch_size: (?s:.*)40(?s:.*)sft\.epochs=null and sft\.steps=22,"
+    with pytest.raises(ConfigError, match=told):
+        changes.refuse_other_batches(15, {"samples": 200}, before, now, "sft")
     told = r"data\.batch_size: (?s:.*)40(?s:.*)trainer\.epochs=null and trainer\.steps=22,"
     with pytest.raises(ConfigError, match=told):  # 2 x 200 prompts: 15 steps of 10, 6.25 of 40; not 10 steps in all
         changes.refuse_other_batches(15, {"samples": 200}, before, now)

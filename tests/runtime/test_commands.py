@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.recipes.arithmetic import make_rows
 from tests import forked
 from tests.runtime import harness
 
@@ -40,9 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tuned(folder: Path) -> Path:
     """The run folder of `megarl sft` on two ranks."""
-    settings = ["sft.steps=6", "sft.eval_every=3", "trainer.save_every=3", "sft.optim.lr=3e-2"]
+    settings = ["sft.epochs=0.7", "sft.eval_every=3", "trainer.save_every=3", "sft.optim.lr=3e-2"]
     settings += ["tracking.report=true", "trainer.best_metric=sft/loss"]  # larger is better: that of step 3
-    settings += ["trainer.epochs=2"]  # which are of RL only
     megarl(folder, "sft", "tiny.yaml", *settings, "--run-dir", folder / "sft")
     return folder / "sft"
 
@@ -58,6 +58,10 @@ def test_sft_learns_evaluates_saves_and_exports(tuned: Path) -> None:
     assert {row["stage"] for row in rows} == {"sft"}
     assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
     assert [row["step"] for row in rows if "val/acc" in row] == [3, 6]
+    assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
+    log = (tuned / "log.txt").read_text()
+    assert "6 steps of 8 = 0.738 epochs of 65 examples" in log
+    assert "epochs of 65 prompts" not in log, "megarl sft has no steps of RL"
     assert {path.name for path in tuned.glob("checkpoints/step_*")} >= {"step_6"}
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -66,6 +70,11 @@ def test_sft_learns_evaluates_saves_and_exports(tuned: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tuned / "hf")
     losses = [response_loss(model, tokenizer, f"{a}+{b}=", str(a + b)) for a in (1, 4, 8) for b in (2, 5, 9)]
     assert sum(losses) / len(losses) < math.log(len(tokenizer))  # better than a model that knows nothing
+    held_out = make_rows("val", ops=["+"], low=1, high=9, held_out=16)
+    sizes = [len(str(row["answer"])) + 1 for row in held_out]
+    means = [response_loss(model, tokenizer, row["prompt"], str(row["answer"])) for row in held_out]
+    expected = sum(mean * size for mean, size in zip(means, sizes, strict=True)) / sum(sizes)
+    assert rows[-1]["val/loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @torch.no_grad()
