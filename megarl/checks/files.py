@@ -23,11 +23,11 @@ from megarl.config.model import ModelConfig
 from megarl.config.other_names import method_fix
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
-from megarl.data.light_tokenizer import brings_chat_template
+from megarl.data.light_tokenizer import brings_chat_template, chat_template_of
 from megarl.data.render import uses_chat
 from megarl.data.sources import HUB, SUFFIXES, TEXT, close_sources, files_of_folder, special_source, unknown_form_fix
 from megarl.data.templates import check_chat_template as parse_chat_template
-from megarl.data.templates import read_template
+from megarl.data.templates import check_template_kwargs, read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
 from megarl.errors import ConfigError, count, relative_path_fix
 from megarl.imports import is_file_reference, is_module_reference
@@ -485,12 +485,20 @@ def check_chat_template(config: RunConfig, checks: Checklist) -> None:
     if data.override_chat_template is not None:
         key = "data.override_chat_template"
         with checks.recorded():
-            parse_chat_template(read_template(data.override_chat_template, key), key)
+            text = read_template(data.override_chat_template, key)
+            parse_chat_template(text, key)
+            check_template_kwargs(text, data.chat_template_kwargs)
             checks.ok(key)
     elif brings is None:
         checks.skip("known when the tokenizer is here")
     elif uses_chat(data, brings):
-        checks.ok("the tokenizer's, around every prompt")
+        with checks.recorded():
+            text = chat_template_of(config.model)
+            if text is not None:
+                check_template_kwargs(text, data.chat_template_kwargs)
+            checks.ok("the tokenizer's, around every prompt")
+        if text is None and data.chat_template_kwargs:
+            checks.skip("data.chat_template_kwargs: which variables it reads is known when the run starts")
     elif brings and config.model.named_base:
         checks.ok("none: model.path names a base model; data.chat_template=true uses the tokenizer's")
     elif brings:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megarl.architectures.adapters import DEFAULT_TARGETS
+from megarl.artifacts.adapter_settings import check_scale, read_settings
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
 from megarl.config.model import LoraConfig, ParallelConfig
@@ -21,6 +24,10 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
         return
     if facts is not None:
         _check_targets(lora, facts, checks)
+    if lora.path is not None:
+        with checks.recorded():
+            check_scale(read_settings(Path(lora.path), "model.lora.path"), lora, "model.lora.path")
+            checks.ok(f"{lora.path}: its settings; its tensors are read when the run starts")
     if config.robot is not None:
         checks.fail(
             "model.lora",

@@ -13,11 +13,12 @@ import contextlib
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.checks.checklist import Checklist
 from megarl.checks.files import trains_supervised
 from megarl.checks.recipe import ConfigWarning
 from megarl.checks.references import check_reference, signature_of
@@ -27,8 +28,8 @@ from megarl.config.run import RunConfig
 from megarl.config.training import PreferenceConfig
 from megarl.data.images import image_folder, image_size
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
-from megarl.data.messages import Message, response_of
-from megarl.data.pairs import as_examples, as_pairs
+from megarl.data.messages import ASSISTANT, Message, response_of
+from megarl.data.pairs import as_examples, as_pairs, differing_pairs
 from megarl.data.render import Chat, Split, given_prompts, render_prompts, tokenize, uses_chat, within_limit
 from megarl.data.row_images import check_marks, row_images
 from megarl.data.rows import SAMPLE_KEYS, TRUTH, MissingColumnError, Row, hidden_columns, reference_of
@@ -46,10 +47,16 @@ from megarl.rewards.signatures import OWN, columns_of, form_of
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
 _TOKENIZE_S = 2.0
 _AT_ONCE = 256
+_SAMPLE = 1024  # prompts whose tokens are counted where a chat template is around them
 
 
-def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.monotonic) -> bool:
+def check_rows(
+    config: RunConfig, job: str, clock: Callable[[], float] = time.monotonic, checks: Checklist | None = None
+) -> bool:
     """Read the rows that `job` (train, sft, eval, generate) needs; look for columns, templates, tokens, lengths.
+
+    Args:
+        checks: records how far lengths were checked, and why no further.
 
     Returns:
         Whether there was a row that can be read here.
@@ -66,6 +73,8 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     prompt_formatter(data.format_prompt)
     tokenizer = light_tokenizer(config.model)
     chats = uses_chat(data, tokenizer is None or tokenizer.has_chat_template)
+    lengths = (checks or Checklist()).of("lengths")
+    counter = None if data.image_key is not None else tokenizer
     if chats:
         if tokenizer is not None and not data.override_chat_template and not tokenizer.has_chat_template:
             raise no_chat_template()
@@ -74,7 +83,7 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
         tokenizer = None  # nor is it where images become tokens
     chat = _contents if chats else None
     deadline = clock() + _TOKENIZE_S
-    rows = _Rows(config, tokenizer, chat, lambda: clock() < deadline)
+    rows = _Rows(config, tokenizer, counter, chat, lambda: clock() < deadline, lengths)
     if config.preference is not None and job == "train":
         read = rows.check_pairs("val", data.held_out, config.preference)
         read |= rows.check_pairs("train", data.train_files, config.preference)
@@ -95,12 +104,19 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
 
 @dataclass(frozen=True)
 class _Rows:
-    """A reader of rows that records problems until its time is over. `tokenizer`: None where no text is certain."""
+    """A reader of rows that records problems until its time is over.
+
+    Attributes:
+        tokenizer: None where no text is certain.
+        counter: counts the tokens that a prompt has at least; None where only the workers know the tokenizer.
+    """
 
     config: RunConfig
     tokenizer: LightTokenizer | None
+    counter: LightTokenizer | None
     chat: Chat | None
     in_time: Callable[[], bool]
+    lengths: Checklist
     problems: list[UserError] = field(default_factory=list)
 
     def check(
@@ -150,7 +166,7 @@ class _Rows:
     def check_pairs(self, split: Split, sources: list[str], settings: PreferenceConfig) -> bool:
         """Record the problems of rows that are preference pairs or labelled examples; return whether any was read."""
         data, known = self.config.data, list[Row]()
-        before = len(self.problems)
+        before, differing = len(self.problems), 0
         for source in filter(is_readable_here, sources):
             with self._recorded():
                 rows = load_rows(source)
@@ -159,12 +175,18 @@ class _Rows:
                     pairs, keys = as_examples(rows, data, settings), [settings.completion_key]
                 else:
                     pairs, keys = as_pairs(rows, data, settings), [settings.chosen_key, settings.rejected_key]
+                differing += len(pairs)
                 given_prompts(data, pairs, chat=self.chat is not None)
                 for row in pairs:
                     for key in keys:
                         self._response(row, key)
         if len(self.problems) == before:
             self._check_split(split, sources, known)
+            if known and not differing and all(map(is_readable_here, sources)):
+                with self._recorded():
+                    differing_pairs(known, data, settings, split)
+        if known:
+            self.lengths.skip(f"{_of(split)}: those of pairs are known when the run starts")
         return bool(known)
 
     def raise_all(self) -> None:
@@ -192,20 +214,61 @@ class _Rows:
         data, whole = self.config.data, self.config.whole_conversations
         answers = [self._response(row, response) for row in known if response]
         ids: list[list[int]] = []
+        contents: list[str] = []
         for start in range(0, len(known), _AT_ONCE):
             if not self.in_time():
+                self.lengths.skip(f"{_of(split)}: only {start:,} of {len(known):,} prompts were looked at, for time")
                 return
             rows = known[start : start + _AT_ONCE]
             mark = None if data.image_key is None else self._counted
             texts = render_prompts(data, self.chat, rows, whole=whole, mark=mark)
+            contents += texts
             self._check_images(rows)
             if self.tokenizer is None:
                 continue
             ids += tokenize(self.tokenizer, texts, rows, special=True)
             learnt = [i for i in range(start, len(ids)) if answers and len(ids[i]) <= data.max_prompt_tokens]
             tokenize(self.tokenizer, [answers[i] for i in learnt], [known[i] for i in learnt], special=False)
-        if len(ids) == len(known) and all(is_readable_here(source) for source in sources) and known:
+        if not known:
+            return
+        if not all(map(is_readable_here, sources)):
+            self.lengths.skip(f"{_of(split)}: not all of its sources are read before the start")
+        elif self.tokenizer is not None:
             within_limit(data, split, known, ids)
+            self.lengths.ok(f"{_of(split)}: {len(ids):,} prompts of {_range(map(len, ids))} tokens")
+        elif self.counter is not None:
+            self._check_contents(split, known, contents, self.counter)
+        else:
+            why = "images become tokens" if data.image_key is not None else "the tokenizer is known"
+            self.lengths.skip(f"{_of(split)}: {why} when the run starts")
+
+    def _check_contents(self, split: Split, known: list[Row], contents: list[str], counter: LightTokenizer) -> None:
+        """Refuse prompts whose texts alone are too long, by the shortest and the longest ones."""
+        data, limit = self.config.data, self.config.data.max_prompt_tokens
+        order = sorted(range(len(contents)), key=lambda i: len(contents[i]))
+        sample = order if len(order) <= _SAMPLE else [*order[: _SAMPLE // 2], *order[-_SAMPLE // 2 :]]
+        lengths = self._count(contents, sample, counter)
+        if data.overlong != "error" and min(lengths.values()) > limit:  # is there no shorter one?
+            lengths = self._count(contents, order, counter)
+        longest = max(lengths, key=lengths.__getitem__)
+        tokens = f"{_range(lengths.values())} tokens without what the chat template adds"
+        if lengths[longest] > limit and (data.overlong == "error" or min(lengths.values()) > limit):
+            one = data.overlong == "error"
+            raise DataError(
+                "the prompt is longer than the limit" if one else "no prompt is left: all are longer than the limit",
+                where=known[longest].where if one else f"data.{split}_files",
+                found=f"{lengths[longest]:,} tokens without what the chat template adds" if one else tokens,
+                allowed=f"data.max_prompt_tokens: {limit}",
+                fix="raise data.max_prompt_tokens" + (", or set data.overlong: filter" if one else ""),
+            )
+        number = f"{len(lengths):,} of " if len(lengths) < len(known) else ""
+        self.lengths.ok(f"{_of(split)}: {number}{len(known):,} prompts of {tokens}")
+
+    @staticmethod
+    def _count(contents: Sequence[str], places: Sequence[int], counter: LightTokenizer) -> dict[int, int]:
+        """Return the tokens of the texts at these places, by place."""
+        ids = counter([contents[i] for i in places], add_special_tokens=False)["input_ids"]
+        return dict(zip(places, map(len, ids), strict=True))
 
     def _counted(self, text: str, row: Row) -> str:
         """Check the number of `<image>` in the text of a prompt, and return it as it is."""
@@ -354,8 +417,21 @@ def _warn(what: str, where: str, found: object, fix: str) -> None:
 
 
 def _contents(messages: Sequence[Message], row: Row) -> str:
-    """Join the messages' contents in place of a chat template, so that the messages' form is checked."""
-    return "".join(message["content"] for message in messages)
+    """Join what a chat template certainly writes of the messages: their form and least length are checked.
+
+    A template may drop what the assistant said and thoughts, and trim any content.
+    """
+    others = (message["content"] for message in messages if message["role"] != ASSISTANT)
+    return "".join(content.rpartition("</think>")[2].strip() for content in others)
+
+
+def _of(split: Split) -> str:
+    return "training data" if split == "train" else "held-out data"
+
+
+def _range(lengths: Iterable[int]) -> str:
+    least, most = min(known := list(lengths)), max(known)
+    return f"{least:,} to {most:,}" if least < most else f"{most:,}"
 
 
 def is_readable_here(source: str) -> bool:

@@ -20,6 +20,7 @@ from megarl.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from megarl.artifacts.trained import Which
+    from megarl.checks.checklist import Checklist
     from megarl.config.run import RunConfig
 
 # Work of each command's workers: command -> (entry, help)
@@ -128,8 +129,8 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
 
     rows = Checklist(name="rows")
     try:
-        if _check_inputs(config, arguments.command):
-            rows.ok("columns and tokens, as far as they can be read here")
+        if _check_inputs(config, arguments.command, rows):
+            rows.ok("columns and texts, as far as they can be read here")
         else:
             rows.skip("these sources are read when the run starts")
     except UserError as error:
@@ -184,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _check_inputs(config: RunConfig, job: str) -> bool:
+def _check_inputs(config: RunConfig, job: str, checks: Checklist | None = None) -> bool:
     """Read the run's inputs as far as that takes seconds: rows and their tokens, reward and environment.
 
     Returns:
@@ -200,7 +201,7 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
 
     if job != "generate" and config.tracking.mlflow and config.tracking.mlflow_uri is not None:
         check_store(config.tracking.mlflow_uri)
-    read = check_rows(config, job)
+    read = check_rows(config, job, checks=checks)
     check_arguments(config)
     if job != "generate":
         check_import(config.reward, images=gives_images(config))

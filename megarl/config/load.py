@@ -154,7 +154,7 @@ def _absolute(value: Any, path: tuple[str, ...]) -> Any:
     """Return `value` of the key `path` as an absolute path if it is `file.py:fn`, or the path of a file or folder."""
     if not isinstance(value, str) or os.path.isabs(value):
         return value
-    places = [value, value.rpartition("@")[0]] if path in _PATHS or path == _TEMPLATE else []
+    places = [value, value.rpartition("@")[0]] if path in _PATHS or path == _TEMPLATE or path[-1] == "path" else []
     if is_file_reference(value) or any(place and os.path.exists(place) for place in places):
         return os.path.join(os.getcwd(), value)
     return value

@@ -19,7 +19,7 @@ from megarl.config.data import DataConfig
 from megarl.config.training import PreferenceConfig
 from megarl.data.messages import ASSISTANT, read_messages
 from megarl.data.rows import Row
-from megarl.errors import DataError
+from megarl.errors import DataError, count
 
 
 def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig) -> list[Row]:
@@ -48,6 +48,24 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
         if chosen != rejected:
             found.append(_with_prompt(row, config, settings, chosen, rejected))
     return found
+
+
+def differing_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig, split: str) -> list[Row]:
+    """Return `as_pairs` of the rows of a split.
+
+    Raises:
+        DataError: as `as_pairs`, or the responses of every row are equal.
+    """
+    pairs = as_pairs(rows, config, settings)
+    if rows and not pairs:
+        raise DataError(
+            "there is no pair: the two responses of every row are equal",
+            where=f"data.{split}_files",
+            found=count(len(rows), "row"),
+            allowed="rows whose responses differ",
+            fix=f"correct the columns {settings.chosen_key!r} and {settings.rejected_key!r}, or name others",
+        )
+    return pairs
 
 
 def as_examples(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig) -> list[Row]:

@@ -13,10 +13,10 @@ import torch
 from megarl.config.data import DataConfig
 from megarl.config.training import PreferenceConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.data.pairs import as_examples, as_pairs, label_of
+from megarl.data.pairs import as_examples, differing_pairs, label_of
 from megarl.data.prompts import dropped, fingerprint, read_split, tokens_text
 from megarl.data.sft import SFTDataset, within_tokens
-from megarl.errors import DataError, count
+from megarl.errors import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,14 +67,8 @@ class PairDataset:
         """
         self.split, self._margin_key = split, settings.margin_key
         rows = read_split(config, split)
-        pairs = as_pairs(rows, config, settings)
+        pairs = differing_pairs(rows, config, settings, split)
         self.equal = len(rows) - len(pairs)
-        if not pairs:
-            raise DataError(
-                "there is no pair: the two responses of every row are equal",
-                where=f"data.{split}_files",
-                found=len(rows),
-            )
         keys = (settings.chosen_key, settings.rejected_key)
         self._chosen, self._rejected = (
             SFTDataset(config, tokenizer, key, split, stop_ids=stop_ids, images=images, rows=pairs) for key in keys

@@ -173,18 +173,7 @@ class ChatTemplate:
         self._templates = {"default": template} if isinstance(template, str) else dict(template)
         if "default" not in self._templates:
             raise no_chat_template()
-        self._reads = _names_read("".join(self._templates.values()))
-        for name in more:
-            if self._reads is not None and (name not in self._reads or name in _OWN_NAMES):
-                raise ConfigError(
-                    "the chat template does not read this, so it would change nothing"
-                    if name not in _OWN_NAMES
-                    else "the chat template is given this by the run",
-                    where=f"data.chat_template_kwargs.{name}",
-                    found=more[name],
-                    allowed=sorted(n for n in self._reads - _OWN_NAMES if not n.endswith("_token")) or "nothing",
-                    fix="remove it, or correct the name",
-                )
+        check_template_kwargs("".join(self._templates.values()), more)
         self._check_tools()
 
     def _check_tools(self) -> None:
@@ -347,6 +336,26 @@ class ChatTemplate:
                         allowed="keys of a message that the template writes",
                         fix=f"take the key out of the row, or set {_OVERRIDE} to a template that writes it",
                     )
+
+
+def check_template_kwargs(template: str, more: Mapping[str, Any]) -> None:
+    """Refuse variables that a chat template does not read; `more` is `data.chat_template_kwargs`.
+
+    Raises:
+        ConfigError: names the variable and those that it reads.
+    """
+    reads = _names_read(template)
+    for name in more:
+        if reads is not None and (name not in reads or name in _OWN_NAMES):
+            raise ConfigError(
+                "the chat template does not read this, so it would change nothing"
+                if name not in _OWN_NAMES
+                else "the chat template is given this by the run",
+                where=f"data.chat_template_kwargs.{name}",
+                found=more[name],
+                allowed=sorted(n for n in reads - _OWN_NAMES if not n.endswith("_token")) or "nothing",
+                fix="remove it, or correct the name",
+            )
 
 
 def unwritten_tools(names: Sequence[str] = ()) -> ConfigError:

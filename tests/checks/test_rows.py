@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from megarl.checks.checklist import Checklist
+from megarl.checks.files import check_chat_template
+from megarl.checks.lora import check_lora
 from megarl.checks.recipe import ConfigWarning
 from megarl.checks.references import check_arguments
 from megarl.checks.rows import check_rows
@@ -329,3 +332,85 @@ def test_nothing_heavy_is_imported():
     code = "import sys, megarl.checks.rows; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def checked_lengths(check, tmp_path):
+    """checked_lengths(rows, *overrides) -> what the dry run says of lengths, as status and message."""
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}{{ more }}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    def lengths(rows, *overrides):
+        checks = Checklist()
+        check(rows, *overrides, checks=checks)
+        return [f"{item.status} {item.name}: {item.message}" for item in checks.items]
+
+    return lengths
+
+
+_CHATS = ["model.tokenizer=tokenizer", "data.chat_template=true"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "ok lengths: training data: 2 prompts of 3 to 4 tokens"),
+        (_CHATS, "ok lengths: training data: 2 prompts of 3 to 4 tokens without what the chat template adds"),
+        (["model.tokenizer=some/where"], "skip lengths: training data: the tokenizer is known when the run starts"),
+        (
+            ["data.train_files=[train.jsonl, some/data]"],
+            "skip lengths: training data: not all of its sources are read before the start",
+        ),
+    ],
+)
+def test_the_dry_run_says_how_far_lengths_were_checked(checked_lengths, overrides, expected):
+    rows = [GOOD, {"prompt": "1+1", "answer": "2"}]
+    assert checked_lengths(rows, *overrides) == [expected]
+
+
+def test_prompts_that_are_too_long_for_any_chat_template_are_refused(checked_lengths, monkeypatch):
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=" * 2, "answer": "2"}]
+    with pytest.raises(DataError, match=r"train.jsonl:2: the prompt is longer(?s:.*)8 tokens without(?s:.*): filter"):
+        checked_lengths(rows, *_CHATS, "data.overlong=error")
+    with pytest.raises(DataError, match=r"no prompt is left(?s:.*)4 to 8 tokens without"):
+        checked_lengths(rows, *_CHATS, "data.max_prompt_tokens=2")
+    monkeypatch.setattr("megarl.checks.rows._SAMPLE", 2)
+    with pytest.raises(DataError, match=r"no prompt is left(?s:.*)4 to 8 tokens without"):
+        checked_lengths([*rows, *rows], *_CHATS, "data.max_prompt_tokens=2")
+    [text] = checked_lengths([*rows, *rows], *_CHATS)
+    assert "2 of 4 prompts of 4 to 8 tokens" in text
+
+
+def test_pairs_that_are_all_equal_are_refused(check):
+    pairs = ["algorithm.pipeline=dpo", "preference.loss=sigmoid"]
+    equal, other = ({"prompt": "1+", "chosen": "1", "rejected": text} for text in "12")
+    check([equal, other], *pairs)
+    with pytest.raises(DataError, match=r"data\.train_files: there is no pair: the two responses of every row"):
+        check([equal, equal], *pairs)
+
+
+def test_a_variable_that_the_chat_template_does_not_read_is_refused(checked_lengths):
+    def statuses(*overrides):
+        checks = Checklist()
+        check_chat_template(load_config("recipe.yaml", [*_CHATS, *overrides]), checks)
+        return [(item.status, item.key) for item in checks.items]
+
+    assert statuses("data.chat_template_kwargs={more: 1}") == [("ok", None)]
+    key = "data.chat_template_kwargs.enable_thinking"
+    assert statuses("data.chat_template_kwargs={enable_thinking: false}") == [("fail", key)]
+    given = ["data.override_chat_template={{ messages }}", "data.chat_template_kwargs={enable_thinking: false}"]
+    assert statuses(*given) == [("fail", key)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [(None, "model.lora.path"), ({"r": 4, "lora_alpha": 32}, "model.lora.rank"), ({"r": 8, "lora_alpha": 32}, None)],
+)
+def test_an_adapter_to_start_from_is_looked_at(tmp_path, settings, key):
+    if settings is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+    given = [f"model.lora={{path: {tmp_path}, rank: 8, alpha: 32}}"]
+    checks = Checklist()
+    check_lora(load_config("grpo_quickstart", given), None, None, checks)
+    assert [item.key for item in checks.items if item.status != "ok"] == ([key] if key else [])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.architectures.adapters import DOWN, UP
+from megarl.artifacts.adapter_settings import CONFIG, PLAIN, TENSORS, check_scale, read_settings
 from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig
 from megarl.errors import ConfigError
@@ -24,34 +25,8 @@ from megarl.models.weights.adapters import adapter_tensors
 from megarl.models.weights.export import iter_adapter_tensors
 from megarl.models.weights.files import SafetensorsWriter, replace_folder
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-#: Settings with which PEFT computes more than the formula, and the values with which it does not.
-_PLAIN = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_rslora": False,
-    "use_dora": False,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "target_parameters": None,
-}
 _EMBEDDINGS = ("embed_tokens", "pos_embed")  # two-dimensional weights that are not of linear layers
-#: Starts that do not change the base model's weights. Others (pissa, olora, corda, loftq, lora_ga) change them, and the
-#: adapter belongs to the changed model.
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-#: Settings that do not change what is computed from the stored tensors, beside those that are read here. Any other key
-#: with a value is refused, as PEFT keeps adding forms of adapters.
-_HARMLESS = {
-    *("r", "lora_alpha", "lora_dropout", "init_lora_weights", "base_model_name_or_path", "revision"),
-    *("task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "ensure_weight_tying"),
-    *("target_modules", "exclude_modules", "layers_pattern"),  # the tensors' names show which modules have adapters
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # read by the start of their name only
-    *("megatron_core", "qalora_group_size"),  # read with megatron_config, use_qalora
-}
 
 
 def export_adapter(
@@ -91,69 +66,12 @@ def export_adapter(
 def peft_config(lora: LoraConfig, modules: Sequence[str], base: str | None) -> dict[str, Any]:
     """Return adapter_config.json of adapters on the modules of these names, for the model `base`."""
     settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(modules)}
-    return {**_PLAIN, **settings, "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+    return {**PLAIN, **settings, "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
 
 
 def _modules(names: Iterable[str]) -> list[str]:
     """Return the last parts of the names of modules that have adapters, as PEFT selects modules by them."""
     return sorted({name.removesuffix(DOWN).rpartition(".")[2] for name in names if name.endswith(DOWN)})
-
-
-def read_settings(folder: Path, where: str) -> dict[str, Any]:
-    """Return the settings of a PEFT adapter.
-
-    Args:
-        where: the key that names the folder, for errors.
-
-    Raises:
-        ConfigError: there is none, or it does more than the formula.
-    """
-    file = folder.expanduser() / CONFIG
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise ValueError("it is not a mapping")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"there is no PEFT adapter: {CONFIG} cannot be read ({error})",
-            where=where,
-            found=str(folder),
-            allowed=f"a folder with {CONFIG} and {TENSORS}",
-            fix="check the path",
-        ) from error
-    beyond = next(_beyond_formula(settings), None)
-    if beyond is not None:
-        key, allowed = beyond
-        raise ConfigError(
-            "this adapter does more than add lora_alpha / r * B A",
-            where=f"{file}: {key}",
-            found=settings[key],
-            allowed=allowed,
-            fix="train a plain LoRA adapter, or merge this one with PEFT and name the merged model",
-        )
-    for key, kinds in (("r", int), ("lora_alpha", (int, float))):
-        if isinstance(value := settings.get(key), bool) or not isinstance(value, kinds) or not value > 0:
-            raise ConfigError(
-                "this adapter does not say its scale, lora_alpha / r",
-                where=f"{file}: {key}",
-                found=value,
-                allowed="a number above 0",
-                fix="copy the adapter again",
-            )
-    return settings
-
-
-def _beyond_formula(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the settings with which PEFT computes more than the formula, and the values that are allowed."""
-    for key, value in settings.items():
-        if key in _PLAIN:
-            if (value or _PLAIN[key]) != _PLAIN[key]:
-                yield key, str(_PLAIN[key])
-        elif key == "init_lora_weights":
-            if value not in _STARTS:
-                yield key, ", ".join(map(str, _STARTS))
-        elif key not in _HARMLESS and value:
-            yield key, "no value: what it changes is not known here"
 
 
 class AdapterReader:
@@ -183,15 +101,7 @@ class AdapterReader:
         Raises:
             ConfigError: names the first differences.
         """
-        for key, value, ours in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
-            if self.settings.get(value) != ours:
-                raise ConfigError(
-                    f"the adapter at {self._where} has another {value}",
-                    where=f"model.lora.{key}",
-                    found=ours,
-                    allowed=str(self.settings.get(value)),
-                    fix=f"set model.lora.{key}={self.settings.get(value)}",
-                )
+        check_scale(self.settings, lora, self._where)
         wrong = [f"no {name}" for name in shapes if name not in self.names]
         wrong += [f"{name} is no target here" for name in self.names if name not in shapes]
         wrong += [

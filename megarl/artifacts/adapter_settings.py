@@ -1,0 +1,115 @@
+"""The settings of low-rank adapters as PEFT keeps them, adapter_config.json: which of them this package understands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config.model import LoraConfig
+from megarl.errors import ConfigError
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+#: Settings with which PEFT computes more than the formula, and the values with which it does not.
+PLAIN = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_rslora": False,
+    "use_dora": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+}
+#: Starts that do not change the base model's weights. Others (pissa, olora, corda, loftq, lora_ga) change them, and the
+#: adapter belongs to the changed model.
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+#: Settings that do not change what is computed from the stored tensors, beside those that are read here. Any other key
+#: with a value is refused, as PEFT keeps adding forms of adapters.
+_HARMLESS = {
+    *("r", "lora_alpha", "lora_dropout", "init_lora_weights", "base_model_name_or_path", "revision"),
+    *("task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "ensure_weight_tying"),
+    *("target_modules", "exclude_modules", "layers_pattern"),  # the tensors' names show which modules have adapters
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # read by the start of their name only
+    *("megatron_core", "qalora_group_size"),  # read with megatron_config, use_qalora
+}
+
+
+def read_settings(folder: Path, where: str) -> dict[str, Any]:
+    """Return the settings of a PEFT adapter.
+
+    Args:
+        where: the key that names the folder, for errors.
+
+    Raises:
+        ConfigError: there is none, or it does more than the formula.
+    """
+    file = folder.expanduser() / CONFIG
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("it is not a mapping")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"there is no PEFT adapter: {CONFIG} cannot be read ({error})",
+            where=where,
+            found=str(folder),
+            allowed=f"a folder with {CONFIG} and {TENSORS}",
+            fix="check the path",
+        ) from error
+    beyond = next(_beyond_formula(settings), None)
+    if beyond is not None:
+        key, allowed = beyond
+        raise ConfigError(
+            "this adapter does more than add lora_alpha / r * B A",
+            where=f"{file}: {key}",
+            found=settings[key],
+            allowed=allowed,
+            fix="train a plain LoRA adapter, or merge this one with PEFT and name the merged model",
+        )
+    for key, kinds in (("r", int), ("lora_alpha", (int, float))):
+        if isinstance(value := settings.get(key), bool) or not isinstance(value, kinds) or not value > 0:
+            raise ConfigError(
+                "this adapter does not say its scale, lora_alpha / r",
+                where=f"{file}: {key}",
+                found=value,
+                allowed="a number above 0",
+                fix="copy the adapter again",
+            )
+    return settings
+
+
+def check_scale(settings: Mapping[str, Any], lora: LoraConfig, where: str) -> None:
+    """Refuse an adapter with another rank or scale than the recipe's.
+
+    Args:
+        where: the key that names the adapter, for errors.
+
+    Raises:
+        ConfigError: names the difference.
+    """
+    for key, name, value in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
+        if settings.get(name) != value:
+            raise ConfigError(
+                f"the adapter at {where} has another {name}",
+                where=f"model.lora.{key}",
+                found=value,
+                allowed=str(settings.get(name)),
+                fix=f"set model.lora.{key}={settings.get(name)}",
+            )
+
+
+def _beyond_formula(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the settings with which PEFT computes more than the formula, and the values that are allowed."""
+    for key, value in settings.items():
+        if key in PLAIN:
+            if (value or PLAIN[key]) != PLAIN[key]:
+                yield key, str(PLAIN[key])
+        elif key == "init_lora_weights":
+            if value not in _STARTS:
+                yield key, ", ".join(map(str, _STARTS))
+        elif key not in _HARMLESS and value:
+            yield key, "no value: what it changes is not known here"
