@@ -73,8 +73,8 @@ class PairDataset:
         self._chosen, self._rejected = (
             SFTDataset(config, tokenizer, key, split, stop_ids=stop_ids, images=images, rows=pairs) for key in keys
         )
-        longest = torch.maximum(self._chosen.response_ids.lengths, self._rejected.response_ids.lengths)
-        self._lengths = self._chosen.prompt_ids.lengths + longest
+        both = (side.prompt_ids.lengths + side.response_ids.lengths for side in (self._chosen, self._rejected))
+        self._lengths = torch.maximum(*both)
         limit, lengths = settings.limit(max_tokens), self._lengths.tolist()
         self._kept = within_tokens(limit, lengths, self._chosen.rows, config, "preference.max_tokens")
         self.overlong = self._chosen.overlong + len(self._lengths) - len(self._kept)
@@ -87,7 +87,8 @@ class PairDataset:
         """Return one line for the log: how many pairs, how long, how many dropped."""
         lengths = self._lengths[torch.tensor(self._kept)]
         text = f"{self.split}: {count(len(self), 'pair')} of at most {tokens_text(lengths)} a sequence"
-        return text + dropped((self.equal, "with equal responses"), (self.overlong, _TOO_LONG))
+        text += dropped((self.equal, "with equal responses"), (self.overlong, _TOO_LONG))
+        return text + self._chosen.notes() + self._rejected.notes()
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the pairs at `indices`, each as two samples, the chosen response first.
@@ -144,7 +145,7 @@ class LabelledDataset(SFTDataset):
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
         text = f"{self.split}: {count(len(self), 'example')} of {tokens_text(lengths)}"
         text += f", {int(self.labels.sum())} desirable"
-        return text + dropped((self.overlong + self.too_long, _TOO_LONG))
+        return text + dropped((self.overlong + self.too_long, _TOO_LONG)) + self.notes()
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the examples at `indices`: SFTDataset's batch plus `sample_id` and `label`."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from megarl.config.data import DataConfig
 from megarl.data.announcement import NO_TOOLS, Announcement
+from megarl.data.continuation import to_continue
 from megarl.data.messages import SYSTEM_ROLES, Message, prompt_messages
 from megarl.data.rows import Row, check_text, refuse_media
 from megarl.data.templates import ChatTemplate, chat_renderer, no_template_for_tools, prompt_formatter
@@ -129,8 +130,8 @@ def _read_as_text(config: DataConfig, row: Row) -> list[str]:
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *, special: bool) -> list[list[int]]:
-    """Return the token ids of each text. `special` lets the tokenizer add what it adds by itself (for some a begin
-    token).
+    """Return the token ids of each text. `special` lets the tokenizer add what it adds before a text (for some a begin
+    token); an end token that it adds is left out, because the text goes on.
 
     Raises:
         DataError: an empty result, or a piece that the tokenizer has no token for; the row is named.
@@ -141,10 +142,9 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
     for start in range(0, len(texts), _TOKENISE_AT_ONCE):
         some = list(texts[start : start + _TOKENISE_AT_ONCE])
         ids += tokenizer(some, add_special_tokens=special, return_attention_mask=False)["input_ids"]
-    begin = tokenizer.bos_token_id
+    if special and texts:
+        ids = to_continue(tokenizer, ids, texts[0])
     for text, row, tokens in zip(texts, rows, ids, strict=True):
-        if special and begin is not None and tokens[:2] == [begin, begin]:
-            del tokens[0]  # the text already began with the begin token, as prompts made elsewhere often do
         if not tokens:
             raise DataError("the text has no tokens", where=row.where, found=text, fix=row.way_out)
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:

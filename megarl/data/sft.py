@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -11,20 +10,13 @@ import torch
 from megarl.config.data import DataConfig
 from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.batch import Batch, Jagged
+from megarl.data.conversations import Conversations
 from megarl.data.end_tokens import turn_end
-from megarl.data.messages import (
-    ASSISTANT,
-    Message,
-    extra_keys,
-    is_learnt,
-    response_of,
-    without_weight,
-)
+from megarl.data.messages import Message, response_of
 from megarl.data.prompts import PromptDataset, dropped, fingerprint, tokens_text
-from megarl.data.render import Split, tokenize, uses_chat
+from megarl.data.render import Split, uses_chat
+from megarl.data.responses import Response, response_tokens
 from megarl.data.rows import Row
-from megarl.data.templates import ChatTemplate
-from megarl.data.turns import Turns
 from megarl.errors import DataError, count
 
 if TYPE_CHECKING:
@@ -33,7 +25,6 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.data.image_prompts import ImagePrompts
 
-_THINK = "<think>"
 Overlong = Literal["filter", "cut", "error"]
 
 
@@ -75,8 +66,8 @@ def open_examples(
 class SFTDataset(PromptDataset):
     """The data set of prompts with the response to learn.
 
-    Prompt and response are tokenised apart, as they are in RL, so that a model meets the same prompt tokens in both. A
-    response may be messages: those of others than the assistant stand between its turns as in RL, and are not learnt.
+    Prompts have the tokens that they have in RL, and a response those that continue them, as the chat template writes
+    the whole conversation. A response may be messages: those of others than the assistant are not learnt.
 
     Attributes:
         limit_key: the key that limits an example's tokens below the model's limit.
@@ -108,8 +99,8 @@ class SFTDataset(PromptDataset):
             tools: as in PromptDataset.
             images: as in PromptDataset.
             rows: as in PromptDataset.
-            stop_ids: tokens that end a turn, in addition to the tokenizer's. Of these a response of several turns
-                learns the one that the chat template writes; one of a single turn does, too, where that is special.
+            stop_ids: tokens that end a turn, in addition to the tokenizer's and special ones. A response learns the
+                one that the chat template writes.
 
         Raises:
             DataError: the response column is missing, or holds neither text nor an integer; the row is named. An
@@ -118,29 +109,22 @@ class SFTDataset(PromptDataset):
         whole = response_key == config.prompt_key
         super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images, rows=rows)
         talks = [self._response(number, response_key) for number in range(len(self.rows))]
-        if all(len(talk) == 1 and not extra_keys(talk[0]) for talk in talks):
-            texts = [talk[0]["content"] for talk in talks]
-            ids = tokenize(tokenizer, texts, self.rows, special=False)
-            end = _end(tokenizer, config)
-            ends = [tokenizer.eos_token_id, end]
-            ids = [[*without_end(own, ends, row), end] for own, row in zip(ids, self.rows, strict=True)]
-            learnt = [[True] * len(tokens) for tokens in ids]
-        else:
-            ids, learnt = self._of_turns(talks, tokenizer, [tokenizer.eos_token_id, *stop_ids])
+        examples = self._tokens(talks, tokenizer, _end(tokenizer, config, stop_ids))
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens
-        prompts = self.prompt_ids.lengths.tolist()
+        prompts = [example.prompt for example in examples]
+        ids, learnt = [example.ids for example in examples], [example.learnt for example in examples]
         self.cut = 0
         if overlong == "cut" and max_tokens is not None:
-            self.cut = _cut_ends(ids, learnt, [max_tokens - prompt for prompt in prompts])
-        lengths = [prompt + len(own) for prompt, own in zip(prompts, ids, strict=True)]
+            self.cut = _cut_ends(ids, learnt, [max_tokens - len(prompt) for prompt in prompts])
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, ids, strict=True)]
         kept = within_tokens(max_tokens, lengths, self.rows, config, self.limit_key, overlong)
         self.too_long = len(ids) - len(kept)
         self.rows = [self.rows[i] for i in kept]
         self.texts = [self.texts[i] for i in kept]
         self.given = [self.given[i] for i in kept]
         self.answers = [self.answers[i] for i in kept]
-        self.prompt_ids = self.prompt_ids.select(torch.tensor(kept, dtype=torch.int64))
+        self.prompt_ids = Jagged.from_list([prompts[i] for i in kept], dtype=torch.int64)
         self.responses = [responses[i] for i in kept]
         self.response_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)
         self._learnt = Jagged.from_list([learnt[i] for i in kept], dtype=torch.bool)
@@ -150,14 +134,12 @@ class SFTDataset(PromptDataset):
         """Return one line for the log: how many examples, how long, how many dropped."""
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
         text = f"sft: {count(len(self), 'example')} of {tokens_text(lengths)}{self._template}"
-        return (
-            text
-            + dropped(
-                (self.overlong, f"prompts longer than {self.config.max_prompt_tokens}"),
-                (self.too_long, f"longer than {self.max_tokens} tokens"),
-            )
-            + (f"; {self.cut} cut to {self.max_tokens} tokens" if self.cut else "")
+        text += dropped(
+            (self.overlong, f"prompts longer than {self.config.max_prompt_tokens}"),
+            (self.too_long, f"longer than {self.max_tokens} tokens"),
         )
+        cut = f"; {self.cut} cut to {self.max_tokens} tokens" if self.cut else ""
+        return text + cut + self.notes()
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the examples at `indices`: PromptDataset's batch plus response_ids, response_mask (1 where the
@@ -171,45 +153,38 @@ class SFTDataset(PromptDataset):
         return batch
 
     def _response(self, number: int, key: str) -> list[Message]:
-        """Return the messages to learn of one row, without what the prompt ends with already."""
+        """Return the messages to learn of one row."""
         images = self.config.image_key is not None
-        talk = response_of(self.rows[number], self.config.prompt_key, key, images=images)
-        text = self.texts[number].rstrip()
-        if text.endswith(_THINK) and talk[0]["content"].lstrip().startswith(_THINK):
-            opened = talk[0]["content"].lstrip().removeprefix(_THINK)
-            talk[0] = {**talk[0], "content": opened.lstrip("\n") if self.texts[number].endswith("\n") else opened}
-        return talk
+        return response_of(self.rows[number], self.config.prompt_key, key, images=images)
 
-    def _of_turns(
-        self, talks: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
-    ) -> tuple[list[list[int]], list[list[bool]]]:
-        """Return the tokens of responses that are messages, and which of them the assistant says and learns."""
-        ids, learnt = list[list[int]](), list[list[bool]]()
-        for talk, row, given in zip(talks, self.rows, self.given, strict=True):
-            chat = self.chat
-            turns = Turns(tokenizer, None if chat is None else partial(_render, chat, row), stops)
-            before = list(given) if isinstance(given, list) else []
-            tokens: list[int] = []
-            said: list[bool] = []
-            answers: list[Message] = []
-            for message in talk:
-                if message["role"] != ASSISTANT:
-                    answers.append(message)
-                    continue
-                between = turns.following(answers, ended=True) if answers else []
-                before += answers
-                text = message["content"]
-                if keys := extra_keys(message):
-                    text = _as_written(chat, before, message, keys, row)
-                [own] = tokenize(tokenizer, [text], [row], special=False)
-                own = without_end(own, [tokenizer.eos_token_id, turns.end], row)
-                tokens += [*between, *own, turns.end]
-                said += [False] * len(between) + [is_learnt(message)] * (len(own) + 1)
-                before += without_weight([message])
-                answers = []
-            ids.append(tokens)
-            learnt.append(said)
-        return ids, learnt
+    def _tokens(self, talks: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase, end: int) -> list[Response]:
+        """Return the tokens of each row: prompt and response.
+
+        The prompt's are another's than in RL where the template writes the conversation in another way, without the
+        `<think>` that it ends a prompt with.
+        """
+        ends = [str(tokenizer.decode([token])) for token in (end, int(tokenizer.eos_token_id))]
+        writer = Conversations(self.chat, ends)
+        conversations = [writer.turns(*row) for row in zip(self.texts, self.given, talks, self.rows, strict=True)]
+        self._noted = (
+            (writer.without_reasoning, "without reasoning where its prompt opens <think>"),
+            (writer.shortened, "with reasoning that the chat template leaves out"),
+        )
+        found = response_tokens(tokenizer, conversations, self.rows, end, special=self.chat is None)
+        examples = []
+        for number, (given, response) in enumerate(zip(self.prompt_ids.unbind(), found, strict=True)):
+            prompt, text = given.tolist(), conversations[number][0].before
+            if text != self.texts[number]:
+                images, self.texts[number] = self._images, text
+                prompt = response.prompt if images is None else images.expanded(response.prompt, self.rows[number])
+            examples.append(response._replace(prompt=prompt))
+        return examples
+
+    def notes(self) -> str:
+        """Return the end of a line for the log: how many responses lack reasoning, and the first row of each kind."""
+        return "".join(
+            f"; {count(len(rows), 'response')} {what} ({rows[0].where})" for rows, what in self._noted if rows
+        )
 
 
 def _cut_ends(ids: list[list[int]], learnt: list[list[bool]], rooms: Sequence[int]) -> int:
@@ -257,43 +232,13 @@ def within_tokens(
     )
 
 
-def _end(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int:
-    """Return the token that ends a response of one turn: the one that the chat template in use writes there, or the
-    tokenizer's."""
-    turn = turn_end(tokenizer, config)[0] if uses_chat(config, bool(tokenizer.chat_template)) else None
+def _end(tokenizer: PreTrainedTokenizerBase, config: DataConfig, stops: Sequence[int]) -> int:
+    """Return the token that ends a response: the one that the chat template in use writes, if it is special or one of
+    `stops`, or the tokenizer's."""
+    if not uses_chat(config, bool(tokenizer.chat_template)):
+        return int(tokenizer.eos_token_id)
+    turn, text = turn_end(tokenizer, config)
+    if turn is None and text is not None:
+        first = tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1]
+        turn = first[0] if first and first[0] in stops else None
     return int(tokenizer.eos_token_id) if turn is None else turn
-
-
-def without_end(tokens: list[int], ends: Sequence[int], row: Row) -> list[int]:
-    """Return a response's tokens without the end token that its text may have at the end, which is learnt once.
-
-    Raises:
-        DataError: the text has an end token before its end, where a model would stop.
-    """
-    own = tokens[:-1] if tokens[-1] in ends else tokens
-    if not own:
-        raise DataError("the response is nothing but an end token", where=row.where, fix="take the row out")
-    inside = next((place for place, token in enumerate(own) if token in ends), None)
-    if inside is not None:
-        raise DataError(
-            "the response holds an end token before its end, where the model stops",
-            where=row.where,
-            found=f"token {own[inside]}, the {inside + 1}th of {len(tokens)}",
-            fix="write a conversation as messages, or take the end token out of the text",
-        )
-    return own
-
-
-def _as_written(chat: ChatTemplate | None, before: list[Message], message: Message, keys: list[str], row: Row) -> str:
-    """Return a message of the assistant that is more than its content, as the chat template writes it."""
-    if chat is None:
-        raise DataError(
-            f"a message of the response holds {', '.join(map(repr, keys))}, and no chat template is in use",
-            where=row.where,
-            fix="set data.chat_template: true, or take it out of the row",
-        )
-    return chat.answer(before, without_weight([message])[0], row).rstrip()
-
-
-def _render(render: Callable[..., str], row: Row, messages: list[Message]) -> str:
-    return render(messages, row)

@@ -182,7 +182,7 @@ class ChatTemplate:
             raise unwritten_tools([str(tool.get("function", tool).get("name")) for tool in self._tools.schemas])
         if self._tools.system:
             try:
-                written = self._tools.system.strip() in self._write(_QUESTION, _EXAMPLE)
+                written = self._tools.system.strip() in self.write(_QUESTION, _EXAMPLE)
             except DataError:  # some templates raise an error for the role
                 written = False
             if not written:
@@ -217,7 +217,7 @@ class ChatTemplate:
         Raises:
             DataError: as a call, but for these tokens.
         """
-        text = self._write(messages, row)
+        text = self.write(messages, row)
         self._refuse_dropped(messages, range(len(messages)), row, text)
         return text
 
@@ -230,7 +230,7 @@ class ChatTemplate:
         added = self._tokenizer.added_tokens_decoder.values()
         special = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         try:
-            turn = after_turn(lambda messages: self._write(messages, _EXAMPLE)) or ""
+            turn = after_turn(lambda messages: self.write(messages, _EXAMPLE)) or ""
         except DataError:  # a template for one question only
             turn = ""
         ends = (self._tokenizer.bos_token, self._tokenizer.eos_token)
@@ -250,26 +250,28 @@ class ChatTemplate:
                     "take the token, or the row, out",
                 )
 
-    def answer(self, before: list[Message], message: Message, row: Row) -> str:
-        """Return the template's text for the assistant's `message` after the prompt of `before`, its end included.
+    def conversation(self, messages: list[Message], first: int, row: Row) -> str:
+        """Return the text of a whole conversation, in which the messages from `first` on are the response.
 
         Raises:
-            DataError: as a call; or it writes the messages before it in another way than in the prompt.
+            DataError: as a call; messages may be written without their reasoning when others follow.
         """
-        prompt, said = self._write(before, row), [*before, message]
-        text = self._write(said, row, prompt=False)
-        self._refuse_dropped(said, [len(before)], row, text, prompt=False)
-        if not text.startswith(prompt):
-            raise DataError(
-                "the chat template does not write this message as a continuation of the prompt",
-                where=row.where,
-                found=text[-200:],
-                allowed=f"text after {prompt[-80:]!r}",
-                fix="write the response as text, as the model would write it",
-            )
-        return text[len(prompt) :]
+        self._refuse_special(messages, row)
+        text = self.write(messages, row, prompt=False)
+        for place in range(first, len(messages)):
+            message = messages[place]
+            if message["role"] not in self._roles or extra_keys(message):
+                ended = messages[: place + 1]  # where reasoning is written that the template leaves out later
+                so_far = text if len(ended) == len(messages) else self.write(ended, row, prompt=False)
+                self._refuse_dropped(ended, [place], row, so_far, prompt=False)
+        return text
 
-    def _write(self, messages: list[Message], row: Row, *, prompt: bool = True) -> str:
+    def write(self, messages: list[Message], row: Row, *, prompt: bool = True) -> str:
+        """Return the template's text of the messages. `prompt`: it ends where the assistant begins to answer.
+
+        Raises:
+            DataError: the template fails.
+        """
         if self._tools.system:
             messages = _with_system(messages, self._tools.system)
         return self._rendered(messages, self._announced(row), row, prompt=prompt)
@@ -325,7 +327,7 @@ class ChatTemplate:
                 without = {name: value for name, value in message.items() if name != key}
                 others = [*messages[:place], {"content": "", **without}, *messages[place + 1 :]]
                 try:
-                    written = self._write(others, row, prompt=prompt)
+                    written = self.write(others, row, prompt=prompt)
                 except DataError:
                     continue  # the template needs it
                 if written == text:

@@ -5,6 +5,8 @@ A policy's turn stays the tokens that it sampled. The text after it is tokenised
     prompt | turn 0 ... <end> | \\n<start>tool ... <end>\\n<start>assistant\\n | turn 1 ... <end>
                               '-------------- following ----------------------'
 
+It has the tokens that it has after an end token, as in the tokens of the whole conversation.
+
 The delimiters of chat messages are read off the template: a conversation is rendered with a mark in the place of the
 policy's turn, and what the template writes after the mark is what belongs there.
 """
@@ -14,14 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+from megarl.data.continuation import inside, to_continue
 from megarl.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
-_MARK = "megarl-turn-7f3a"
+#: What stands for a turn of the assistant in a template's text.
+MARK = "megarl-turn-7f3a"
 _TALK: Messages = [
     {"role": "user", "content": "x"},
-    {"role": "assistant", "content": _MARK},
+    {"role": "assistant", "content": MARK},
     {"role": "user", "content": "y"},
 ]
 
@@ -29,7 +33,7 @@ _TALK: Messages = [
 def after_turn(render: Render) -> str | None:
     """Return the chat template's text after a turn of the assistant, up to the next one; None: it changes the turn."""
     text = render(_TALK)
-    return text.rpartition(_MARK)[2] if text.count(_MARK) == 1 else None
+    return text.rpartition(MARK)[2] if text.count(MARK) == 1 else None
 
 
 class Turns:
@@ -53,12 +57,18 @@ class Turns:
         self.end = stop_ids[0]
         if render is not None:
             self._check()
+        self._end_text = str(tokenizer.decode([self.end]))
 
     def first(self, observation: str | Messages | list[int]) -> list[int]:
         """Return the tokens of an episode's first observation."""
         if _are_messages(observation):
             return self._ids(self._rendered(observation))
-        return self._plain(observation)
+        if not isinstance(observation, str):
+            return self._plain(observation)
+        if self._render is not None:
+            return self._ids(observation)
+        ids = self._tokenizer(observation)["input_ids"]  # with a begin token, as the prompts of the data
+        return self._known(to_continue(self._tokenizer, [ids], observation)[0], observation)
 
     def following(self, observation: str | Messages | list[int], *, ended: bool) -> list[int]:
         """Return the tokens from the end of a turn to the start of the next one.
@@ -68,17 +78,18 @@ class Turns:
         """
         if not _are_messages(observation):
             return self._plain(observation)
-        ids = self._ids(self._tail(observation))
+        tail = self._tail(observation)
+        ids = self._ids(tail.lstrip() if ended else tail)  # Llama 2's template writes a blank before the end token
         return ids[1:] if ended and ids and ids[0] in self._stops else ids
 
     def _tail(self, messages: Messages) -> str:
         """Return the template's text after the assistant's turn when `messages` follow it."""
-        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}, *messages]
-        return self._rendered(talk).rpartition(_MARK)[2]
+        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *messages]
+        return self._rendered(talk).rpartition(MARK)[2]
 
     def _plain(self, observation: Any) -> list[int]:
         if isinstance(observation, str):
-            return self._ids(observation)
+            return self._known(inside(self._tokenizer, observation, self._end_text), observation)
         ids = [int(token) for token in observation]
         if strange := [token for token in ids if not 0 <= token < self._size]:
             raise DataError(
@@ -90,7 +101,10 @@ class Turns:
         return ids
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._known(self._tokenizer(text, add_special_tokens=False)["input_ids"], text)
+
+    def _known(self, ids: list[int], text: str) -> list[int]:
+        """Return the tokens of a text, of which each is one of the vocabulary."""
         unknown = self._tokenizer.unk_token_id
         if unknown is None or unknown not in ids:
             return ids
@@ -116,7 +130,7 @@ class Turns:
 
     def _check(self) -> None:
         tail = after_turn(self._rendered)
-        ids = [] if tail is None else self._ids(tail)
+        ids = [] if tail is None else self._ids(tail.lstrip())
         if not ids or ids[0] not in self._stops:
             raise ConfigError(
                 "the chat template does not write a turn of the assistant as it was sampled and end it with an end "

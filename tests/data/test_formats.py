@@ -13,6 +13,7 @@ import pytest
 from megarl.checks.rows import check_rows
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
+from megarl.data.announcement import NO_TOOLS
 from megarl.data.preferences import PairDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
@@ -61,7 +62,7 @@ def prompts(config: RunConfig, tokenizer) -> PromptDataset:
     """As a run reads them, after the checks before it."""
     check_rows(config, "train")
     hf_config = SimpleNamespace(model_type="qwen3")
-    return _prompts(config, hf_config, tokenizer, (), "train", scored=True)
+    return _prompts(config, hf_config, tokenizer, NO_TOOLS, "train", scored=True)
 
 
 def examples(config: RunConfig, tokenizer) -> SFTDataset:

@@ -1,0 +1,230 @@
+"""The text of responses to learn: the turns of the assistant, as the chat template writes the whole conversation.
+
+The template is called once for all messages. Its text is cut where the assistant begins to answer, which is where a
+prompt ends, and after the end token that the template writes:
+
+    <start>user 1+1<end><start>assistant | 2<end> | <end><start>user 2+2<end><start>assistant | 4<end>
+    before                                 text     before                                     text
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise, takewhile
+from typing import NamedTuple
+
+from megarl.data.messages import ASSISTANT, Message, extra_keys, is_learnt, without_weight
+from megarl.data.rows import Row
+from megarl.data.templates import ChatTemplate
+from megarl.data.turns import MARK
+from megarl.errors import ConfigError, DataError
+
+_OPEN, _CLOSE = "<think>", "</think>"
+_MARKED: Message = {"role": ASSISTANT, "content": MARK}
+_QUESTION: Message = {"role": "user", "content": "x"}
+
+
+class Turn(NamedTuple):
+    """A turn of the assistant.
+
+    Attributes:
+        before: text from the end token of the turn before, or from the start, to where the assistant begins.
+        text: what the assistant says, and the end token that the template writes.
+        ended: there is one; else the model learns one after the text.
+        learnt: the loss counts the turn.
+    """
+
+    before: str
+    text: str
+    ended: bool
+    learnt: bool = True
+
+
+class Conversations:
+    """Write responses as text.
+
+    Args:
+        chat: the chat template; None: prompts and responses are plain text.
+        ends: texts of the tokens that end a turn.
+
+    Attributes:
+        without_reasoning: rows whose prompt opens `<think>` and whose response has no reasoning.
+        shortened: rows with reasoning in turns that the template writes without it, as Qwen3's does before the last.
+    """
+
+    def __init__(self, chat: ChatTemplate | None, ends: Sequence[str]) -> None:
+        self._chat, self._ends = chat, [end for end in dict.fromkeys(ends) if end]
+        # Characters between a prompt and what is said, as a blank: in the last turn, in others; None: no such prompt.
+        self._inserted: dict[bool, int | None] = {}
+        self.without_reasoning = list[Row]()
+        self.shortened = list[Row]()
+
+    def turns(self, prompt: str, given: str | list[Message], talk: Sequence[Message], row: Row) -> list[Turn]:
+        """Return the turns of a response.
+
+        Args:
+            prompt: text of the prompt, as the model is given it.
+            given: messages of the prompt; its text where no chat template is in use.
+            talk: messages of the response.
+
+        Raises:
+            DataError: an end token inside a turn, or messages that the template does not write; the row is named.
+        """
+        talk = [self._without_end(message, row) if message["role"] == ASSISTANT else message for message in talk]
+        if self._chat is not None and not isinstance(given, str) and (len(talk) > 1 or self._writes_turns):
+            turns = self._written(self._chat, prompt, [*given, *without_weight(talk)], len(given), row)
+        else:
+            turns = [self._plain(prompt, given, talk, row)]
+        said = [message for message in talk if message["role"] == ASSISTANT]
+        turns = [turn._replace(learnt=is_learnt(message)) for turn, message in zip(turns, said, strict=True)]
+        if turns[-1].learnt and _is_opened(prompt) and not _has_reasoning(turns[-1].text):
+            self.without_reasoning.append(row)
+        if any(turn.learnt and _is_shortened(message, turn.text) for message, turn in zip(said, turns, strict=True)):
+            self.shortened.append(row)
+        return turns
+
+    @cached_property
+    def _writes_turns(self) -> bool:
+        """Tell whether the template writes what the assistant says; some are for one question only."""
+        assert self._chat is not None
+        try:
+            return self._chat.write([_QUESTION, _MARKED], Row({}, "an example", 0), prompt=False).count(MARK) == 1
+        except DataError:
+            return False
+
+    def _without_end(self, message: Message, row: Row) -> Message:
+        """Return the message without the end token that its text may have at the end, which is learnt once."""
+        content = message["content"]
+        end = next((end for end in self._ends if content.endswith(end)), "")
+        message = {**message, "content": content.removesuffix(end)}
+        if not message["content"] and not extra_keys(message):
+            if end:
+                raise DataError("the response is nothing but an end token", where=row.where, fix="take the row out")
+            raise DataError("the text has no tokens", where=row.where, found=content, fix=row.way_out)
+        text = json.dumps(message, ensure_ascii=False)
+        inside = next((end for end in self._ends if end in text), None)
+        if inside is not None:
+            raise DataError(
+                "the response holds an end token before its end, where the model stops",
+                where=row.where,
+                found=f"{inside} in {content[:200]!r}",
+                fix="write a conversation as messages, or take the end token out of the text",
+            )
+        return message
+
+    def _plain(self, prompt: str, given: str | list[Message], talk: Sequence[Message], row: Row) -> Turn:
+        """Return the response after the prompt's text, where no template writes it."""
+        message, keys = talk[0], extra_keys(talk[0])
+        if self._chat is None and (keys or len(talk) > 1):
+            held = f"a message of the response holds {', '.join(map(repr, keys))}" if keys else "the response is a talk"
+            raise DataError(
+                f"{held}, and no chat template is in use",
+                where=row.where,
+                fix="set data.chat_template: true, or take it out of the row",
+            )
+        if keys and self._chat is not None and not isinstance(given, str):
+            self._chat.conversation([*given, *without_weight([message])], len(given), row)
+        return Turn(prompt, _continued(prompt, message["content"]), ended=False)
+
+    def _written(self, chat: ChatTemplate, prompt: str, messages: list[Message], first: int, row: Row) -> list[Turn]:
+        """Return the turns from message `first` on, as the template writes them."""
+        text = chat.conversation(messages, first, row)
+        starts, shown = list[tuple[int, str]](), prompt
+        for place in range(first, len(messages)):
+            if messages[place]["role"] != ASSISTANT:
+                continue
+            if place > first:
+                shown = chat.write(messages[:place], row)
+            starts.append(
+                (len(shown), "") if text.startswith(shown) else self._start(chat, messages, place, text, shown, row)
+            )
+        turns = self._cut(text, starts, row)
+        content = messages[-1]["content"]
+        # DeepSeek-R1's template takes the reasoning out of every turn, also of the one that is to be generated.
+        if _CLOSE in content and _CLOSE not in turns[-1].text and shown.startswith(text[: starts[-1][0]]):
+            before = turns[-1].before + shown[starts[-1][0] :]
+            turns[-1] = Turn(before, _continued(shown, content), ended=False)
+        return turns
+
+    def _start(
+        self, chat: ChatTemplate, messages: list[Message], place: int, text: str, prompt: str, row: Row
+    ) -> tuple[int, str]:
+        """Return where in the text of the conversation the assistant begins message `place`, where it is written in
+        another way than after its prompt: without the prompt's `<think>`, or without the reasoning of earlier turns.
+
+        Also returns the prompt where the template begins an answer and a prompt for one differently; else empty text.
+        """
+        is_last = place == len(messages) - 1
+        if is_last not in self._inserted:
+            asked = chat.write([_QUESTION], row)
+            talk = [_QUESTION, _MARKED, *([] if is_last else [_QUESTION])]
+            example = chat.write(talk, row, prompt=False).partition(MARK)[0]
+            differs = not (example.startswith(asked) or asked.startswith(example))
+            self._inserted[is_last] = None if differs else max(0, len(example) - len(asked))
+        marked = chat.write([*messages[:place], _MARKED, *messages[place + 1 :]], row, prompt=False)
+        before, inserted = marked.partition(MARK)[0], self._inserted[is_last]
+        if before == marked:
+            raise _not_continued(text, marked, row)
+        if inserted is None:
+            return len(before), prompt
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(before[: len(before) - inserted], text, strict=False))
+        return sum(1 for _ in alike), ""
+
+    def _cut(self, text: str, starts: Sequence[tuple[int, str]], row: Row) -> list[Turn]:
+        """Return the turns that begin at these places of a conversation, each up to its end token.
+
+        A prompt that comes with a place stands instead of the text before it.
+        """
+        turns, done, end = list[Turn](), 0, ""
+        for (start, prompt), (limit, _) in pairwise([*starts, (len(text), "")]):
+            if prompt and not prompt.startswith(text[:done]):
+                raise _not_continued(text, prompt, row)
+            before = end + (prompt or text[:start])[done:]
+            stops = [(text.find(token, start, limit), token) for token in self._ends]
+            stop, end = min((found for found in stops if found[0] >= 0), default=(limit, ""))
+            if not end and limit < len(text):
+                raise ConfigError(
+                    "the chat template does not end a turn of the assistant with an end token",
+                    where="data.override_chat_template",
+                    found=text[start:limit],
+                    allowed=self._ends,
+                    fix="add the token that ends a turn to rollout.sampling.stop_token_ids, or name another template",
+                )
+            done = stop + len(end)
+            turns.append(Turn(before, text[start:done] if end else text[start:].rstrip(), bool(end)))
+        return turns
+
+
+def _not_continued(text: str, prompt: str, row: Row) -> DataError:
+    return DataError(
+        "the chat template does not write this message as a continuation of the prompt",
+        where=row.where,
+        found=text[-200:],
+        allowed=f"text after {prompt[-80:]!r}",
+        fix="write the response as text, as the model would write it",
+    )
+
+
+def _is_opened(prompt: str) -> bool:
+    return prompt.rstrip().endswith(_OPEN)
+
+
+def _continued(prompt: str, content: str) -> str:
+    """Return the content without the `<think>` that the prompt has opened already."""
+    if not (_is_opened(prompt) and content.lstrip().startswith(_OPEN)):
+        return content
+    opened = content.lstrip().removeprefix(_OPEN)
+    return opened.lstrip("\n") if prompt.endswith("\n") else opened
+
+
+def _has_reasoning(text: str) -> bool:
+    reasoning, close, _ = text.partition(_CLOSE)
+    return bool(close and reasoning.replace(_OPEN, "").strip())
+
+
+def _is_shortened(message: Message, text: str) -> bool:
+    """Tell whether reasoning of the message is not in its turn's text."""
+    keys = [message[key].strip() for key in extra_keys(message) if isinstance(message[key], str)]
+    return (_CLOSE in message["content"] and _CLOSE not in text) or any(value not in text for value in keys)
