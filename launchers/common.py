@@ -45,6 +45,7 @@ from megarl.credentials import mask_argument
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
 from megarl.launchers.output import OutputLog
+from megarl.launchers.run_date import with_date
 from megarl.leftovers import remove_leftovers
 from megarl.machine import available_cores
 from megarl.processes import COMMAND, JOB_BEGAN, Stopped, has_nvidia_device, signals_raise, worker_name
@@ -251,7 +252,9 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         lock = open_files.enter_context(_lock(launcher, config, run_dir))
         log = open_files.enter_context(contextlib.closing(_open_log(config, run_dir, lock, placement)))
         folder = open_files.enter_context(contextlib.closing(RunFolder(run_dir)))
-        job = Job(entry, config, run_dir, log, placement, folder=folder, machine=lock.machine, lock=lock)
+        job = Job(
+            entry, with_date(config, run_dir), run_dir, log, placement, folder=folder, machine=lock.machine, lock=lock
+        )
         attempts = Attempts(starts[launcher], job)
         ended: Status = "failed"
         with signals_raise() as signals:

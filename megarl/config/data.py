@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any, Literal
 
 import annotated_types
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
 from megarl.config.base import Seconds, Section
+
+
+def _as_text(value: object) -> object:
+    """Return a date of YAML as text."""
+    return value.isoformat() if isinstance(value, datetime.date) else value
+
+
+def _date(text: str) -> str:
+    if datetime.date.fromisoformat(text).isoformat() != text:
+        raise ValueError("YYYY-MM-DD")
+    return text
 
 
 class DataConfig(Section):
@@ -59,6 +71,11 @@ class DataConfig(Section):
     override_chat_template: str | None = Field(None, description="Jinja chat template, or a file that holds one")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
+    )
+    date: Annotated[str, BeforeValidator(_as_text), AfterValidator(_date)] | None = Field(
+        None,
+        description="YYYY-MM-DD for chat templates that write the date (`strftime_now`); null: the day of the run's "
+        "start, which resumed runs and eval keep",
     )
     max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are overlong")
     overlong: Literal["filter", "error"] = Field("filter", description="drop overlong prompts (counted) or stop")

@@ -84,7 +84,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int 
 
     None and text: it is no special token. None and None: the template renders no such conversation, or changes it.
     """
-    render = chat_renderer(tokenizer, data.override_chat_template, more=data.chat_template_kwargs)
+    render = chat_renderer(tokenizer, data.override_chat_template, more=data.chat_template_kwargs, date=data.date)
     try:
         text = after_turn(lambda messages: render(messages, Row({}, "an example", 0)))
     except DataError:  # templates for one question only

@@ -167,7 +167,7 @@ def chat_of(config: DataConfig, tokenizer: Any, tools: Announcement = NO_TOOLS) 
         if tools != NO_TOOLS:
             raise no_template_for_tools()
         return None
-    return chat_renderer(tokenizer, config.override_chat_template, tools, config.chat_template_kwargs)
+    return chat_renderer(tokenizer, config.override_chat_template, tools, config.chat_template_kwargs, config.date)
 
 
 def uses_chat(config: DataConfig, has_template: bool) -> bool:

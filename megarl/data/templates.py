@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ _OVERRIDE = "data.override_chat_template"
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 #: A tag of transformers' own, around what the assistant says.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+#: Directives of strftime.
+_STRFTIME = (*("-d", "-m", "-H", "-I", "-M", "-S", "-j", "-y"), *"aAbBcdDeFGhHIjmMpRSTuUVwWxXyYzZ")
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 #: Inputs by which it is seen what a chat template writes.
 _EXAMPLE = Row({}, "an example", 0)
@@ -156,6 +159,7 @@ class ChatTemplate:
         template: Jinja text; or several by name, of which one may be for tools.
         tools: the environment's tools, which every prompt presents.
         more: `data.chat_template_kwargs`.
+        date: `data.date`; None: today.
 
     Raises:
         ConfigError: the template does not read one of `more`, or does not write the tools.
@@ -167,6 +171,7 @@ class ChatTemplate:
         template: str | Mapping[str, str],
         tools: Announcement,
         more: Mapping[str, Any],
+        date: str | None = None,
     ) -> None:
         self._tokenizer, self._tools, self._more = tokenizer, tools, dict(more)
         self._roles = {ASSISTANT}  # those whose content the template was seen to write; Turns looks at this one
@@ -174,6 +179,10 @@ class ChatTemplate:
         if "default" not in self._templates:
             raise no_chat_template()
         check_template_kwargs("".join(self._templates.values()), more)
+        reads = _names_read("".join(self._templates.values()))
+        if reads is None or "strftime_now" in reads:
+            day = datetime.datetime.fromisoformat(date or datetime.date.today().isoformat())
+            self._templates = {name: _on_day(text, day) for name, text in self._templates.items()}
         self._check_tools()
 
     def _check_tools(self) -> None:
@@ -371,6 +380,15 @@ def unwritten_tools(names: Sequence[str] = ()) -> ConfigError:
     )
 
 
+def _on_day(template: str, day: datetime.datetime) -> str:
+    """Return the chat template with a macro in the place of transformers' `strftime_now`, which reads the clock."""
+    values = [("%%", "\ue000"), *((f"%{sign}", day.strftime(f"%{sign}")) for sign in _STRFTIME), ("\ue000", "%")]
+    filters = "".join(f" | replace({json.dumps(sign)}, {json.dumps(value)})" for sign, value in values)
+    macro = f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro %}}"
+    kept = "\n" if template.startswith("\n") else ""  # a line break right after a block is dropped
+    return macro + kept + template
+
+
 def _with_system(messages: list[Message], text: str) -> list[Message]:
     """Return the messages with `text` at the end of the system message, which is added where there is none."""
     if messages and messages[0]["role"] in SYSTEM_ROLES:
@@ -425,13 +443,18 @@ def reads_tools(template: str) -> bool:
 
 
 def chat_renderer(
-    tokenizer: Any, override: str | None, tools: Announcement = NO_TOOLS, more: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    override: str | None,
+    tools: Announcement = NO_TOOLS,
+    more: Mapping[str, Any] | None = None,
+    date: str | None = None,
 ) -> ChatTemplate:
     """Return the chat template in use: `override`, else the tokenizer's.
 
     Args:
         tools: the environment's tools, which every prompt presents.
         more: `data.chat_template_kwargs`.
+        date: `data.date`; None: today.
 
     Raises:
         ConfigError: the tokenizer has no chat template and none is given, or as `ChatTemplate`.
@@ -439,4 +462,4 @@ def chat_renderer(
     template = read_template(override, _OVERRIDE) if override is not None else tokenizer.chat_template
     if not template:
         raise no_chat_template()
-    return ChatTemplate(tokenizer, template, tools, more or {})
+    return ChatTemplate(tokenizer, template, tools, more or {}, date)

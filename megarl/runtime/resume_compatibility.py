@@ -106,6 +106,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "data.chat_template": None,
     "data.chat_template_kwargs": None,
     "data.override_chat_template": None,
+    "data.date": None,
     "data.max_prompt_tokens": None,
     "data.overlong": None,
     "data.batch_size": None,

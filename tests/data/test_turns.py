@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 
 from megarl.data.rows import Row
@@ -77,3 +79,12 @@ def test_token_ids_that_the_tokenizer_does_not_have_are_refused():
     assert turns.first([0, len(TOKENIZER) - 1]) == [0, len(TOKENIZER) - 1]
     with pytest.raises(DataError, match=f"found:   {len(TOKENIZER)}"):
         turns.following([0, len(TOKENIZER)], ended=True)
+
+
+def test_a_template_that_writes_the_date_is_given_that_of_the_run() -> None:
+    inner = "{% macro day(form) %}{{ strftime_now(form) }}{% endmacro %}"
+    dated = "\n" + inner + "{{ strftime_now('%d %b %Y 100%% %-d') }} {{ day('%F') }}"
+    messages, row = [{"role": "user", "content": "a"}], Row({}, "row", 1)
+    rendered = chat_renderer(TOKENIZER, dated + TEMPLATE, date="2024-02-09")(messages, row)
+    assert rendered == "\n09 Feb 2024 100% 9 2024-02-09" + chat_renderer(TOKENIZER, TEMPLATE)(messages, row)
+    assert datetime.date.today().isoformat() in chat_renderer(TOKENIZER, dated + TEMPLATE)(messages, row)
