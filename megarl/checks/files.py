@@ -25,7 +25,16 @@ from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
 from megarl.data.light_tokenizer import brings_chat_template, chat_template_of
 from megarl.data.render import uses_chat
-from megarl.data.sources import HUB, SUFFIXES, TEXT, close_sources, files_of_folder, special_source, unknown_form_fix
+from megarl.data.sources import (
+    HUB,
+    SUFFIXES,
+    TEXT,
+    close_sources,
+    files_of_folder,
+    other_forms,
+    special_source,
+    unknown_form_fix,
+)
 from megarl.data.templates import check_chat_template as parse_chat_template
 from megarl.data.templates import check_template_kwargs, read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
@@ -243,6 +252,8 @@ def check_source(source: str, key: str, checks: Checklist) -> None:
     if path.is_file() and path.suffix.lower() not in SUFFIXES:
         fix = unknown_form_fix(path)
         checks.fail(key, "the file's form is not known", found=source, allowed=SUFFIXES, fix=fix)
+    elif path.is_dir() and (error := other_forms(path, key)) is not None:
+        checks.from_error(error)
     elif path.is_dir() and not files_of_folder(path):
         checks.fail(key, "the folder holds no data file", found=source, allowed=SUFFIXES, fix="check the folder's name")
     elif is_special(path):

@@ -33,7 +33,7 @@ from megarl.data.pairs import as_examples, as_pairs, differing_pairs
 from megarl.data.render import Chat, Split, given_prompts, render_prompts, tokenize, uses_chat, within_limit
 from megarl.data.row_images import check_marks, row_images
 from megarl.data.rows import SAMPLE_KEYS, TRUTH, MissingColumnError, Row, hidden_columns, reference_of
-from megarl.data.sources import SUFFIXES, TEXT, files_of_folder, load_rows
+from megarl.data.sources import SUFFIXES, TEXT, files_of_folder, is_saved_set, load_rows
 from megarl.data.split import split_rows
 from megarl.data.teachers import check_teachers
 from megarl.data.templates import no_chat_template, prompt_formatter
@@ -441,7 +441,7 @@ def is_readable_here(source: str) -> bool:
     path = Path(source).expanduser()
     if path.is_file():
         return path.suffix.lower() in SUFFIXES and path.stat().st_size <= _READ_BYTES
-    if not path.is_dir() or (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+    if not path.is_dir() or is_saved_set(path):
         return False
     files = files_of_folder(path)
     return bool(files) and sum(file.stat().st_size for file in files) <= _READ_BYTES

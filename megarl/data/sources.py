@@ -7,6 +7,7 @@ import contextlib
 import csv
 import inspect
 import json
+import os
 import re
 import sys
 import traceback
@@ -42,6 +43,8 @@ TEXT = "text:"
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are no csv here
 #: Files of the `datasets` package about a data set, beside its data.
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
+#: Forms of data, as far as names tell, that are not read.
+_OTHER_FORMS = (".ndjson", ".jsonlines", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".pkl")
 _ROWS_ASKED = 200  # of the training data, about their system message
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 #: The name of a data set on the hub.
@@ -203,14 +206,56 @@ def files_of_folder(folder: Path) -> list[Path]:
 
     Editors and download tools keep copies there, such as `.ipynb_checkpoints/train-checkpoint.jsonl`.
     """
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.name not in _ABOUT_DATA)
-    files = (path.relative_to(folder) for path in found if not is_special(path))
-    return sorted(folder / file for file in files if not any(part.startswith(".") for part in file.parts))
+    return [file for file in _files(folder) if file.suffix.lower() in SUFFIXES and file.name not in _ABOUT_DATA]
+
+
+def other_forms(folder: Path, where: str) -> DataError | None:
+    """Return the error, at `where`, for data in a folder in forms that are not read, as `b.jsonl.gz` beside `a.jsonl`.
+
+    None: there is no such file.
+    """
+    packed = (*SUFFIXES, *_OTHER_FORMS, ".tar")
+    others = [
+        str(file.relative_to(folder))
+        for file in (() if is_saved_set(folder) else _files(folder))
+        if file.suffix.lower() in _OTHER_FORMS
+        or (file.suffix.lower() in _PACKED and file.with_suffix("").suffix.lower() in packed)
+    ]
+    if not others:
+        return None
+    return DataError(
+        "the folder holds data in a form that is not read",
+        where=where,
+        found=f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}",
+        allowed=SUFFIXES,
+        fix="unpack or convert these files, take them out of the folder, or name the files to read one by one",
+    )
+
+
+def is_saved_set(folder: Path) -> bool:
+    """Return whether the `datasets` package wrote the folder (`save_to_disk`)."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a folder and of its folders, in order, links to folders included; but hidden ones."""
+    files, known = list[Path](), set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in known:  # a link that leads back
+            folders.clear()
+            continue
+        known.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(file for file in files if not is_special(file))
 
 
 def _read_folder(folder: Path) -> list[Row]:
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+    if is_saved_set(folder):
         return _read_dataset(str(folder), str(folder), None, None)
+    if (error := other_forms(folder, str(folder))) is not None:
+        raise error
     files = files_of_folder(folder)
     if not files:
         raise DataError("the folder holds no data file", where=str(folder), allowed=SUFFIXES)
@@ -436,7 +481,7 @@ def _read_dataset(source: str, name: str, config: str | None, split: str | None)
     import datasets
 
     try:
-        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+        if is_saved_set(Path(name)):
             data = datasets.load_from_disk(name)
             data = data[split] if split else data
         else:
