@@ -15,6 +15,8 @@ from typing import IO, TextIO
 from megarl.errors import printable
 
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_OF_BAR = (b"\x1b[2K", "━".encode())  # a progress bar erases its line before it draws it again
+_SHOW_CURSOR = b"\x1b[?25h"
 _LONGEST_LINE = 1 << 16
 _POLL_S = 0.1  # between two looks at the ranks' files
 _CHUNK = 512  # free room of a terminal or pipe that accepts more
@@ -36,6 +38,7 @@ class OutputLog:
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._pending: dict[int, bytes] = {}
+        self._ended = b""  # the unfinished line of rank 0 after which the console has a new line
 
     def write(self, rank: int, data: bytes) -> None:
         """Add the next bytes that `rank` printed."""
@@ -51,6 +54,7 @@ class OutputLog:
     def say(self, text: str) -> None:
         """Print a message of the launcher itself, to stderr and to the file."""
         text = printable(text)
+        self._end_line()
         with contextlib.suppress(OSError, ValueError):
             if _takes(sys.stderr):
                 print(text, file=sys.stderr, flush=True)
@@ -62,11 +66,22 @@ class OutputLog:
             self._keep("".join(f"[{source}] {line}\n" for line in text.splitlines()).encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Write the remaining partial lines."""
+        """Write the remaining partial lines, but for progress bars of workers that were ended."""
+        self._end_line()
         with self._lock:
-            self._keep(b"".join(self._as_line(rank, rest) for rank, rest in self._pending.items() if rest))
+            rests = {rank: rest for rank, rest in self._pending.items() if rest and not _is_bar(rest)}
+            self._keep(b"".join(self._as_line(rank, rest) for rank, rest in rests.items()))
             self._pending.clear()
             self._file.close()
+
+    def _end_line(self) -> None:
+        """Begin a new line on the console where rank 0 left one unfinished, as the progress bar of a killed worker."""
+        with self._lock:
+            rest = self._pending.get(0, b"")
+            unfinished = not self._split and rest != self._ended and _ESCAPES.sub(b"", rest).strip()
+            self._ended = rest
+        if unfinished:
+            _to_console((_SHOW_CURSOR if _is_bar(rest) else b"") + b"\n", sys.stdout)
 
     def _keep(self, lines: bytes) -> None:
         """Add lines to the file; on a full disk only they are lost."""
@@ -78,6 +93,10 @@ class OutputLog:
         drawings = [part for part in _ESCAPES.sub(b"", raw).split(b"\r") if part.strip()]
         text = drawings[-1].rstrip().decode("utf-8", "surrogateescape") if drawings else ""
         return b"[%s] %s\n" % (self._name(rank).encode(), printable(text).encode("utf-8", "surrogateescape"))
+
+
+def _is_bar(line: bytes) -> bool:
+    return any(part in line for part in _OF_BAR)
 
 
 def _to_console(data: bytes, stream: TextIO) -> None:

@@ -243,7 +243,7 @@ class _Rows:
             self.lengths.skip(f"{_of(split)}: {why} when the run starts")
 
     def _check_contents(self, split: Split, known: list[Row], contents: list[str], counter: LightTokenizer) -> None:
-        """Refuse prompts whose texts alone are too long, by the shortest and the longest ones."""
+        """Refuse prompts whose contents are too long without a template, by the shortest and the longest ones."""
         data, limit = self.config.data, self.config.data.max_prompt_tokens
         order = sorted(range(len(contents)), key=lambda i: len(contents[i]))
         sample = order if len(order) <= _SAMPLE else [*order[: _SAMPLE // 2], *order[-_SAMPLE // 2 :]]

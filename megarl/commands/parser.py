@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import NoReturn
 
 from megarl.errors import UserError, close_matches
 
 _CHOICE = re.compile(r"(?s)argument (?P<what>.+?): invalid choice: (?P<found>.+) \(choose from (?P<allowed>.+)\)")
+_NEEDED = re.compile(r"one of the arguments (?P<names>.+) is required")
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,6 +36,8 @@ class Parser(argparse.ArgumentParser):
         choice = _CHOICE.fullmatch(message)
         if choice is not None:
             self._refuse(self._misspelt(**choice.groupdict()))
+        if (needed := _NEEDED.fullmatch(message)) is not None:
+            self._refuse(self._one_of(needed["names"].split()))
         if message.endswith("required: RECIPE") or "required: RECIPE," in message:
             self._refuse(self._no_recipe())
         super().error(message)
@@ -47,6 +51,15 @@ class Parser(argparse.ArgumentParser):
         kind = f"unknown {what.lower()}" if what.isupper() else f"{what} has an unknown value"
         fix = f"did you mean {near[0]}?" if near else f"{self.prog} --help tells what each does"
         return UserError(kind, where=self.prog, found=word, allowed=names, fix=fix)
+
+    def _one_of(self, names: Sequence[str]) -> UserError:
+        helps = {action.option_strings[0]: action.help for action in self._actions if action.option_strings}
+        return UserError(
+            "one of these options is needed",
+            where=self.prog,
+            allowed=[f"{name} ({helps.get(name)})" for name in names],
+            fix=f"for example: {self.prog} RECIPE {names[0]} --dry-run",
+        )
 
     def _no_recipe(self) -> UserError:
         from megarl.config.load import allowed_recipes

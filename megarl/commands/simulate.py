@@ -146,7 +146,7 @@ def tables(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> list[
     """
     from rich.table import Table
 
-    source = f"seconds of {run_dir}" if run_dir is not None else "seconds by formulas (--assumptions)"
+    source = f"seconds of {run_dir}" if run_dir is not None else "seconds by formulas for H100s (--assumptions)"
     made: dict[str, Table] = {}
     for row in rows:
         shares = row.outcome.shares

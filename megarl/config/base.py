@@ -60,12 +60,26 @@ class ComponentSection(Section):
         return dict(self.model_extra or {})
 
 
+_LONG_LIST = 60  # characters of allowed values that a list of problems shows once
+
+
 class ConfigErrors(ConfigError):
     """Several problems found at once, numbered in the message; `problems` lists them."""
 
     def __init__(self, problems: Sequence[ConfigError]) -> None:
         self.problems = list(problems)
-        numbered = [f"{number}. {problem}" for number, problem in enumerate(problems, 1)]
+        numbered, listed = [], dict[str, int]()
+        for number, problem in enumerate(problems, 1):
+            first = listed.setdefault(problem.allowed, number) if problem.allowed is not None else number
+            if first < number and len(str(problem.allowed)) > _LONG_LIST:
+                problem = ConfigError(
+                    problem.what,
+                    where=problem.where,
+                    found=problem.found,
+                    allowed=f"as listed in {first}.",
+                    fix=problem.fix,
+                )
+            numbered.append(f"{number}. {problem}")
         super().__init__("\n".join([f"{len(problems)} problems in the configuration", *numbered]))
 
 

@@ -421,8 +421,9 @@ def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Seque
     is_prefix = any(key.startswith(".".join(path)) for key in near)  # as beta1 is by beta
     meant = None if is_prefix else meaning_of(path)
     parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
-    # All sections would be too many to read.
-    allowed = list(fields_of(parent)) if parent and (parent is not RunConfig or not (near or meant)) else None
+    # Where the name here is known, the others would only be in the way; and all sections are too many to read.
+    listed = not meant and (parent is not RunConfig or not near)
+    allowed = list(fields_of(parent)) if parent and listed else None
     spelt = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above"
     if not any(key.rpartition(".")[0] in (".".join(unknown[:-1]), _kwargs_of(unknown[:-1])) for key in near):
         spelt = _as_argument(unknown) or spelt

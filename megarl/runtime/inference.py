@@ -101,4 +101,5 @@ def _show(lines: list[dict[str, str]], sources: Sequence[str]) -> None:
     for line in lines:
         whole = line["prompt_text"]
         prompt = max((text for text in given if text in whole), key=len, default=whole)
-        print(printable(f"\n> {prompt}\n{line['response_text']}"), flush=True)
+        cut = " ... (cut at the length limit)" if line["finish_reason"] == "length" else ""
+        print(printable(f"\n> {prompt}\n{line['response_text']}{cut}"), flush=True)

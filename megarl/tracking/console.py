@@ -190,7 +190,7 @@ class ConsoleView:
         for column in columns:
             table.add_column(column, justify="right")
         for shown, row in rows:
-            cells = {name: number(value) for name, value in row.items() if name != "best_step"}
+            cells = {name: number(value * shown.scale) for name, value in row.items() if name != "best_step"}
             if "best" in row:
                 cells["best"] += f" (step {row['best_step']})"
             unit = f" [{shown.unit}]" if shown.unit else ""

@@ -12,12 +12,14 @@ Better = Literal["up", "down"] | None
 
 @dataclass(frozen=True)
 class Shown:
-    """A metric: its full name, its short name in the console, a unit, and which direction is better."""
+    """A metric: its full name, its short name in the console, a unit, which direction is better, and the factor that
+    makes the metric a number of the unit."""
 
     name: str
     short: str
     unit: str = ""
     better: Better = None
+    scale: float = 1.0
 
 
 #: Metrics of a step line, the most important first: those that fit into its width are shown.
@@ -52,7 +54,7 @@ FINAL_TABLE = (
     Shown("actor/grad_norm", "gradient norm"),
     Shown("response_length/mean", "response length", "tokens"),
     Shown("perf/throughput", "throughput", "tokens/s/device"),
-    Shown("perf/mfu", "MFU"),
+    Shown("perf/mfu", "MFU", "%", scale=100.0),
     Shown("perf/max_memory_gb", "peak memory", "GB"),
     Shown("timing_s/step", "step", "s"),
 )

@@ -322,6 +322,15 @@ def test_all_problems_come_at_once(write):
     assert "\n5. " in str(caught.value)
 
 
+def test_a_list_of_problems_shows_what_is_allowed_once_and_not_beside_a_known_name(write):
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write("name: x"), ["foo=1", "bar=1", "trainer.total_epochs=2"])
+    text = str(caught.value)
+    assert text.count("allowed: name, model, algorithm") == 1
+    assert "2. override 'bar=1': unknown key bar\n  allowed: as listed in 1.\n" in text
+    assert "unknown key trainer.total_epochs\n  fix:     here this is trainer.epochs" in text
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [

@@ -257,3 +257,13 @@ def test_a_command_runs_outside_of_the_main_thread(capsys: pytest.CaptureFixture
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(cli.main, ["convert", "/nowhere", "/elsewhere"]).result() == 2
     assert "main thread" not in capsys.readouterr().err
+
+
+def test_options_of_which_one_is_needed_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", "grpo_quickstart"])
+    assert ended.value.code == 2
+    text = capsys.readouterr().err
+    assert "megarl launch: one of these options is needed" in text
+    assert "--slurm (by sbatch)" in text
+    assert "usage:" not in text

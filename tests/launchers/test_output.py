@@ -134,3 +134,19 @@ def test_json_lines_go_to_standard_output_and_all_else_to_the_error_output(tmp_p
     assert out == '{"step": 1, "stage": "train"}\n'
     assert err == "train: 8 prompts\nreport: here\n"
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 4
+
+
+def test_a_message_and_the_file_do_not_go_on_in_the_line_of_a_progress_bar(tmp_path, capfd):
+    log = OutputLog(tmp_path / "log.txt")
+    log.write(0, b"step 4\n\x1b[?25l\r\x1b[2Ktrain 4/30 0:00:40\r\x1b[2Ktrain 5/30 0:00:33")
+    log.write(1, b"half")
+    log.say("megarl: stopped by SIGINT")
+    log.say("more")
+    log.close()
+    assert capfd.readouterr().out.endswith("train 5/30 0:00:33\x1b[?25h\n")
+    assert (tmp_path / "log.txt").read_text().splitlines() == [
+        "[rank 0] step 4",
+        "[launcher] megarl: stopped by SIGINT",
+        "[launcher] more",
+        "[rank 1] half",
+    ]

@@ -180,6 +180,7 @@ def test_convert_writes_the_model_of_a_checkpoint(tuned: Path, folder: Path) -> 
 def test_a_response_is_shown_after_the_text_that_was_given(capsys):
     from megarl.runtime.inference import _show
 
-    _show([{"prompt_text": "<|im_start|>user\n1+2=<|im_end|>\n", "response_text": "3"}], ["text:1+2=", "rows.jsonl"])
-    _show([{"prompt_text": "1+3=", "response_text": "4"}], ["text: 1+3="])
-    assert capsys.readouterr().out == "\n> 1+2=\n3\n\n> 1+3=\n4\n"
+    chat = {"prompt_text": "<|im_start|>user\n1+2=<|im_end|>\n", "response_text": "3", "finish_reason": "stop"}
+    _show([chat], ["text:1+2=", "rows.jsonl"])
+    _show([{"prompt_text": "1+3=", "response_text": "4", "finish_reason": "length"}], ["text: 1+3="])
+    assert capsys.readouterr().out == "\n> 1+2=\n3\n\n> 1+3=\n4 ... (cut at the length limit)\n"

@@ -75,6 +75,14 @@ def test_the_final_table_speaks_of_no_pairs_where_there_may_be_labels(view):
     assert "pair" not in shown.console.file.getvalue()
 
 
+def test_utilisation_is_in_percent_as_in_the_report(view):
+    shown = view(3)
+    shown.final("x", [{"step": 1, "perf/mfu": 0.111}])
+    text = shown.console.file.getvalue()
+    assert "MFU [%]" in text
+    assert "11.1" in text
+
+
 def test_modes_of_the_console(view):
     records = {"critic/score/mean": 0.25, "val/acc": 0.5, "timing_s/step": 1.5}
     said = {}
