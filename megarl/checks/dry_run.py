@@ -29,7 +29,7 @@ from megarl.disaggregated.buffer.size import handover_bytes, object_store_bytes,
 from megarl.errors import ConfigError, UserError, count
 from megarl.machine import Machine, this_machine
 from megarl.planning.memory import Memory, device_memory, server_bytes
-from megarl.planning.terms import held
+from megarl.planning.terms import taken
 from megarl.staleness import policy_of
 
 ROWS_SHOWN = 64
@@ -279,7 +279,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
 def _peak(memory: Memory, machine: Machine, config: RunConfig) -> tuple[str, float]:
     """Return (name, bytes) of the fullest moment. On a GPU, adaptive terms count with their minimum."""
     gpu = _on_gpus(config, machine)
-    sizes = {moment.name: held(moment.terms) if gpu else moment.bytes for moment in memory.moments}
+    sizes = {moment.name: sum(taken(part, gpu=gpu) for part in moment.terms) for moment in memory.moments}
     name = max(sizes, key=lambda key: sizes[key])
     return name, sizes[name]
 

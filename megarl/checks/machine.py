@@ -272,7 +272,9 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
             fix=f"when it runs out: {_keys(moment)}",
         )
     else:
-        checks.ok(f"{name} takes about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}")
+        asked = max(moment.bytes for moment in memory.moments)
+        more = f", and up to {asked / 1e9:,.1f} with caches where there is room" if asked > 1.01 * moments[name] else ""
+        checks.ok(f"{name} takes about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}{more}")
 
 
 def _estimate_text(moment: Moment) -> str:

@@ -202,4 +202,4 @@ def _describe_recipe(
     fits = "does not fit" if misfits(plan) else "may not fit" if doubts(plan) else fits
     if plan.step_s < best_s * (1 + _SAME) and not doubts(plan):
         fits += f"; nothing is faster by {_SAME:.0%}"
-    return f"{plan.step_s:.3g} s a step, {plan.fullest.bytes / 1e9:.1f} GB, {fits}"
+    return f"{plan.step_s:.3g} s a step, {plan.taken / 1e9:.1f} GB, {fits}"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _GOES_BY = "change one of:"
+_PARTS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def figures(plan: StepPlan) -> list[Figure]:
         Figure("tokens per second", plan.tokens_per_s, "tokens/s", "S2"),
         Figure("tokens per second and device", plan.per_device, "tokens/s", "S2"),
         Figure("MFU", 100 * plan.mfu, "%", "S3"),
-        Figure("fullest device", plan.fullest.bytes / 1e9, "GB", "M1"),
+        Figure("fullest device", plan.taken / 1e9, "GB", "M1"),
         Figure("engines that generate", room.engines, "", "K1"),
         Figure("weights on a device of theirs", room.weights / 1e9, "GB", "K1"),
         Figure("room for keys and values on it", room.bytes / 1e9, "GB", "K1"),
@@ -200,9 +201,17 @@ def _memory(plan: StepPlan) -> Table:
     limit = plan.hardware.memory_gb
     made = _table(f"a device, of {limit:.3g} GB", "team", "moment", "GB", "by", "most of it")
     for one in plan.filled:
-        text = ", ".join(f"{part.what} {part.bytes / 1e9:.3g}" for part in _largest(one.moment))
-        made.add_row(one.team, one.moment.name, f"{one.bytes / 1e9:.3g}", "M1", text)
+        text = ", ".join(_part_text(part, size) for part, size in one.parts[:_PARTS_SHOWN])
+        more = sum(size for _, size in one.parts[_PARTS_SHOWN:])
+        text += f", all else {more / 1e9:.3g}" if more else ""
+        made.add_row(one.team, one.moment.name, f"{one.taken / 1e9:.3g}", "M1", text)
     return made
+
+
+def _part_text(part: Term, size: float) -> str:
+    """Return a term and its GB, with the most that it takes where it adapts to the room there is."""
+    most = f" (up to {part.bytes / 1e9:.3g})" if part.bytes > size else ""
+    return f"{part.what} {size / 1e9:.3g}{most}"
 
 
 def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
@@ -227,9 +236,12 @@ def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
             {
                 "team": one.team,
                 "moment": one.moment.name,
-                "bytes": one.bytes,
+                "bytes": one.taken,
                 "formula": "M1",
-                "terms": [{"what": part.what, "bytes": part.bytes, "keys": part.keys} for part in one.moment.terms],
+                "terms": [
+                    {"what": part.what, "bytes": size, "at_most": part.bytes, "keys": part.keys}
+                    for part, size in one.parts
+                ],
             }
             for one in plan.filled
         ],
@@ -248,7 +260,7 @@ def found_table(recipe: str, result: SearchResult) -> Table:
     for one in result.best:
         plan, choice = one.plan, one.choice
         layout = describe_layout(choice.parallel, choice.spread.trainers())
-        cells = [f"{plan.step_s:.3g}", f"{plan.per_device:.0f}", f"{plan.mfu:.1%}", f"{plan.fullest.bytes / 1e9:.1f}"]
+        cells = [f"{plan.step_s:.3g}", f"{plan.per_device:.0f}", f"{plan.mfu:.1%}", f"{plan.taken / 1e9:.1f}"]
         engine = f"micro-batch {choice.micro_batch_tokens}, recompute {choice.recompute}"
         engine += ", offload" if choice.offload else ""
         made.add_row(*cells, "\n".join((choice.spread.describe(), layout, engine)), end_section=True)

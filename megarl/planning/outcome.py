@@ -8,7 +8,7 @@ from megarl.dag.placement import Placement
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.hardware import Hardware
 from megarl.planning.passes import Cost, total
-from megarl.planning.terms import Moment, held
+from megarl.planning.terms import Moment, Term, held, taken
 
 ROOM_KEYS = (
     "rollout.sglang.memory_fraction, rollout.sglang.max_total_tokens, rollout.sglang.tp_size, "
@@ -123,6 +123,11 @@ class StepPlan:
         return self.flops / self.step_s / self.devices / self.hardware.peak(self.dtype)
 
     @property
+    def taken(self) -> float:
+        """The bytes that the fullest device takes, as a dry run shows them. [M1]"""
+        return max(one.taken for one in self.filled)
+
+    @property
     def fullest(self) -> Filled:
         """The device that holds most. [M1]"""
         return max(self.filled, key=lambda one: one.bytes)
@@ -135,12 +140,25 @@ class Filled:
     Attributes:
         team: whose device.
         moment: the memory that is held, by term.
+        gpu: the device is one.
     """
 
     team: str
     moment: Moment
+    gpu: bool
 
     @property
     def bytes(self) -> float:
-        """The bytes of all terms, where flexible ones have their least."""
+        """The bytes of all terms, where flexible ones have their least: whether the moment fits goes by them."""
         return held(self.moment.terms)
+
+    @property
+    def parts(self) -> list[tuple[Term, float]]:
+        """The terms with their bytes as they are shown, the largest first."""
+        parts = [(part, taken(part, gpu=self.gpu)) for part in self.moment.terms]
+        return sorted(parts, key=lambda part: -part[1])
+
+    @property
+    def taken(self) -> float:
+        """The bytes of all terms as they are shown, and as a dry run shows them."""
+        return sum(size for _, size in self.parts)

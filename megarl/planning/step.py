@@ -430,7 +430,8 @@ class StepFormulas:
 
     def filled(self) -> list[Filled]:
         """Return the fullest device of each team in each of its moments. [M1]"""
-        return [Filled(team.name, one) for team in self.placement.teams for one in self.memory[team.name].moments]
+        gpu, teams = self.hardware.gpu, self.placement.teams
+        return [Filled(team.name, one, gpu) for team in teams for one in self.memory[team.name].moments]
 
     def plan(self) -> StepPlan:
         """Return the whole plan."""

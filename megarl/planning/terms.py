@@ -57,6 +57,12 @@ class Moment:
         return sorted(self.terms, key=lambda term: -term.least)[:count]
 
 
+def taken(part: Term, *, gpu: bool) -> float:
+    """Return the bytes of a term as they are shown: on a GPU the least of what adapts to the room there is; a run on a
+    CPU takes all that it asks for, where the machine has it."""
+    return part.least if gpu and part.shrinks else part.bytes
+
+
 def held(terms: Iterable[Term]) -> float:
     """Return the bytes of terms, where what adapts to the room there is has its least."""
     return sum(part.least if part.shrinks else part.bytes for part in terms)

@@ -272,6 +272,22 @@ def test_a_dry_run_and_a_plan_say_the_same_of_memory(capsys):
     assert float(re.search(r"peak \(generation\) +([0-9.]+)", shown)[1]) == pytest.approx(fullest, abs=0.06)
 
 
+@pytest.mark.parametrize("recipe", ["grpo_quickstart", BIG])
+def test_the_memory_of_a_plan_adds_up_and_is_that_of_the_dry_run(recipe, capsys, monkeypatch):
+    """On a CPU with a cache that takes more than all else, and on GPUs."""
+    monkeypatch.setattr("megarl.planning.hardware.measure_cores", lambda: (2e11, 9e10, 1e10))
+    keys = [recipe] if recipe == BIG else [recipe, "rollout.sampling.n=4096"]
+    _, shown, _ = run(capsys, *keys, "--json")
+    plan = json.loads(shown)
+    for one in plan["memory"]:
+        assert sum(term["bytes"] for term in one["terms"]) == pytest.approx(one["bytes"])
+    fullest = next(one["value"] for one in plan["numbers"] if one["name"] == "fullest device")
+    assert fullest == pytest.approx(max(one["bytes"] for one in plan["memory"]) / 1e9)
+    cli.main(["train", *keys, "--dry-run"])
+    peaks = re.findall(r"peak \(.*\) +([0-9.]+)", capsys.readouterr().out)
+    assert max(map(float, peaks)) == pytest.approx(fullest, abs=0.001)
+
+
 def written(tmp_path, capsys, *arguments):
     """The recipe that a search wrote, as text, and its path."""
     file = tmp_path / "best.yaml"
