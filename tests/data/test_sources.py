@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from megarl.checks.checklist import Checklist
+from megarl.checks.files import check_source
 from megarl.config.data import DataConfig
 from megarl.data.rows import make_row, refuse_media
 from megarl.data.sources import as_prompts, check_loader_kwargs, load_rows, system_messages
@@ -100,6 +102,30 @@ def test_hidden_files_and_folders_in_a_folder_are_no_data(tmp_path):
     write(tmp_path / ".data" / "._train.jsonl", [{"a": 2}])
     write(tmp_path / ".data" / ".ipynb_checkpoints" / "train-checkpoint.jsonl", [{"a": 3}])
     assert load_rows(str(tmp_path / ".data")) == [{"a": 1}]
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "far" / "b.jsonl", [{"a": 2}])
+    write(tmp_path / "set" / "a.jsonl", [{"a": 1}])
+    (tmp_path / "set" / "more").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "back").symlink_to(tmp_path / "set")
+    assert load_rows(f"{tmp_path}/set") == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.ndjson", "b.tsv", "in/b.arrow", "b.TAR.zst", "b.Parquet.xz"])
+def test_data_of_another_form_in_a_folder_is_named(tmp_path, name):
+    write(tmp_path / "a.jsonl", [{"a": 1}])
+    (tmp_path / "notes.txt.gz").touch()
+    assert load_rows(str(tmp_path)) == [{"a": 1}]
+    (tmp_path / "in").mkdir()
+    (tmp_path / name).touch()
+    with pytest.raises(DataError, match=rf"form that is not read(?s:.*)found: +'{name}'"):
+        load_rows(str(tmp_path))
+    checks = Checklist(name="data")
+    check_source(str(tmp_path), "data.train_files", checks)
+    assert [check.status for check in checks.items] == ["fail"]
 
 
 def test_a_folder_of_several_splits_is_refused(tmp_path):
