@@ -25,10 +25,10 @@ class Indexed(Protocol):
 
 @runtime_checkable
 class Mismatched(Protocol):
-    """A data set whose samples also come with the response of the one before them in their global batch (KTO)."""
+    """A data set whose samples also come with the response of another one: of the last one before them (KTO)."""
 
-    def set_mismatched(self, batch: Batch, others: Sequence[int]) -> None:
-        """Give each sample of `batch` the response of the one at its place of `others`, too."""
+    def set_mismatched(self, batch: Batch, own: Sequence[int], others: Sequence[int]) -> None:
+        """Give each sample of `batch`, at `own`, the response of the one at its place of `others`, too."""
         ...
 
 
@@ -79,7 +79,8 @@ class PromptLoader:
         self._epoch += more
         batch = Batch.concat(parts)
         if isinstance(self.dataset, Mismatched):
-            self.dataset.set_mismatched(batch, [order[-1], *order[:-1]][self.dp_rank :: self.dp_size])
+            places = slice(self.dp_rank, None, self.dp_size)
+            self.dataset.set_mismatched(batch, order[places], others_before(order)[places])
         return batch
 
     @property
@@ -171,6 +172,20 @@ def refuse_other_data(mine: dict[str, Any], other: dict[str, Any]) -> None:
         )
 
 
+def others_before(order: Sequence[int]) -> list[int]:
+    """Return for each place the last number before it that is another one, from the end on; itself where all are equal.
+
+    >>> others_before([3, 3, 5])
+    [5, 5, 3]
+    """
+    others, other = list[int](), next((number for number in reversed(order) if number != order[0]), order[0])
+    for place, number in enumerate(order):
+        if place and order[place - 1] != number:
+            other = order[place - 1]
+        others.append(other)
+    return others
+
+
 def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
     """Yield one pass in order, for validation: this rank's share of each round of `batch_size` samples (null: all at
     once).
@@ -183,5 +198,6 @@ def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: 
         low, high = (start + rank * count // dp_size for rank in (dp_rank, dp_rank + 1))
         batch = dataset.batch(list(range(low, high)))
         if isinstance(dataset, Mismatched):
-            dataset.set_mismatched(batch, [start + (i - start - 1) % count for i in range(low, high)])
+            # Of all of them, so that no number depends on the size of a round.
+            dataset.set_mismatched(batch, range(low, high), [(i - 1) % len(dataset) for i in range(low, high)])
         yield batch

@@ -154,11 +154,17 @@ class LabelledDataset(SFTDataset):
         batch.set("label", self.labels[torch.tensor(indices, dtype=torch.int64)])
         return batch
 
-    def set_mismatched(self, batch: Batch, others: Sequence[int]) -> None:
-        """Give each sample of `batch` the response of the example in its place of `others`, too; of one that is too
-        long after this prompt the beginning."""
+    def set_mismatched(self, batch: Batch, own: Sequence[int], others: Sequence[int]) -> None:
+        """Give each sample of `batch`, the examples at `own`, the response of the example in its place of `others`.
+
+        Of a response that is too long after this prompt it gets the beginning.
+
+        Nothing counts of an example's own response, which it gets where there is no other example.
+        """
         places = torch.tensor(others, dtype=torch.int64)
         responses, learnt = self.response_ids.select(places), self._learnt.select(places)
+        counts = (places != torch.tensor(own, dtype=torch.int64)).repeat_interleave(learnt.lengths)
+        learnt = learnt.like(learnt.values & counts)
         if self.max_tokens is not None:
             room = (self.max_tokens - batch["prompt_ids"].lengths).tolist()
             responses, learnt = _cut(responses, room), _cut(learnt, room)

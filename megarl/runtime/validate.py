@@ -128,12 +128,13 @@ def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
     settings = c.config.preference
     assert settings is not None, "there are pairs"
     found = Metrics()
+    parts = rounds(data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size)
     with phase(VALIDATE):
-        for pairs in rounds(data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
+        if settings.labelled:
+            found = measure_examples(c.context, parts, c.actor, c.reference)
+        else:
             reference = c.reference if "reference" in c.models else None
-            if settings.labelled:
-                found.merge(measure_examples(c.context, pairs, c.actor, c.reference))
-            else:
+            for pairs in parts:
                 found.merge(measure_pairs(c.context, pairs, c.actor, reference))
     metrics = Metrics()
     for name in list(found):

@@ -158,7 +158,8 @@ def test_examples_have_the_response_before_them_in_the_global_batch_on_any_numbe
     for _ in range(3):  # also over the end of an epoch
         batch, (first, second) = next(whole), (next(part) for part in parts)
         said, others = ([row.tolist() for row in batch[f"{name}_ids"].unbind()] for name in ("response", "mismatched"))
-        assert others == [said[-1], *said[:-1]]
+        before = [[*said[place:], *said[:place]] for place in range(4)]  # of each example, the last one at the end
+        assert others == [next(b for b in reversed(row) if b != a) for a, row in zip(said, before, strict=True)]
         for rank, part in enumerate((first, second)):
             assert [row.tolist() for row in part["mismatched_ids"].unbind()] == others[rank::2]
             assert part["label"].tolist() == batch["label"].tolist()[rank::2]
@@ -172,6 +173,25 @@ def test_examples_have_the_response_before_them_in_the_global_batch_on_any_numbe
     assert "preference.max_tokens" in str(error.value)
 
 
+def test_a_mismatched_response_is_another_example_s(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}", "label": n % 2 == 0} for n in range(2)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config, tokenizer = DataConfig(train_files=[str(file)], val_files=[str(file)]), character_tokenizer("0123456789+=")
+    data = LabelledDataset(config, PreferenceConfig(loss="kto"), tokenizer)
+    loader = PromptLoader(data, 3)  # two examples, so that one of them is there twice
+    for batch in (next(loader) for _ in range(4)):
+        said, others = (batch[f"{name}_ids"].unbind() for name in ("response", "mismatched"))
+        assert all(a.tolist() != b.tolist() for a, b in zip(said, others, strict=True))
+    whole, halves = (
+        [row.tolist() for batch in rounds(data, size) for row in batch["mismatched_ids"].unbind()] for size in (None, 1)
+    )
+    assert whole == halves == [row.tolist() for row in data.response_ids.unbind()[::-1]]
+    batch = data.batch([0, 0])
+    data.set_mismatched(batch, [0, 0], [0, 0])
+    assert not batch["mismatched_mask"].values.any(), "there is no other example: z is 0"
+
+
 def test_a_mismatched_response_ends_where_its_sequence_is_as_long_as_it_may_be(tmp_path):
     file = tmp_path / "rows.jsonl"
     pairs = [("1+1+1+1=", "4"), ("2=", "2+0+0+0")]
@@ -179,7 +199,7 @@ def test_a_mismatched_response_ends_where_its_sequence_is_as_long_as_it_may_be(t
     config, tokenizer = DataConfig(train_files=[str(file)]), character_tokenizer("0123456789+=")
     data = LabelledDataset(config, PreferenceConfig(loss="kto", max_tokens=12), tokenizer)
     batch = data.batch([0, 1])
-    data.set_mismatched(batch, [1, 0])
+    data.set_mismatched(batch, [0, 1], [1, 0])
     long, short = (row.tolist() for row in data.response_ids.unbind()[::-1])
     room = 12 - int(batch["prompt_ids"].lengths[0])
     assert 0 < room < len(long)

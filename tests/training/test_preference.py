@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megarl.config.data import DataConfig
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, PreferenceConfig
 from megarl.data.batch import Batch, Jagged
+from megarl.data.loader import rounds
+from megarl.data.preferences import LabelledDataset
+from megarl.data.tokenizer import character_tokenizer
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.roles import ActorRole
-from megarl.runtime.stages.kto import example_step
+from megarl.runtime.stages.kto import example_step, measure_examples
 from megarl.runtime.stages.preference import pair_step, score_step, sequences_of
 from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
@@ -163,6 +169,29 @@ def assert_gradients(got: dict, model, tolerance: float) -> None:
     for name, gradient in got["gradient"].items():
         want = weights[name].grad
         assert (gradient - want).abs().max() < tolerance * want.abs().max(), name
+
+
+@pytest.mark.parametrize("size", [1, 3, None])
+def test_held_out_numbers_of_kto_are_those_of_all_examples_at_once(tmp_path, size):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}", "label": n % 3 > 0} for n in range(7)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = DataConfig(train_files=[str(file)], val_files=[str(file)])
+    settings = PreferenceConfig(loss="kto")
+    data = LabelledDataset(config, settings, character_tokenizer("0123456789+="))
+
+    def score(samples: Batch, times: float) -> Jagged:
+        prompts = torch.tensor([int(prompt[0]) for prompt in samples["prompt_ids"].unbind()])
+        ids = samples["response_ids"]
+        return ids.like(times * (ids.values * prompts.repeat_interleave(ids.lengths)).float().sin().abs())
+
+    c = SimpleNamespace(config=SimpleNamespace(preference=settings), all_sum=lambda values: values)
+    actor, reference = (SimpleNamespace(score=partial(score, times=times)) for times in (1.5, 1.0))
+    numbers, whole = (
+        measure_examples(c, rounds(data, count), actor, reference).result() for count in (size, len(data))
+    )
+    assert numbers == pytest.approx(whole, rel=1e-6)
+    assert numbers["preference/kl"] > 0
 
 
 @pytest.mark.procs

@@ -13,6 +13,8 @@ from megarl.runtime.stages.resampling import COPIES
 from megarl.runtime.stages.update import train_actor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from megarl.algorithms.kto import Counts
@@ -62,7 +64,7 @@ def example_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 
     settings = c.config.preference
     assert settings is not None, "the pipeline asks for it"
-    z, counts = _baseline(c, mini, actor.log_probs(mismatched(mini)), mini["mismatched_ref_logp"])
+    z, counts = _baseline(c, _sums(mini, actor.log_probs(mismatched(mini)), mini["mismatched_ref_logp"]))
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         labels = micro["label"].to(logp.device)
@@ -73,21 +75,31 @@ def example_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     return metrics
 
 
-def measure_examples(c: StepContext, examples: Batch, actor: ActorRole, reference: ReferenceRole) -> Metrics:
-    """Return the loss and the rewards of held-out examples, of which this rank may have none. Collective."""
+def measure_examples(c: StepContext, rounds: Iterable[Batch], actor: ActorRole, reference: ReferenceRole) -> Metrics:
+    """Return the loss and the rewards of held-out examples, against one baseline for all of them. Collective.
+
+    Args:
+        rounds: the examples in parts, of which this rank may have none.
+    """
+    import torch
+
     from megarl.algorithms.kto import kto_loss
 
     settings = c.config.preference
     assert settings is not None, "there are examples"
-    other = mismatched(examples)
-    z, counts = _baseline(c, examples, actor.score(other), reference.score(other))
-    logp = actor.score(examples)
-    examples.set("ref_logp", reference.score(examples))
-    if not len(examples):
-        return Metrics()
-    labels = examples["label"]
-    metrics = kto_loss(logp.values, responses_of(examples, "cpu"), labels, z, settings, counts)[1]
-    metrics.mean("preference/kl", z * len(examples), len(examples))
+    sums, parts = torch.zeros(3, dtype=torch.float64), []
+    for examples in rounds:
+        other = mismatched(examples)
+        sums += _sums(examples, actor.score(other), reference.score(other))
+        logp = actor.score(examples)
+        examples.set("ref_logp", reference.score(examples))
+        if len(examples):
+            parts.append((logp.values, responses_of(examples, "cpu"), examples["label"]))
+    z, counts = _baseline(c, sums)
+    metrics = Metrics()
+    for values, responses, labels in parts:
+        metrics.merge(kto_loss(values, responses, labels, z, settings, counts)[1])
+        metrics.mean("preference/kl", z * len(labels), len(labels))
     return metrics
 
 
@@ -98,8 +110,9 @@ def mismatched(samples: Batch) -> Batch:
     return other
 
 
-def _baseline(c: StepContext, samples: Batch, logp: Jagged, ref_logp: Jagged) -> tuple[float, Counts]:
-    """Return the baseline of the examples of all ranks, and how many there are of each kind. Collective.
+def _sums(samples: Batch, logp: Jagged, ref_logp: Jagged) -> Tensor:
+    """Return the sum of the log-ratios of mismatched responses, and how many examples are desirable and undesirable:
+    float64 [3].
 
     Args:
         logp: of the mismatched responses under the policy.
@@ -107,11 +120,19 @@ def _baseline(c: StepContext, samples: Batch, logp: Jagged, ref_logp: Jagged) ->
     """
     import torch
 
-    from megarl.algorithms.kto import Counts, baseline
-
     ratios = (logp.values.double() - ref_logp.values.double())[samples["mismatched_mask"].values]
     labels = samples["label"]
-    own = torch.tensor([float(ratios.sum()), int(labels.sum()), int((~labels).sum())], dtype=torch.float64)
-    total, desirable, undesirable = c.all_sum(own).tolist()
+    return torch.tensor([float(ratios.sum()), int(labels.sum()), int((~labels).sum())], dtype=torch.float64)
+
+
+def _baseline(c: StepContext, sums: Tensor) -> tuple[float, Counts]:
+    """Return the baseline of the examples of all ranks, and how many there are of each kind. Collective.
+
+    Args:
+        sums: `_sums` of this rank's examples.
+    """
+    from megarl.algorithms.kto import Counts, baseline
+
+    total, desirable, undesirable = c.all_sum(sums).tolist()
     counts = Counts(desirable, undesirable)
     return baseline(total, counts.all), counts
