@@ -17,7 +17,9 @@ from megarl.machine import Machine, this_machine
 if TYPE_CHECKING:
     from megarl.checks.recipe import Checked
     from megarl.config.run import RunConfig
+    from megarl.data.rows import Row
 
+_MODEL = "Qwen/Qwen3-0.6B"
 _NODE = 8  # GPUs of a machine
 _GPU_GB = 80.0
 _SLOW_S = 120.0  # of a step: a first try takes hours
@@ -124,7 +126,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl init`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the recipe to write, for example my_run.yaml")
     parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="grpo", help="default: grpo")
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="Hugging Face folder or hub name")
+    parser.add_argument("--model", help=f"Hugging Face folder or hub name (default: {_MODEL})")
+    other = "settings of TRL, verl or NeMo-RL to translate: a YAML or JSON file, or a text file with a command line"
+    parser.add_argument("--from", dest="source", metavar="FILE", type=Path, help=other)
     kinds = "jsonl, json, csv, parquet file, folder, hub name org/name@split or pkg.mod:fn"
     parser.add_argument("--data", help=f"{kinds} (default: invented word problems)")
     parser.add_argument("--val", help="held-out rows, in the same forms")
@@ -147,6 +151,9 @@ def run(arguments: argparse.Namespace) -> int:
     if file.exists():
         raise UserError("the file exists", where="megarl init", found=str(file), fix="name another, or remove it")
     machine = this_machine()
+    if arguments.source is not None:
+        return _run_from(arguments, file, machine)
+    arguments.model = arguments.model or _MODEL
     gpus = int(machine.has_gpu) if arguments.gpus is None else max(0, arguments.gpus)
     facts = model_facts(ModelConfig(path=arguments.model))
     settings = _settings(arguments, gpus)
@@ -167,6 +174,27 @@ def run(arguments: argparse.Namespace) -> int:
     raise_problems([check.problem() for check in problems])
     check_rows(config, "train")
     print(f"  megarl train {file} --dry-run    every check; starts nothing\n  megarl train {file}")
+    return 0
+
+
+def _run_from(arguments: argparse.Namespace, file: Path, machine: Machine) -> int:
+    """Write a recipe for the settings of another trainer; the file stays where the data or the model are elsewhere."""
+    from megarl.checks.rows import check_rows
+    from megarl.commands.init_from import settings_from, write_fitting
+    from megarl.config.base import raise_problems
+
+    made = settings_from(arguments, machine, _PROMPTS, _ANSWERS)
+    arguments.algorithm, arguments.model = made.algorithm, made.settings["model.path"]
+    job = "sft" if made.algorithm == "sft" else "train"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    config, problems = write_fitting(
+        file, made, lambda settings: _recipe_text(file, arguments, dict(settings)), machine
+    )
+    left_out = f", {count(len(made.notes), 'setting')} left out, at its end with the reason" if made.notes else ""
+    print(f"{file} is written: {made.algorithm} of {arguments.model}, from settings of {made.trainer}{left_out}")
+    raise_problems(problems)
+    check_rows(config, job)
+    print(f"  megarl {job} {file} --dry-run    every check; starts nothing\n  megarl {job} {file}")
     return 0
 
 
@@ -276,11 +304,11 @@ def _data_settings(arguments: argparse.Namespace, *, pairs: bool) -> _Settings:
         prompt = next((name for name in _PROMPTS if rows[0].has(name)), "prompt")
         answer = arguments.answer_key or next((name for name in _ANSWERS if rows[0].has(name)), None)
         settings |= {"data.prompt_key": prompt, "data.answer_key": answer}
-        answers = [row.column(answer, "data.answer_key") for row in rows[:100] if answer]
+        answers = answers_of(rows, settings)
     elif arguments.data.startswith("openai/gsm8k"):
         settings, answers = settings | {"data.prompt_key": "question"}, ["#### 1"]
     return settings | (
-        {"reward.name": arguments.reward} if arguments.reward else _reward_for(answers, list(rows[0]) if rows else [])
+        {"reward.name": arguments.reward} if arguments.reward else reward_for(answers, list(rows[0]) if rows else [])
     )
 
 
@@ -297,7 +325,13 @@ def _check_sources(sources: Mapping[str, str | None]) -> None:
     raise_problems([check.problem() for check in checks.items if check.status == "fail"])
 
 
-def _reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
+def answers_of(rows: Sequence[Row], settings: _Settings) -> list[Any]:
+    """Return the answers of the first rows; none where `data.answer_key` names no column of theirs."""
+    answer = settings.get("data.answer_key")
+    return [row.column(answer, "data.answer_key") for row in rows[:100] if answer and row.has(answer)]
+
+
+def reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
     """Return the keys of the included reward that reads answers of this form."""
     from megarl.rewards import REWARDS
 

@@ -6,6 +6,7 @@ parts on the way to it, as `ray_init` of `ray_init.num_cpus`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -338,6 +339,33 @@ def meaning_of(path: tuple[str, ...]) -> str | None:
         if name in ABSENT:
             return ABSENT[name]
     return None
+
+
+def key_of(path: tuple[str, ...]) -> str | None:
+    """Return the key here that takes the value of another project's setting as it is.
+
+    None where there is no such key, where several keys share it, or where its value means something else here.
+
+    >>> key_of(("trainer", "save_freq")), key_of(("policy_loss", "clip_cov_ratio"))
+    ('trainer.save_every', None)
+    """
+    here = _unwrapped(path)
+    key = find_key(here)
+    if key is not None and key.path == ".".join(here) and key.section is None:
+        return key.path
+    ends = (".".join(path[start:]).lower() for start in range(len(path)))
+    text = next((KEYS[end] for end in ends if end in KEYS), "")
+    return text if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", text) and path[-1] not in _OTHER_MEANING else None
+
+
+#: Settings whose values mean something else: a negation, a share, a number of parts, a name of other functions.
+_OTHER_MEANING = frozenset(
+    (
+        *("enforce_eager", "disable_kl", "min_lr_ratio", "num_mini_batches", "reward_manager", "use_pf_ppo"),
+        *("use_importance_sampling_correction", "vllm_importance_sampling_correction", "max_total_sequence_length"),
+        *("token_level_loss", "train_micro_batch_size", "log_completions", "save_strategy", "eval_strategy"),
+    )
+)
 
 
 def _unwrapped(path: tuple[str, ...]) -> tuple[str, ...]:
