@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -10,6 +11,7 @@ from megarl.dag.layout import Drawing, Point, lay_out
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 
+_WIDTH = 80  # columns of the text
 # Fill and line per role; one pair for light and one for dark pages. Text takes the page's text colour.
 _COLOURS = {
     Role.DEFAULT: ("#eef1f5", "#8a94a3", "#2a2f37", "#7d8796"),
@@ -53,9 +55,10 @@ _OUTLINES = (
 
 
 def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping[str, float] | None = None) -> str:
-    """Return a line of flow, nodes that may run at the same time in brackets, and a table of all nodes.
+    """Return a line of flow, nodes that may run at the same time in brackets, and a table of all nodes, in 80 columns.
 
-    With several teams each node has its team, and a second table says what goes from one to another.
+    The fields that a node reads and writes stand below its row. With several teams each node has its team, and a second
+    table says what goes from one to another.
 
     Args:
         placement: placement of the graph; None: one team.
@@ -63,17 +66,28 @@ def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping
     """
     placement = placement if placement is not None and placement.separate else None
     flow = " -> ".join(row[0] if len(row) == 1 else f"[{' | '.join(row)}]" for row in graph.layers())
-    head = ("node", *(("team",) if placement else ()), "role", "type", "after", "reads", "writes")
-    rows: list[tuple[str, ...]] = [head]
+    rows: list[tuple[str, ...]] = [("node", *(("team",) if placement else ()), "role", "type", "after")]
     edges = graph.direct()
     for id in graph.order():
         node = graph[id]
-        lists = ([parent for parent, child in edges if child == id], node.reads, node.writes)
+        after = ", ".join(parent for parent, child in edges if child == id) or "-"
         team = (placement.of_node(id).name,) if placement else ()
-        kinds = (*team, node.role.name.lower(), node.kind.name.lower())
-        rows.append((id, *kinds, *(", ".join(names) or "-" for names in lists)))
-    lines = [f"{graph.id}: {graph.description}".rstrip(": "), f"  {flow}", "", *_table(rows)]
+        rows.append((id, *team, node.role.name.lower(), node.kind.name.lower(), after))
+    head, rule, *nodes = _table(rows)
+    lines = [f"{graph.id}: {graph.description}".rstrip(": "), *_wrapped(f"  {flow}", "    "), "", head, rule]
+    for id, line in zip(graph.order(), nodes, strict=True):
+        row = _wrapped(line, " " * head.index("after"))
+        lines += [*row, *_fields("reads", graph[id].reads), *_fields("writes", graph[id].writes)]
     return "\n".join([*lines, "", *_handovers(placement, sizes or {})] if placement else lines)
+
+
+def _fields(verb: str, names: Sequence[str]) -> list[str]:
+    """Return the fields that a node reads or writes; nothing where there are none."""
+    return _wrapped(f"      {verb + ':':<8}{', '.join(names)}", " " * 14) if names else []
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -88,14 +102,21 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _handovers(placement: Placement, sizes: Mapping[str, float]) -> list[str]:
     """List the transfers from team to team in a step, in the order of the graph."""
-    rows: list[tuple[str, ...]] = [("after", "from", "to", "MB (about)", "fields")]
+    rows: list[tuple[str, ...]] = [("after", "from", "to", "MB (about)")]
+    contents: list[Sequence[str]] = []
     for one in placement.handovers:
         size = f"{sizes[one.key] / 1e6:.3g}" if one.key in sizes else "?"
-        rows.append((one.node, one.giver, ", ".join(one.takers), size, ", ".join(one.fields)))
+        rows.append((one.node, one.giver, ", ".join(one.takers), size))
+        contents.append(one.fields)
     actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
     if actor is not None and rollout is not None and actor != rollout:
-        rows.append(("the step", actor.name, rollout.name, "-", "the actor's weights"))
-    return ["handed over in every step:", *_table(rows)]
+        rows.append(("the step", actor.name, rollout.name, "-"))
+        contents.append(["the actor's weights"])
+    head, rule, *transfers = _table(rows)
+    lines = ["handed over in every step:", head, rule]
+    for line, fields in zip(transfers, contents, strict=True):
+        lines += [line, *_fields("fields", fields)]
+    return lines
 
 
 def as_svg(graph: TaskGraph, placement: Placement | None = None) -> str:

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.load import load_config
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg, as_text
 from megarl.dag.layout import lay_out
 from megarl.dag.pipeline import Pipeline
-from megarl.dag.placement import Handover, Placement, TeamPlan, together
+from megarl.dag.placement import Handover, Placement, TeamPlan, place, together
 from megarl.dag.stage import Contract, Role
+from megarl.recipes.build import build_task_graph
 
 SVG = "{http://www.w3.org/2000/svg}"
 ONE_OF_EACH = ["outline team0", "outline team1"]  # in the legend
@@ -44,8 +46,20 @@ def demo():
 def test_text_shows_flow_and_contracts():
     text = as_text(demo())
     assert "rollout -> [reward | old<logp>] -> train" in text
-    line = next(line for line in text.splitlines() if line.strip().startswith("reward"))
-    assert line.split() == ["reward", "reward", "compute", "rollout", "response_ids", "score"]
+    lines = text.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.strip().startswith("reward"))
+    assert [line.split() for line in lines[place : place + 3]] == [
+        ["reward", "reward", "compute", "rollout"],
+        ["reads:", "response_ids"],
+        ["writes:", "score"],
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["ppo_quickstart", "grpo_async_quickstart"])
+def test_text_has_80_columns(recipe):
+    config = load_config(recipe)
+    graph = build_task_graph(config)
+    assert max(map(len, as_text(graph, place(graph, config)).splitlines())) <= 80
 
 
 def teams() -> Placement:
@@ -59,9 +73,9 @@ def teams() -> Placement:
 def test_text_shows_teams_and_what_goes_between_them():
     text = as_text(demo(), teams(), {"reward>train": 2.5e6})
     lines = [line.split() for line in text.splitlines()]
-    assert ["old<logp>", "train", "actor", "compute", "rollout", "-", "-"] in lines
-    assert ["reward", "draw", "train", "2.5", "score"] in lines
-    assert ["the", "step", "train", "draw", "-", "the", "actor's", "weights"] in lines
+    assert ["old<logp>", "train", "actor", "compute", "rollout"] in lines
+    assert lines[lines.index(["reward", "draw", "train", "2.5"]) + 1] == ["fields:", "score"]
+    assert lines[lines.index(["the", "step", "train", "draw", "-"]) + 1] == ["fields:", "the", "actor's", "weights"]
     assert as_text(demo(), together(RunConfig(name="case"))) == as_text(demo())
 
 
