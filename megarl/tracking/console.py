@@ -51,6 +51,7 @@ class ConsoleView:
         self._bar = TaskID(0)
         self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # step, and when it was over
         self._best: tuple[int, float] | None = None  # validation: step, accuracy
+        self._explained = False  # what the words of a step line mean
         if self.console.is_terminal and mode == "auto":
             self._bars = Progress(
                 TextColumn("{task.description}"),
@@ -74,7 +75,11 @@ class ConsoleView:
             self.console.print(Text(line), soft_wrap=True)
             return
         if self._mode != "quiet":
-            self.console.print(self.step_text(step, metrics))
+            line = self.step_text(step, metrics)
+            self.console.print(line)
+            if not self._explained:
+                self._explained = True
+                self._explain(line.plain, metrics)
         for line in self.validation_lines(step, metrics):
             self.console.print(Text(line))
 
@@ -102,6 +107,16 @@ class ConsoleView:
             room -= len(part)
             line.append_text(part)
         return line.append_text(end)
+
+    def _explain(self, line: str, metrics: dict[str, float]) -> None:
+        """Print what the abbreviations in a step line stand for."""
+        long = {shown.name: shown.short for shown in FINAL_TABLE}
+        marks = {shown.short or shown.unit: long.get(shown.name) for shown in STEP_LINE if shown.name in metrics}
+        words = line.split()
+        text = "; ".join(f"{mark}: {name}" for mark, name in marks.items() if name and mark in words and mark != name)
+        if text:
+            for part in textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  "):
+                self.console.print(Text(part, style="dim"))
 
     def _left_s(self, step: int) -> float | None:
         """Return the seconds until the last step, by the pace of the latest ones; None: not known."""

@@ -287,3 +287,8 @@ def test_yaml_of_a_page_is_a_recipe_or_what_else_it_is_for(
             with_site(load_config("base.yaml"))
         else:
             load_config(file, components=COMPONENTS)
+
+
+def test_the_site_cuts_off_no_line_of_code() -> None:
+    assert "extra_css: [site.css]" in (ROOT / "mkdocs.yml").read_text()
+    assert "pre > code { white-space: pre-wrap;" in (ROOT / "docs" / "site.css").read_text()
