@@ -184,11 +184,12 @@ def example() -> types.ModuleType:
 
 def test_example_pipeline_builds_the_graph_that_the_page_shows() -> None:
     from megarl.config.run import RunConfig
+    from megarl.dag.draw import as_text
 
     graph = example().build_graph(RunConfig(name="example"))
 
     shown = (ROOT / "docs/architecture.md").read_text()
-    assert f"  {' -> '.join(graph.order())}\n" in shown
+    assert f"{as_text(graph).partition(chr(10) * 2)[0]}\n" in shown
 
 
 def test_example_stage_takes_the_price_off_every_token() -> None:
