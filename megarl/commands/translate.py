@@ -205,7 +205,7 @@ def _the_others(source: Settings, made: Translation) -> None:
         elif key and (fix is None or fix.startswith("write ")):
             made.set(key, value)
         elif fix or meaning_of(path) or value is not False:  # what is off there and unknown here is off
-            made.note(name, value, fix or meaning_of(path) or "there are no such settings here")
+            made.note(name, value, fix or meaning_of(path) or "these have no counterpart here")
 
 
 def _positive(value: Any) -> Any:
@@ -233,7 +233,7 @@ def _trackers(made: Translation, names: list[str]) -> None:
         if name in ("wandb", "tensorboard", "trackio"):
             made.settings.setdefault("tracking.loggers", []).append(name)
         elif name != "mlflow":
-            made.note("trackers", name, value_fix("tracking.loggers", name) or "there is no such tracker here")
+            made.note("trackers", name, value_fix("tracking.loggers", name) or "this tracker is not there")
     if "mlflow" in names:
         made.set("tracking.mlflow", True)
 
@@ -250,13 +250,13 @@ def _dual_clip(made: Translation, value: Any) -> None:
         made.settings["algorithm.loss.dual_clip"] = value
 
 
-def _steps(source: Settings, made: Translation, steps: str, epochs: str) -> None:
+def _steps(source: Settings, made: Translation, steps: str, epochs: str, section: str = "trainer") -> None:
     """Set the length of the run: steps there are a bound, which a million does not mean."""
     number, passes = _positive(source.take(steps)), _positive(source.take(epochs))
     if number and (not passes or number < 100_000):
-        made.set("trainer.steps", int(number))
+        made.set(f"{section}.steps", int(number))
     else:
-        made.set("trainer.epochs", passes)
+        made.set(f"{section}.epochs", passes)
 
 
 def _betas(made: Translation, betas: Any) -> None:
@@ -305,6 +305,7 @@ def _trl(source: Settings, gpus: int | None) -> Translation:
         made.set("preference.max_tokens", source.take("max_length"))
     else:
         made.set("sft.batch_size", batch * accumulated)
+        made.set("sft.max_tokens", source.take("max_length"))
     _trl_optimizer(source, made, section)
     steps, epochs = _positive(source.take("max_steps")), _positive(source.take("num_train_epochs"))
     if steps:
@@ -377,7 +378,7 @@ def _trl_grpo(source: Settings, made: Translation, batch: int, accumulated: int)
     elif loss in ("cispo", "sapo"):
         made.set("algorithm.loss.name", loss)
     else:
-        made.note("loss_type", loss, "there is no such loss here")
+        made.note("loss_type", loss, "this loss is not there")
     _dual_clip(made, source.take("delta"))
     scaled = source.take("scale_rewards")
     if scaled is False or scaled == "none":
@@ -515,8 +516,10 @@ def _nemo(source: Settings, gpus: int | None) -> Translation:
         made.set("preference.beta", source.take("dpo.reference_policy_kl_penalty"))
     else:
         made.set("sft.batch_size", trained)
+        made.set("sft.max_tokens", source.take("policy.max_total_sequence_length"))
+    section = "sft" if algorithm == "sft" else "trainer"
+    _steps(source, made, f"{algorithm}.max_num_steps", f"{algorithm}.max_num_epochs", section)
     if algorithm != "sft":
-        _steps(source, made, f"{algorithm}.max_num_steps", f"{algorithm}.max_num_epochs")
         _betas(made, source.take("optimizer.kwargs.betas"))
     tokenizer = source.take("policy.tokenizer.name")
     made.set("model.tokenizer", tokenizer if tokenizer != made.settings.get("model.path") else None)

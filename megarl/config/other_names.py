@@ -33,17 +33,21 @@ _KEYS = {
     "name": "experiment_name run_name wandb.name",
     "model.path": "model_name model_name_or_path model.model_path model.name",
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
-    "model.dtype": "torch_dtype bf16 precision megatron.dtype",
+    "model.trust_remote_code": "trust_remote_code",
+    "model.dtype": "dtype torch_dtype bf16 precision megatron.dtype",
     "model.lora.rank": "lora_r lora_rank peft.dim lora.r peft.r lora.dim",
     "model.lora.alpha": "lora_alpha peft.alpha",
     "model.lora.dropout": "lora_dropout",
     "model.lora.targets (attention, mlp, experts)": "lora_target_modules target_modules",
     "model.lora.path": "lora_path lora_adapter_path",
+    "data.train_files, as NAME:CONFIG@SPLIT": "dataset_config dataset_train_split",
+    "data.val_files, as NAME:CONFIG@SPLIT": "dataset_test_split",
     "data.train_files": "dataset_name dataset_path train_dataset data_path",
     "data.val_files": "eval_dataset test_files data.validation",
     "data.prompt_key": "dataset_text_field input_key",
     "data.batch_size": "train_batch_size rollout_batch_size num_prompts_per_step",
     "data.batch_size (prompts per step over all ranks)": "per_device_train_batch_size",
+    "data.batch_size (prompts, where this counts responses)": "generation_batch_size",
     "data.val_batch_size (over all ranks)": "per_device_eval_batch_size",
     "data.max_prompt_tokens": "max_prompt_length max_input_seq_length",
     "data.overlong": "filter_overlong_prompts",
@@ -51,25 +55,26 @@ _KEYS = {
     "data.shuffle": "shuffle_dataset",
     "data.system_prompt": "system_prompt system_prompt_file",
     "data.val_split": "split_validation_size val_size",
-    "data.chat_template_kwargs": "apply_chat_template_kwargs tokenizer.chat_template_kwargs",
+    "data.chat_template_kwargs": "apply_chat_template_kwargs tokenizer.chat_template_kwargs chat_template_kwargs",
     "data.chat_template_kwargs, as {enable_thinking: false}": "enable_thinking",
     "data.prompt_key and sft.response_key, both of them": "messages_key",
     "data.answer_key": "output_key",
     "data.max_val_samples": "val_max_samples max_val_samples",
     "data.val_batch_size": "val_batch_size",
-    "data.override_chat_template": "custom_chat_template",
+    "data.override_chat_template": "custom_chat_template chat_template_path tokenizer.chat_template",
     "rollout.sampling.max_new_tokens": "max_response_length max_completion_length response_length max_new_tokens",
     "rollout.sampling.n": "num_generations rollout.n num_generations_per_prompt",
-    "rollout.sampling.temperature": "rollout.temperature generation.temperature",
-    "rollout.sampling.top_p": "rollout.top_p generation.top_p",
-    "rollout.sampling.top_k": "rollout.top_k generation.top_k",
+    "rollout.sampling.temperature": "rollout.temperature generation.temperature temperature",
+    "rollout.sampling.top_p": "rollout.top_p generation.top_p top_p",
+    "rollout.sampling.top_k": "rollout.top_k generation.top_k top_k",
     "rollout.engine=sglang (servers are SGLang's; vLLM is not there)": "use_vllm",
     "rollout.engine (embedded or sglang; vLLM is not there)": "rollout.name generation.backend",
     "rollout.engine (embedded or sglang); generation during training is async.max_staleness": "rollout.mode",
     "rollout.engine=embedded, or rollout.sglang.colocated: both share the devices of training": "hybrid_engine",
     "rollout.sglang.memory_fraction": "vllm_gpu_memory_utilization gpu_memory_utilization",
+    "rollout.sglang.start_timeout_s": "vllm_server_timeout",
     "rollout.sglang.tp_size": "vllm_tensor_parallel_size tensor_parallel_size rollout.tensor_model_parallel_size",
-    "rollout.sglang.urls": "vllm_server_host vllm_server_base_url",
+    "rollout.sglang.urls": "vllm_server_port vllm_server_host vllm_server_base_url",
     "rollout.sglang.colocated (memory is then released for each update)": "free_cache_engine",
     "rollout.sglang.colocated": "vllm_mode colocated.enabled",
     "rollout.cuda_graphs": "enforce_eager",
@@ -78,6 +83,7 @@ _KEYS = {
     "rollout.limits.turns": "max_turns max_assistant_turns max_tool_calling_iterations max_rollout_turns",
     "rollout.sampling.logprobs (full or processed)": "logprobs_mode",
     "rollout.sampling.stop_token_ids": "generation.stop_token_ids",
+    "rollout.sampling.ignore_eos": "ignore_eos",
     "rollout.sglang.context_length": "max_model_len vllm_max_model_length",
     "env.name": "multi_turn",
     "env.parser, of env.name=tools": "multi_turn.format tool_parser",
@@ -88,7 +94,7 @@ _KEYS = {
     "reward.kwargs": "reward_function_kwargs",
     "reward.parts.NAME.weight; or algorithm.advantage.parts, with algorithm.advantage.name=gdpo": "reward_weights",
     "reward.name and reward.kwargs": "custom_reward_function",
-    "reward.workers": "reward_model.num_workers",
+    "reward.workers": "reward_model.num_workers reward.num_workers",
     "algorithm.advantage.name": "adv_estimator",
     "algorithm.advantage.gamma": "algorithm.gamma gae_gamma",
     "algorithm.advantage.lam": "algorithm.lam gae_lambda",
@@ -101,7 +107,7 @@ _KEYS = {
     "algorithm.loss.clip_low": "clip_ratio_low ratio_clip_min",
     "algorithm.loss.clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
     "algorithm.loss.dual_clip": "delta clip_ratio_c clip_ratio_dual ratio_clip_c",
-    "algorithm.loss.entropy_coef": "entropy_coeff",
+    "algorithm.loss.entropy_coef": "entropy_coeff entropy_coef",
     f"{_KL_COEF}; of pairs preference.beta; of a teacher algorithm.distillation.beta": "beta",
     _KL_COEF: "init_kl_coef kl_coef kl_loss_coef reference_policy_kl_penalty",
     "algorithm.kl.adaptive, algorithm.kl.coef, algorithm.kl.target and algorithm.kl.horizon": "kl_ctrl",
@@ -143,8 +149,9 @@ _KEYS = {
     ),
     "rollout_correction.is_level": "rollout_is",
     "rollout_correction.rs": "rollout_rs",
+    "rollout_correction.rs, with a level, bounds and a stat each": "rollout_rs_threshold off_policy_mask_threshold",
     "rollout_correction.mode=bypass": "bypass_mode",
-    "preference.max_tokens (of pairs)": "max_length max_total_sequence_length",
+    "preference.max_tokens of pairs, sft.max_tokens of examples": "max_length max_total_sequence_length",
     "preference.beta": "dpo.reference_policy_kl_penalty",
     "preference.label_smoothing, of algorithm.pipeline=dpo": "label_smoothing",
     "preference.sft_coef": "sft_loss_weight",
@@ -190,11 +197,13 @@ _KEYS = {
     "critic.value_clip": "cliprange_value",
     "critic.warmup_steps": "critic_warmup",
     "trainer.steps": "max_steps total_training_steps max_num_steps",
-    "trainer.epochs": "num_train_epochs total_epochs max_num_epochs",
+    "trainer.epochs": "max_num_epochs",
+    "trainer.epochs, of megarl sft sft.epochs": "num_train_epochs total_epochs",
+    "sft.epochs": "sft.max_num_epochs",
     "trainer.save_every": "save_steps save_freq save_strategy save_period",
     "trainer.save_by_s (seconds)": "checkpoint_must_save_by exit_duration_in_mins",
     "trainer.resume_every": "non_persistent_save_interval",
-    "trainer.keep_last": "save_total_limit save_limit max_actor_ckpt_to_keep keep_top_k",
+    "trainer.keep_last": "max_critic_ckpt_to_keep save_total_limit save_limit max_actor_ckpt_to_keep keep_top_k",
     "trainer.best_metric": "metric_for_best_model checkpointing.metric_name",
     "trainer.early_stop.patience": "early_stopping_patience",
     "trainer.early_stop.metric": "stop_at_validation_metric",
@@ -209,7 +218,9 @@ _KEYS = {
     "validation.sampling (greedy; what is not said is as in rollout.sampling)": "val_kwargs val_override_config",
     "validation.every": "eval_steps eval_strategy test_freq val_freq val_period",
     "validation.before_train": "eval_on_start val_before_train val_at_start",
-    "validation.log_samples": "log_completions log_val_generations val_generations_to_log num_val_samples_to_print",
+    "validation.log_samples": (
+        "num_completions_to_print log_completions log_val_generations val_generations_to_log num_val_samples_to_print"
+    ),
     "validation.sampling.temperature": "val_temperature val_kwargs.temperature",
     "async.max_staleness": "async_grpo",
     "async.partial": "in_flight_weight_updates",
@@ -246,6 +257,7 @@ _REVISION = (
     "model.path"
 )
 _VLLM = "vLLM is not there; servers are SGLang's (rollout.engine=sglang)"
+_SAMPLING = "this rule of sampling is not there; temperature, top_p, top_k, min_new_tokens, stop_token_ids are here"
 _PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
 _ABSENT = {
     _LORA: "use_lora lora use_peft peft peft_config modules_to_save",
@@ -276,7 +288,45 @@ _ABSENT = {
     "there are no Liger kernels here; actor.engine.logits_chunk_tokens bounds the logits": "use_liger_loss",
     "there is no NEFTune here": "neftune_noise_alpha",
     _REVISION: "revision model_revision",
-    _VLLM: "vllm",
+    _VLLM: (
+        "vllm vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_group_port "
+        "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged"
+    ),
+    _SAMPLING: "min_p repetition_penalty stop stop_strings generation_kwargs cache_implementation do_sample",
+    "the model's own configuration is used here; model.dtype, model.trust_remote_code, model.hf_config of a fresh one": (
+        "model_init_kwargs"
+    ),
+    "pairs and prompts that are too long are left out here, never cut (data.overlong)": "truncation_mode",
+    f"{_ALWAYS}: activations are recomputed as actor.engine.recompute says, at the places that torch chose": (
+        "gradient_checkpointing_kwargs activation_offloading enable_activation_offload"
+    ),
+    "rows are read and rendered by the trainer's processes here, without workers": (
+        "dataset_num_proc dataloader_num_workers filter_overlong_prompts_workers dataset_kwargs remove_unused_columns "
+        "dataloader_pin_memory"
+    ),
+    f"{_ALWAYS}: log-probs of the reference are computed once per step": (
+        "precompute_ref_log_probs precompute_ref_batch_size"
+    ),
+    f"{_ALWAYS}: sequences are packed, never padded": "pad_to_multiple_of packing_strategy eval_packing use_shm",
+    f"{_ALWAYS}, and models are trained without dropout but model.lora.dropout": "disable_dropout",
+    f"{_ALWAYS} by the engine of generation": "enable_chunked_prefill enable_prefix_caching load_format",
+    "every token counts here; weights of tokens are a loss of yours": "top_entropy_quantile",
+    "entropy has a fixed coefficient here (algorithm.loss.entropy_coef)": (
+        "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
+    ),
+    "VESPO is not there; losses are listed by megarl keys algorithm.loss.name": (
+        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
+    ),
+    "the balance of experts is a part of the model's own configuration": "router_aux_loss_coef",
+    f"{_ALWAYS}: the run folder has every sample": "rollout_data_dir validation_data_dir",
+    "environments and tools run in one process of each machine here (section env)": "agent.num_workers",
+    "generation takes data.batch_size prompts; more rounds are algorithm.dynamic_sampling.max_rounds": (
+        "gen_batch_size"
+    ),
+    "pairs are learnt with the KL divergence of DPO here": "f_divergence_type f_alpha_divergence_coef",
+    "one loss of pairs at a time (preference.loss); an SFT term is preference.sft_coef": "loss_weights",
+    "there is no rank-stabilised LoRA here; the scale is model.lora.alpha / rank": "use_rslora",
+    "adapters are on linear layers here (model.lora.targets)": "lora_target_parameters lora_modules_to_save",
     "there is no moving average of weights here": "ema",
     "the optimizer is AdamW here (actor.optim has its settings)": (
         "optim optimizer optim.name optimizer.name optim.optimizer muon adafactor"

@@ -18,6 +18,7 @@ accelerate launch --config_file zero3.yaml --num_processes 4 train_grpo.py \\
     --model_name_or_path $MODEL --dataset_name rows.jsonl --output_dir runs/grpo --run_name mine \\
     --learning-rate 1e-6 --lr_scheduler_type cosine --warmup_ratio 0.1 \\
     --per_device_train_batch_size=16 --gradient_accumulation_steps 2 --num_generations 8 \\
+    --temperature 0.9 --top_p 0.95 \\
     --max_completion_length 512 --beta 0.04 --epsilon 0.2 --epsilon_high 0.28 \\
     --loss_type dr_grpo --scale_rewards none \\
     --use_vllm --vllm_gpu_memory_utilization 0.3 --bf16 --gradient_checkpointing --reward_funcs accuracy_reward \\
@@ -129,6 +130,8 @@ def write(tmp_path, monkeypatch):
                 "rollout.sampling.n": 8,
                 "cluster.nproc": 4,
                 "rollout.sampling.max_new_tokens": 512,
+                "rollout.sampling.temperature": 0.9,
+                "rollout.sampling.top_p": 0.95,
                 "algorithm.kl.coef": 0.04,
                 "algorithm.kl.use": "loss",
                 "algorithm.loss.clip_high": 0.28,
@@ -142,7 +145,7 @@ def write(tmp_path, monkeypatch):
                 "actor.engine.recompute": "full",
                 "algorithm.loss.dual_clip": None,
             },
-            {"use_vllm: True": "vLLM is not there", "top_entropy_quantile: 0.2": "there are no such settings here"},
+            {"use_vllm: True": "vLLM is not there", "top_entropy_quantile: 0.2": "every token counts here"},
         ),
         (
             "dpo.json",
