@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 # GPU=1: for machines with GPUs, where this one has none. Their torch is that of SGLang's servers.
 GPU ?= $(wildcard /dev/nvidia0)
 TORCH := $(shell grep '^torch==' $(if $(GPU),constraints-gpu.txt,constraints.txt))
+FLASH := $(if $(GPU),$(shell grep '^flash-attn-4==' constraints-gpu.txt))
 UV := $(shell grep '^uv==' constraints.txt)
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl
 
@@ -113,5 +114,6 @@ $(STAMP): setup.py pyproject.toml constraints.txt constraints-gpu.txt
 	$(INSTALL) "$(TORCH)"
 	(echo "$(TORCH)"; grep -v '^torch==' constraints.txt) > $(VENV)/constraints.txt
 	$(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'
+	$(if $(FLASH),$(INSTALL) -c $(VENV)/constraints.txt "$(FLASH)" || echo 'flash-attn-4 could not be installed')
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -W ignore -c 'import $(COMPILED)'
 	touch $@

@@ -18,9 +18,9 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from packaging.version import Version
 
 from megarl import device
+from megarl.compat.transformer_engine import BELOW, SINCE, is_tested, other_arguments, too_old
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.errors import ConfigError
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Form = Literal["local", "te"]
-
-TE_SINCE, TE_BELOW = "2.9.0a0", "2.12.0"
-"""The versions of Transformer Engine that megatron-core 0.16.1 works with, as its own requirements say."""
 
 _TABLE_NAMES = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
@@ -74,7 +71,7 @@ def layer_form(
             problem,
             where=key,
             found=found,
-            allowed=f"transformer-engine from {TE_SINCE} on and below {TE_BELOW}, as this megatron-core works with",
+            allowed=f"transformer-engine from {SINCE} on; below {BELOW} it is what megatron-core names",
             fix=f"pip install --no-build-isolation -c constraints-gpu.txt -e '.[te]' in megarl's source, {other}",
         )
     refuse_device(key, found, dtype)
@@ -90,16 +87,26 @@ def te_version() -> str | None:
 
 
 def te_problem() -> str | None:
-    """Say why Transformer Engine cannot be used in this interpreter; None where it can."""
+    """Say why Transformer Engine cannot be used in this interpreter; None where it can, with a warning if it is newer
+    than those that were tested."""
     version = te_version()
     if version is None:
         return "Transformer Engine is not installed in this interpreter"
-    if not Version(TE_SINCE) <= Version(version) < Version(TE_BELOW):
-        return f"megatron-core refuses this version of Transformer Engine: {version}"
+    if too_old(version):
+        return f"this version of Transformer Engine is too old for megatron-core: {version}"
     try:
         import_te()
     except (ImportError, OSError) as error:  # built for another torch, or without its libraries
         return f"Transformer Engine {version} does not import: {error}"
+    if is_tested(version):
+        return None
+    if misfits := other_arguments():
+        return f"Transformer Engine {version} takes other arguments than megatron-core passes: {'; '.join(misfits)}"
+    warnings.warn(
+        f"Transformer Engine {version} is newer than what megatron-core names (below {BELOW}), and takes the same "
+        "arguments: it is used; actor.engine.layers=local does without",
+        stacklevel=2,
+    )
     return None
 
 

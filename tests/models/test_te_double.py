@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.models.layer_forms import TE_BELOW, TE_SINCE
+from megarl.compat.transformer_engine import BELOW, SINCE
 from tests.te_double import signatures
 
 DOUBLE = Path(signatures.__file__).with_name("transformer_engine")
@@ -33,4 +33,4 @@ def test_the_stored_arguments_are_those_of_the_installed_package():
 
 def test_the_versions_are_those_that_megatron_asks_for():
     (wanted,) = [line for line in importlib.metadata.requires("megatron-core") or () if "transformer-engine" in line]
-    assert f"<{TE_BELOW},>={TE_SINCE};" in wanted
+    assert f"<{BELOW},>={SINCE};" in wanted

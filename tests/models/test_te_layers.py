@@ -133,12 +133,35 @@ def test_a_checkpoint_of_one_form_goes_on_in_the_other(tmp_path):
             assert saver != reader or on[reader] == on["undisturbed"]
 
 
+def unlisted_arguments() -> dict[str, list[str]]:
+    """Note from now on what the double's layers are passed beyond `CALLS`, by which other versions are judged."""
+    import transformer_engine.pytorch as te
+
+    from megarl.compat.transformer_engine import CALLS
+
+    found: dict[str, list[str]] = {}
+    for (module, name), (count, keywords) in CALLS.items():
+        owner, _, method = name.partition(".")
+        if module or not hasattr(te, owner):
+            continue
+        real = getattr(getattr(te, owner), method or "__init__")
+
+        def noting(self, *given, _name=name, _count=count, _keywords=keywords, _real=real, **named):
+            taken = _count - ("." in _name)
+            if len(given) > taken or not named.keys() <= set(_keywords):
+                found[_name] = [str(len(given)), *sorted(named.keys() - set(_keywords))]
+            return _real(self, *given, **named)
+
+        setattr(getattr(te, owner), method or "__init__", noting)
+    return found
+
+
 def in_fp8() -> dict:
     """Log-probs, gradient norms and recipes in use of every kind of FP8, over two tensor-parallel ranks."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     cases.MODELS["wide"] = {**cases.MODELS["dense"], "hidden_size": 128, "intermediate_size": 128}
-    found = {}
+    found = {"unlisted": unlisted_arguments()}
     for kind, recompute in (("none", "none"), ("blockwise", "none"), ("delayed", "full")):
         FP8GlobalStateManager.used.clear()
         parallel = ParallelConfig(tp=2, sp=True)
@@ -154,6 +177,7 @@ def in_fp8() -> dict:
 @pytest.mark.procs
 def test_fp8_rounds_the_products_of_layers_and_pads_streams():
     found, _ = run_with_te(in_fp8, 2)
+    assert found.pop("unlisted") == {}
     plain = found.pop("none")
     assert plain["used"] == []
     for kind, got in found.items():
@@ -176,8 +200,14 @@ def test_auto_is_te_for_bf16_on_a_gpu_with_a_version_that_fits(monkeypatch):
     assert form_of(monkeypatch, "2.11.0+c188b533", True, layers="te") == "te"
     assert form_of(monkeypatch, "2.11.0", True, dtype=torch.float32) == "local"
     assert form_of(monkeypatch, "2.11.0", False) == "local"
-    with pytest.warns(UserWarning, match=r"2\.12\.0: layers are local ones"):
-        assert form_of(monkeypatch, "2.12.0", True) == "local"
+    with pytest.warns(UserWarning, match=r"too old for megatron-core: 2\.8\.1: layers are local ones"):
+        assert form_of(monkeypatch, "2.8.1", True) == "local"
+    monkeypatch.setattr(layer_forms, "other_arguments", lambda: ["Linear: got an unexpected keyword argument 'x'"])
+    with pytest.warns(UserWarning, match=r"2\.20\.2 takes other arguments .* 'x': layers are local ones"):
+        assert form_of(monkeypatch, "2.20.2", True) == "local"
+    monkeypatch.setattr(layer_forms, "other_arguments", list)
+    with pytest.warns(UserWarning, match=r"2\.20\.2 is newer than .* it is used"):
+        assert form_of(monkeypatch, "2.20.2", True) == "te"
     assert form_of(monkeypatch, None, True) == "local"
     assert form_of(monkeypatch, "2.11.0", True, special="a model with adapters") == "local"
     assert form_of(monkeypatch, "2.11.0", True, layers="local") == "local"
@@ -194,8 +224,7 @@ def test_auto_is_te_for_bf16_on_a_gpu_with_a_version_that_fits(monkeypatch):
             r"critic\.engine\.layers: .*adapters has no layers",
         ),
         (None, True, {"fp8": "delayed"}, r"critic\.engine\.fp8: Transformer Engine is not installed"),
-        ("2.12.0", True, {"layers": "te"}, r"critic\.engine\.layers: .*refuses this version .*2\.12\.0"),
-        ("2.8.1", True, {"layers": "te"}, r"critic\.engine\.layers: .*refuses this version .*2\.8\.1"),
+        ("2.8.1", True, {"layers": "te"}, r"critic\.engine\.layers: .*too old for megatron-core: 2\.8\.1"),
         ("2.11.0", False, {"layers": "te"}, r"critic\.engine\.layers: .*CUDA devices only"),
         ("2.11.0", False, {"fp8": "blockwise"}, r"critic\.engine\.fp8: .*CUDA devices only"),
         ("2.11.0", True, {"layers": "te", "dtype": torch.float32}, r"critic\.engine\.layers: .*no kernel for float32"),
@@ -215,7 +244,14 @@ def test_a_build_that_does_not_import_is_an_error_with_its_reason(monkeypatch):
 def fp8_refusals() -> list[str]:
     from transformer_engine import pytorch
 
-    found = []
+    from megarl.compat.transformer_engine import other_arguments
+
+    fits, real = other_arguments(), pytorch.RMSNorm
+    pytorch.RMSNorm = lambda hidden_size, eps: None
+    found = [*fits, *other_arguments()]
+    pytorch.RMSNorm = real
+    del pytorch.optimizers.FusedAdam
+    found += other_arguments()
     for model, sizes, settings, can in (
         ("dense", {}, {"layers": "local", "fp8": "delayed"}, True),
         ("moe", {}, {"fp8": "delayed"}, True),
@@ -233,6 +269,9 @@ def fp8_refusals() -> list[str]:
 
 def test_fp8_that_cannot_be_is_an_error_at_its_key():
     (found,) = run_with_te(fp8_refusals, 1)
+    (misfit, missing), found = found[:2], found[2:]
+    assert misfit == "RMSNorm: got an unexpected keyword argument 'sequence_parallel'"
+    assert missing.startswith("transformer_engine.pytorch.optimizers has no FusedAdam")
     wanted = [
         "plain layers have no FP8",
         "mixtures of experts",
