@@ -414,6 +414,7 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
         chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses
         if not config.rollout.sglang.urls:  # servers on other machines may join an nccl group of the trainer
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
+    chosen |= config.rollout.nccl_environment
     if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it show its progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     environment = {WATCHED: "1"}

@@ -256,7 +256,7 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
                 "logprob_start_len": 0,
             }
             answer = fleet.servers[0].api.call(
-                "/generate", request, deadline_s=config.request_timeout_s, phase="log-probs of given tokens"
+                "/generate", request, deadline_s=config.start_timeout_s, phase="log-probs of given tokens"
             )
             rows = answer["meta_info"]["input_token_logprobs"]  # [log-prob, token, text], the first without
             found.append(torch.tensor([row[0] for row in rows[1:]]))

@@ -83,7 +83,7 @@ def hints(config: RunConfig, plan: StepPlan) -> list[str]:
     found, servers, room = [], config.rollout.sglang, plan.room
     samples = config.data.batch_size * config.rollout.sampling.n / max(1, room.engines)
     fitting, bound = int(room.tokens / room.longest), servers.max_concurrency
-    if config.rollout.engine == "sglang" and bound < min(samples, fitting):
+    if config.rollout.engine == "sglang" and bound is not None and bound < min(samples, fitting):
         found.append(
             f"rollout.sglang.max_concurrency={bound} bounds generation: a server has {samples:,.0f} samples of a step, "
             f"and room for {fitting:,} of the longest side by side"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import os
@@ -20,6 +21,7 @@ MAJOR = 13
 #: First driver of each CUDA: an older one does not load its runtime, but for NVIDIA's compatibility packages.
 FIRST_DRIVER = {12: 525, 13: 580}
 _SYSTEM = Path("/usr/local/cuda")
+_UUID_BYTES = 96  # of NVML, at most
 _ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
 # Of the library that torch loads, not of its headers: `torch.cuda.nccl.version()` is the latter, and a wheel may have
 # been exchanged. Where NCCL is part of torch's own library there is nothing else to ask.
@@ -220,3 +222,21 @@ def check_same_nccl(servers: Path, trainer: Path = Path(sys.executable)) -> None
         allowed="one version in both",
         fix=f"{fix}; or set sync.transport=disk or delta",
     )
+
+
+def gpu_uuids(library: str = "libnvidia-ml.so.1") -> list[str]:
+    """Return the UUIDs of this machine's GPUs in the order of their bus; empty where the driver does not list them."""
+    found = []
+    try:
+        nvml, count, handle = ctypes.CDLL(library), ctypes.c_uint(), ctypes.c_void_p()
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return []
+        text = ctypes.create_string_buffer(_UUID_BYTES)
+        for index in range(count.value):
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+            failed = failed or nvml.nvmlDeviceGetUUID(handle, text, _UUID_BYTES)
+            found.append("" if failed else text.value.decode())
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # no such library, or one without these functions
+        return []
+    return found

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.compat.cuda import own_toolkit, runtime_libraries, toolkit_home
+from megarl.compat.cuda import gpu_uuids, own_toolkit, runtime_libraries, toolkit_home
 from megarl.errors import ConfigError
 
 # A server makes a buffer for every bucket that it gets by broadcast. Kept on one heap, in huge pages, the buffers of
@@ -32,6 +32,7 @@ LOADER, PATCH_LOADER = "megarl_loader.load", "megarl_loader.patch"  # what a ser
 STAND_INS = (_FOLDER / "stand_ins/cpu", _FOLDER / "stand_ins/text")
 SHARED_MEMORY = Path("/dev/shm")
 _KEY = "rollout.sglang.python"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _KINDS = {"cuda": "GPUs", "cpu": "CPUs"}
 _ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
 # Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them. Nor its
@@ -188,7 +189,8 @@ def server_environment(
     }
     env |= {} if temporary is None else {"TMPDIR": str(temporary)}
     if gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        env[_VISIBLE] = ",".join(gpus)
+    env |= numbered(env)
     if colocated:
         env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     if cuda:
@@ -206,6 +208,22 @@ def server_environment(
             cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(tp_size))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
     return env
+
+
+def numbered(env: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with the numbers of the visible GPUs where `env` has their UUIDs: SGLang reads numbers.
+
+    Parts of a GPU (MIG), and GPUs that the driver does not list, keep their names: nothing is returned.
+    """
+    names = [name.strip() for name in env.get(_VISIBLE, "").split(",") if name.strip()]
+    if not names or not all(name.startswith("GPU-") for name in names):
+        return {}
+    uuids = gpu_uuids()
+    numbers = [[number for number, uuid in enumerate(uuids) if uuid.startswith(name)] for name in names]
+    if any(len(matches) != 1 for matches in numbers):  # CUDA takes the beginning of a UUID that fits one GPU
+        return {}
+    # The driver numbers GPUs by their bus; CUDA does so where it is asked to.
+    return {_VISIBLE: ",".join(str(number) for (number,) in numbers), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def _cuda_paths(env: Mapping[str, str], python: Path) -> dict[str, str]:

@@ -74,6 +74,11 @@ class RolloutConfig(Section):
         """Whether samples are generated on servers that share the trainer's devices."""
         return self.engine == "sglang" and self.sglang.colocated
 
+    @property
+    def nccl_environment(self) -> dict[str, str]:
+        """Variables of NCCL on which the trainer and its servers must agree; empty without servers."""
+        return self.sglang.nccl_environment() if self.engine == "sglang" else {}
+
 
 SINGLE_TURN = "single_turn"
 ON_ERROR = ("fail", "mark")

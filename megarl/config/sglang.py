@@ -108,15 +108,33 @@ class SGLangConfig(Section):
         description="address of a private interface that servers listen on; null: loopback on one machine, on several"
         " the one that reaches the first machine",
     )
-    max_concurrency: PositiveInt = Field(128, description="samples in flight per server")
+    max_concurrency: PositiveInt | None = Field(
+        None,
+        description="samples in flight per server; null: all that there are, of which the server queues those that its "
+        "cache has no room for",
+    )
     start_timeout_s: Seconds = Field(300.0, description="deadline for a server to be ready")
-    request_timeout_s: Seconds = Field(600.0, description="deadline of one sample")
+    request_timeout_s: Seconds | None = Field(
+        None,
+        description="deadline of a request for a sample, of which there are three at most; null: none. It says nothing "
+        "about the server, which health_timeout_s looks after",
+    )
     health_timeout_s: Seconds = Field(
         60.0,
         description="a server is dead when its scheduler gives no sign of life for so long, or a call that moves no "
         "weights takes longer; set it to many times the time of a batch",
     )
     max_restarts: NonNegativeInt = Field(3, description="restarts of each server in a run")
+
+    def nccl_environment(self) -> dict[str, str]:
+        """Return what SGLang sets in its processes where it is unset. Groups of trainer and servers need one value.
+
+        Else the two sides of a connection on one machine offer each other memory of different kinds, and NCCL ends with
+        "invalid argument".
+        """
+        symmetric = "--enable-symm-mem" in self.extra_args
+        multicast = symmetric or "--enable-nccl-nvls" in self.extra_args
+        return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
     def external_key(self) -> str | None:
         """Return the API key of the servers in `urls`, from the environment; None: they have none.

@@ -146,9 +146,10 @@ class AsReadyLoop:
     def _make_groups(self) -> Groups:
         c, config = self.c, self.c.config
         sampling, most = config.rollout.sampling, config.rollout.max_running
-        if c.fleet is not None:
-            most = config.rollout.sglang.max_concurrency * len(c.fleet.servers) // c.layout.dp_size
         fair = -(-policy_of(config).capacity // c.layout.dp_size)  # the others have room, too
+        if c.fleet is not None:
+            bound = config.rollout.sglang.max_concurrency
+            most = fair * sampling.n if bound is None else bound * len(c.fleet.servers) // c.layout.dp_size
         groups = min(max(1, most // sampling.n), fair)
         self._pace = Pace(groups, fair)
         return open_groups(c.context, c.rollout, sampling, groups * sampling.n)

@@ -130,7 +130,8 @@ class Search:
             ep = math.gcd(servers.ep_size, spread.tp_size)
             decoder = Decoder(self._facts, config.rollout_dtype, spread.tp_size, 1, ep, self._hardware, given)
             flows = not config.async_.in_order
-            generates = total(decoder.generate(work, spread.servers, servers.max_concurrency, flows=flows))
+            most = servers.max_concurrency or work.number
+            generates = total(decoder.generate(work, spread.servers, most, flows=flows))
         return max(trains, generates) if config.async_.max_staleness else trains + generates
 
     @cached_property

@@ -169,7 +169,8 @@ class StepFormulas:
         weights = self.server_weights
         tokens = min(self._cache_of_servers() / token, servers.max_total_tokens or float("inf"))
         sample = work.prompt + work.lengths.expected
-        slots = float(max(1, min(servers.max_concurrency, int(tokens / sample))))
+        fitting = int(tokens / sample)
+        slots = float(max(1, min(servers.max_concurrency or fitting, fitting)))
         sure = servers.memory_fraction is not None and not servers.extra_args
         return ServerRoom(servers.count, servers.ranks, weights, tokens * token, tokens, slots, self._longest, sure)
 

@@ -154,6 +154,7 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
     apart = rollout.name != actor.name
     sglang = config.rollout.engine == "sglang"
     settings = config.rollout.sglang
+    at_once = config.data.batch_size * config.rollout.sampling.n * (1 + config.async_.max_staleness)
     return System(
         groups=config.data.batch_size,
         samples=config.rollout.sampling.n,
@@ -164,7 +165,7 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
         shares_tokens=config.placement.share == "tokens",
         servers=settings.count if sglang else rollout.replicas,
         server_devices=settings.tp_size if sglang else rollout.parallel.model_parallel_size,
-        slots=settings.max_concurrency if sglang else config.rollout.max_running,
+        slots=(settings.max_concurrency or -(-at_once // settings.count)) if sglang else config.rollout.max_running,
         train=teams[actor.name],
         rollout=teams[rollout.name] if apart else None,
         others=tuple(team for name, team in teams.items() if name not in (actor.name, rollout.name)),

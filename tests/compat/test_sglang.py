@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from megarl.compat import sglang
+from megarl.compat.cuda import site_folders
+from megarl.config.run import RunConfig
+from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
+from megarl.launchers.common import process_environment
 
 FOLDER = Path(sglang.__file__).with_name("sglang_server")
 
@@ -193,3 +200,83 @@ def test_a_server_that_lacks_the_place_of_a_hook_does_not_start() -> None:
     assert done.returncode != 0
     assert done.stderr.strip().endswith("SchedulerWeightUpdaterManager.update_weights_from_disk")
     assert "RuntimeError: megarl cannot work with this version of SGLang, which lacks" in done.stderr
+
+
+def test_servers_get_numbers_for_the_uuids_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "gpu_uuids", lambda: ["GPU-aa11", "GPU-bb22", "GPU-bb33", "GPU-cc44"])
+
+    def environment(base: dict[str, str], gpus: list[str] | None = None) -> dict[str, str]:
+        made = sglang.server_environment(
+            base, python=Path(sys.executable), api_key="", instance="a", cuda=True, tp_size=2, gpus=gpus
+        )
+        return {name: made[name] for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if name in made}
+
+    by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert environment({}, ["GPU-cc44", "GPU-aa"]) == {"CUDA_VISIBLE_DEVICES": "3,0"} | by_bus
+    visible = {"CUDA_VISIBLE_DEVICES": "GPU-bb33, GPU-bb22"}
+    assert environment(visible) == {"CUDA_VISIBLE_DEVICES": "2,1"} | by_bus
+    for kept in (["0", "1"], ["GPU-bb", "GPU-aa11"], ["GPU-dd", "GPU-aa11"], ["MIG-1", "GPU-aa11"]):
+        assert environment(visible, kept) == {"CUDA_VISIBLE_DEVICES": ",".join(kept)}
+
+
+#: What SGLang sets for its own kernels only: a group with the trainer works whatever each side has there.
+ONE_SIDED = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "queues of a process on its device",
+    "CUDA_VISIBLE_DEVICES": "which devices a process has",
+    "NCCL_ALGO": "of all-reduces; groups with the trainer broadcast",
+    "NCCL_MIN_NCHANNELS": "negotiated by the ranks of a group",
+    "NCCL_MAX_NCHANNELS": "negotiated by the ranks of a group",
+    "NCCL_GRAPH_MIXING_SUPPORT": "of captured graphs, which have no group with the trainer",
+    "NCCL_GRAPH_REGISTER": "of captured graphs",
+    "NCCL_MNNVL_ENABLE": "servers on several machines, whose NVLink the trainer's NCCL uses by itself",
+}
+
+
+def installed_sglang() -> Path:
+    try:
+        python = sglang.find_python(None, cuda=None)
+    except ConfigError as error:
+        pytest.skip(f"no SGLang here, run `make sglang-env`: {error.what}")
+    return next(folder for folder in site_folders(python) if (folder / "sglang").is_dir()) / "sglang/srt"
+
+
+def test_every_variable_of_nccl_and_cuda_that_sglang_sets_is_known() -> None:
+    folder = installed_sglang()
+    files = [folder / "entrypoints/engine.py", folder / "server_args.py", *folder.glob("arg_groups/*.py")]
+    written = r"""os\.environ(?:\.setdefault\(|\[)"((?:NCCL|CUDA)_\w+)"(?:\] =|,)"""
+    names = {name for file in files for name in re.findall(written, file.read_text())}
+    assert "NCCL_CUMEM_ENABLE" in names
+    assert names <= {*SGLangConfig().nccl_environment(), *ONE_SIDED}
+
+
+@pytest.mark.parametrize("switches", [(), ("--enable-symm-mem",), ("--enable-nccl-nvls",)])
+@pytest.mark.parametrize("machines", [1, 2])
+def test_servers_and_trainer_have_one_value_of_what_groups_of_both_depend_on(
+    switches: tuple[str, ...], machines: int
+) -> None:
+    """Runs what the installed SGLang does to its environment before it starts its schedulers."""
+    tree = ast.parse((installed_sglang() / "entrypoints/engine.py").read_text())
+    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "_set_envs_and_config")
+    last = next(at for at, part in enumerate(function.body) if "CUDA_DEVICE_MAX_CONNECTIONS" in ast.unparse(part))
+    function.body, function.args.args[0].annotation = function.body[: last + 1], None
+    config = RunConfig.model_validate(
+        {"name": "x", "rollout": {"engine": "sglang", "sglang": {"extra_args": list(switches), "servers": 1}}}
+    )
+    trainer = process_environment(config, 1)
+    wanted = {name: trainer[name] for name in config.rollout.nccl_environment}
+    environment = sglang.server_environment(trainer, python=Path(sys.executable), api_key="", instance="a", cuda=True)
+    settings = defaultdict(int, nnodes=machines) | {name[2:].replace("-", "_"): 1 for name in switches}
+    never = SimpleNamespace(get=lambda: None)
+    scope = {
+        "os": SimpleNamespace(environ=environment),
+        "resolving_view": lambda _: type("View", (), {"__getattr__": lambda _, name: settings[name]})(),
+        "envs": SimpleNamespace(SGLANG_ENABLE_KV_SHARD_ZERO_SM_GATHER=never, SGLANG_MOONCAKE_CUSTOM_MEM_POOL=never),
+        "is_mnnvl_fabric_device": lambda: True,
+    }
+    exec(compile(ast.unparse(function) + "\n_set_envs_and_config(None)", "engine.py", "exec"), scope)
+    assert {name: environment[name] for name in wanted} == wanted
+    assert {name for name in environment if name.startswith(("NCCL_", "CUDA_"))} <= {*wanted, *trainer, *ONE_SIDED}
+
+
+def test_runs_without_servers_leave_nccl_as_it_is() -> None:
+    assert "NCCL_CUMEM_ENABLE" not in process_environment(RunConfig.model_validate({"name": "x"}), 1)

@@ -11,7 +11,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.api import ServerApi
-from megarl.rollout.sglang.client import Dispatch, GenerationClient
+from megarl.rollout.sglang.client import Dispatch, GenerationClient, _most_requests
 from megarl.rollout.sglang.samples import ServedSample, samples_of
 from tests.rollout.fake_servers import PROMPTS, TAG, FakeServer, ok, servers, token
 
@@ -104,11 +104,34 @@ def test_a_server_without_a_sign_of_life_is_left_before_the_request_is_late(monk
         )  # a request that is late has another message
 
 
-def test_a_late_answer_is_a_failure() -> None:
-    with servers(lambda s, p: "hang") as made:
-        samples, failed, advanced = generate(made, request_timeout_s=0.5)
-        assert "no answer to /generate within 0.5 s" in failed[0]
-        assert (advanced, {sample.finish_reason for sample in samples}) == (0, {None})
+def test_a_late_answer_says_nothing_about_its_server() -> None:
+    waits = iter([True, True])
+
+    def late_twice(server: FakeServer, payload: dict[str, Any]) -> str:
+        return "hang" if next(waits, False) else "ok"
+
+    with servers(late_twice) as made:
+        samples, failed, _ = generate(made, request_timeout_s=0.5)
+        assert_right(samples)
+        assert not failed
+        assert sum(sample.late for sample in samples) == 2
+
+
+def test_a_sample_that_is_always_late_ends_the_run_with_the_key_to_raise() -> None:
+    with (
+        servers(lambda s, p: "hang") as made,
+        pytest.raises(ServerError, match=r"3 requests .* within rollout\.sglang"),
+    ):
+        generate(made, request_timeout_s=0.2)
+
+
+def test_without_a_bound_samples_in_flight_are_those_that_descriptors_suffice_for(monkeypatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8, 8))
+    with servers(ok, ok) as made:
+        assert_right(generate(made)[0])
+        assert max(server.most for server in made) <= 2
+    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
+    assert _most_requests(3) >= 1 << 20
 
 
 def test_an_interrupted_sample_is_continued() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl import machine
+from megarl.compat.cuda import gpu_uuids
 from megarl.machine import free_host_memory, host_memory, smallest_gpu, this_machine, visible_gpus
 
 GB = 10**9
@@ -78,6 +79,12 @@ def test_gpus_are_asked_through_the_drivers_library(tmp_path: Path) -> None:
             *device = (void *)3ul;
             return name[4] == 'c' ? 0 : 6;  /* not found */
         }
+        int nvmlDeviceGetUUID(void *device, char *text, unsigned length) {
+            const char *uuid = "GPU-0\\0";
+            for (unsigned at = 0; at < 6 && at < length; at++) text[at] = uuid[at];
+            text[4] += (unsigned long)device;
+            return 0;
+        }
         int nvmlDeviceGetMemoryInfo(void *device, struct memory *m) {
             if ((unsigned long)device == 1) return 3;  /* not permitted */
             m->total = (unsigned long)device * 40000000000ull;
@@ -87,6 +94,8 @@ def test_gpus_are_asked_through_the_drivers_library(tmp_path: Path) -> None:
     )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tmp_path / "nvml.so"), str(source)], check=True)
     library = str(tmp_path / "nvml.so")
+    assert gpu_uuids(library) == ["GPU-1", "GPU-2", "GPU-3"]
+    assert gpu_uuids(str(tmp_path / "none.so")) == []
     assert smallest_gpu(library=library) == (80e9, True)
     assert smallest_gpu(library=str(tmp_path / "none.so")) == (None, True)
     # CUDA's numbers are those of the library in bus order only; without it only names are certain.

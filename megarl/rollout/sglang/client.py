@@ -3,12 +3,14 @@
 samples --Router--> POST /generate --> answer --> finished?  else again, with what is there
                           |      '-- POST /abort_request: the answer comes now, and what is there is all
                           |
-                          '-- refused, too late, or no sign of life: the server is dropped, the sample looks on
+                          |-- too late: again, three times at most
+                          '-- refused, or no sign of life: the server is dropped, the sample looks on
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 import time
 import uuid
@@ -34,6 +36,8 @@ _HEALTH_EVERY_S = 5.0
 _IDLE_S = 1.0
 _PREFILL_ALONE = 256  # prompt tokens from which the first sample's prefill is worth waiting for
 _INTERRUPTIONS = 100  # per sample; more means that a server answers without getting anywhere
+_LATE = 2  # per sample; a later request goes on like the first one, and takes as long
+_UNBOUNDED = 1 << 30
 _ABORT_AGAIN_S = 1.0  # a server forgets an abort that overtakes its request
 _REFUSED = range(400, 500)  # a mistake in the request: no other server would take it
 
@@ -121,7 +125,7 @@ class Dispatch:
     ) -> None:
         self._config, self._servers, self._tag, self._done = config, dict(servers), tag, done
         self._sampling, self._stop_ids = sampling, list(stop_ids)
-        self._router: Router[int] = Router(servers, config.max_concurrency)
+        self._router: Router[int] = Router(servers, config.max_concurrency or _most_requests(len(servers)))
         self._failures = failures
         self._failed: set[int] = set()
         self._watches: list[asyncio.Task[None]] = []
@@ -234,6 +238,8 @@ class Dispatch:
             self._asked[id(sample)] = number, request
             try:
                 return server, number, await task
+            except TimeoutError:  # says nothing about the server: `_watch` looks after that
+                await self._late(sample, number, request)
             except _LostError as error:
                 self._fail(server, number, str(error))
             except asyncio.CancelledError:
@@ -247,6 +253,18 @@ class Dispatch:
                 if self._servers[number] is server:  # no other one has come in its place
                     self._router.give_back(number)
                 await self._wake()
+
+    async def _late(self, sample: ServedSample, number: int, request: str) -> None:
+        """Have the server drop a request that has passed its deadline; raise a ServerError if that is too often so."""
+        sample.late += 1
+        if sample.late > _LATE:
+            server, limit = self._servers[number], self._config.request_timeout_s
+            text = (
+                f"{_LATE + 1} requests for one sample were not answered within rollout.sglang.request_timeout_s = "
+                f"{limit:g} s: raise it, set it to null, or lower rollout.sampling.max_new_tokens"
+            )
+            raise ServerError(server.name, server.url, "generation (/generate)", text)
+        await self._stop(number, request)
 
     async def _wake(self) -> None:
         """Let samples that wait for their turn look again."""
@@ -276,8 +294,10 @@ class Dispatch:
                 await _check(response, server)
                 body: dict[str, Any] = await response.json()
                 return body
-        except TimeoutError:
-            raise _LostError(f"no answer to /generate within {self._config.request_timeout_s:g} s") from None
+        except TimeoutError as error:
+            if self._config.request_timeout_s is None:  # the system's, of a connection
+                raise _LostError(f"/generate: {type(error).__name__}: {error}") from error
+            raise
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise _LostError(f"/generate: {type(error).__name__}: {error}") from error
 
@@ -318,6 +338,12 @@ class Dispatch:
         self._router.drop(number)
         for task in self._in_flight[number]:
             task.cancel()
+
+
+def _most_requests(servers: int) -> int:
+    """Return the samples in flight per server that half of this process's file descriptors suffice for."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _UNBOUNDED if most == resource.RLIM_INFINITY else max(1, most // 2 // max(1, servers))
 
 
 def taken(failures: deque[LostServer]) -> list[LostServer]:

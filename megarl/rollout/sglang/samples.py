@@ -32,6 +32,7 @@ class ServedSample:
     Attributes:
         versions: weight version of every token.
         interruptions: answers that did not end the sample.
+        late: requests that were not answered within their deadline.
         aborted: it is to end with what there is of it.
         cached: tokens of the prompt that the server had in its prefix cache.
         room: tokens, at most; None: as the sampling settings say.
@@ -46,6 +47,7 @@ class ServedSample:
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     interruptions: int = 0
+    late: int = 0
     room: int | None = None
     aborted: bool = False
     cached: int = 0
