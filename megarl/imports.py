@@ -53,13 +53,14 @@ def source_file(reference: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
-def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[..., Any]:
+def import_callable(path: Callable[..., Any] | str, *, where: str, component: bool = True) -> Callable[..., Any]:
     """Import the callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" refers to.
 
     A callable is returned unchanged. Files are relative to the current folder, in which modules are looked up, too.
 
     Args:
         where: its configuration key or node, for the message.
+        component: a recipe names it; else it is a program.
 
     Raises:
         UserError: the module does not import, the name is not in it, or it is not callable.
@@ -81,6 +82,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
         )
     try:
         target: Any = import_file(module_name) if is_file else import_module(module_name)
+        target = of_user(target) if component else target
     except Exception as error:
         line = location(error, str(Path(module_name).expanduser().resolve()) if is_file else "")
         raise UserError(
@@ -121,6 +123,27 @@ def location(error: BaseException, file: str) -> str | None:
         return None
     frame = inside[-1]
     return f"{frame.filename}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"
+
+
+def is_of_user(error: BaseException) -> bool:
+    """Return whether a line of the user's own module (`of_user`) raised `error`, and would do so again.
+
+    Errors of the system, as of a disk or a connection, may not come again; so may those that a library raises.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or isinstance(error, (OSError, MemoryError, SystemExit)):
+        return False
+    return frames[-1].f_globals.get("__name__") in _of_user and type(error).__name__ != "OutOfMemoryError"
+
+
+def of_user(module: ModuleType) -> ModuleType:
+    """Note that a module is the user's own, for `is_of_user`; return it."""
+    if module.__name__.partition(".")[0] != "megarl":
+        _of_user.add(module.__name__)
+    return module
+
+
+_of_user: set[str] = set()  # names of modules
 
 
 def import_module(name: str) -> ModuleType:

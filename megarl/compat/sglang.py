@@ -190,7 +190,6 @@ def server_environment(
     env |= {} if temporary is None else {"TMPDIR": str(temporary)}
     if gpus is not None:
         env[_VISIBLE] = ",".join(gpus)
-    env |= numbered(env)
     if colocated:
         env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     if cuda:
@@ -207,7 +206,7 @@ def server_environment(
         if tp_size > 1:
             cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(tp_size))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
-    return env
+    return env | numbered(env)
 
 
 def numbered(env: Mapping[str, str]) -> dict[str, str]:

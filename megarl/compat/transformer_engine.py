@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from typing import Any
 
 from packaging.version import Version
 
@@ -70,7 +71,7 @@ def other_arguments() -> list[str]:
     found = []
     for (module, name), (count, keywords) in CALLS.items():
         try:
-            called = importlib.import_module(_ROOT + module)
+            called: Any = importlib.import_module(_ROOT + module)
             for part in name.split("."):
                 called = getattr(called, part)
             inspect.signature(called).bind(*[None] * count, **dict.fromkeys(keywords))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.data.observations import are_parts, taken_apart
 from megarl.envs.protocol import Action, Environment, Step
 from megarl.errors import MegarlError, UserError, describe
+from megarl.imports import is_of_user
 from megarl.tracing import beat
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Reply:
         observation: text, chat messages or token ids; None: the prompt of the data (after `reset`), or nothing more.
         images: images of the observation; it has the model's text of an image in the place of each.
         error: why it could not answer.
+        repeats: whether it would fail so again: a line of the environment raised it, or its answer is no valid one.
         before: where turns were played again, what it said before this: its first observation and an answer to each of
             them but the last.
     """
@@ -57,8 +59,13 @@ class Reply:
     done: bool = False
     info: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    repeats: bool = False
     images: list[Patches] = field(default_factory=list)
     before: list[Reply] = field(default_factory=list)
+
+    def refuse(self, error: str) -> None:
+        """Note why the answer cannot be used; the environment would give it again."""
+        self.error, self.repeats = error, True
 
 
 class Host:
@@ -280,11 +287,12 @@ async def _guarded(what: str, call: Callable[[], Awaitable[Reply]]) -> Reply:
     try:
         return await call()
     except _Refused as error:
-        return Reply(error=f"{what} {error}")
+        return Reply(error=f"{what} {error}", repeats=not isinstance(error, _Late))
     except _CONTAINED as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{what} raised {describe(error)}"
-        return Reply(error=f"{text} ({frame.filename}:{frame.lineno}: {frame.line})")
+        place = f"{frame.filename}:{frame.lineno}: {frame.line}"
+        return Reply(error=f"{text} ({place})", repeats=is_of_user(error))
 
 
 class _Refused(Exception):

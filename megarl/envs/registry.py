@@ -16,7 +16,7 @@ from megarl.data.render import uses_chat
 from megarl.data.templates import no_template_for_tools, read_template, reads_tools, unwritten_tools
 from megarl.envs.protocol import Environment
 from megarl.errors import ConfigError, close_matches, describe, relative_path_fix
-from megarl.imports import import_file, import_module
+from megarl.imports import import_file, import_module, of_user
 from megarl.rewards.preflight import KEYS_LIMIT_S, ask
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def import_source(source: str, key: str) -> Any:
         ConfigError: at `key`: the file is missing, or its import fails; the message names the line.
     """
     try:
-        return import_file(_existing(source, key)) if source.endswith(".py") else import_module(source)
+        return of_user(import_file(_existing(source, key)) if source.endswith(".py") else import_module(source))
     except ConfigError:
         raise
     except Exception as error:  # any exception of the user's module

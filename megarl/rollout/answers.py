@@ -200,10 +200,10 @@ class Answers:
             return _NOTHING
         (ids, images), most = self._tokens(reply, self._rules.turns.first), self._rules.limits.prompt_tokens
         if not reply.error and not 0 < len(ids) <= most:
-            reply.error = f"reset returned {len(ids)} tokens; data.max_prompt_tokens is {most}"
+            reply.refuse(f"reset returned {len(ids)} tokens; data.max_prompt_tokens is {most}")
         if not reply.error and self._rules.limits.too_many(0, images):
             found = count(_number(images), "image")
-            reply.error = f"reset returned {found}; data.limit_images is {self._rules.limits.images}"
+            reply.refuse(f"reset returned {found}; data.limit_images is {self._rules.limits.images}")
         return ids, images
 
     def _following(self, trajectory: Trajectory, reply: Reply) -> _Said:
@@ -220,7 +220,7 @@ class Answers:
             ids = tokenise(reply.observation)
             return (ids, None) if self._rules.images is None else self._rules.images.placed(ids, reply.images)
         except UserError as error:
-            reply.error = str(error)
+            reply.refuse(str(error))
             return [], None
 
 
@@ -240,7 +240,7 @@ def _digests(images: ImageSet | None) -> tuple[int, ...]:
 def _plain(answer: Answer) -> dict[str, Any]:
     """Return an answer as plain data, without the observation itself."""
     reply, ids, images, differs = answer
-    numbers = {name: getattr(reply, name) for name in ("reward", "done", "info", "error")}
+    numbers = {name: getattr(reply, name) for name in ("reward", "done", "info", "error", "repeats")}
     return {**numbers, "ids": ids, "images": None if images is None else images.to_json(), "differs": differs}
 
 

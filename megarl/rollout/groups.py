@@ -42,7 +42,15 @@ _QUICK_S = 0.01  # as long as an engine may stand still for that
 
 
 class EpisodeError(MegarlError):
-    """An environment failed, and `env.on_error` is `fail`; the message names episode and turn."""
+    """An environment failed, and `env.on_error` is `fail`; the message names episode and turn.
+
+    Args:
+        repeats: it would fail so again.
+    """
+
+    def __init__(self, message: str, *, repeats: bool = False) -> None:
+        super().__init__(message)
+        self.repeats = repeats
 
 
 @dataclass(frozen=True)
@@ -543,7 +551,8 @@ class Groups:
             when = f"turn {trajectory.turns - 1}" if trajectory.turns else "reset"
             raise EpisodeError(
                 f"the environment of sample {sample.under_way.group.uid}#{sample.place} failed at {when}: {error}\n"
-                "  fix:     correct the environment, or set env.on_error=mark to leave such episodes out"
+                "  fix:     correct the environment, or set env.on_error=mark to leave such episodes out",
+                repeats=answer.reply.repeats,
             )
         trajectory.mark_failed(error, self._eos_ids[0], self._engine.weight_version)
 

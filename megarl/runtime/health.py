@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megarl import tracing
@@ -36,6 +36,7 @@ from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import folder_gone
 from megarl.credentials import mask
 from megarl.errors import MegarlError, UserError, is_full, no_room, text_of
+from megarl.imports import is_of_user
 from megarl.processes import write_atomically
 from megarl.rendezvous import ranks_text
 
@@ -191,8 +192,20 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
         exit_code=error.exit_code if isinstance(error, MegarlError) else 1,
         user_error=isinstance(error, UserError),
         explained=isinstance(error, MegarlError) and error.__cause__ is None,
-        repeats=isinstance(error, MegarlError) and error.repeats,
+        repeats=any(_repeats(part) for part in _chain(error)),
     )
+
+
+def _repeats(error: BaseException) -> bool:
+    return error.repeats if isinstance(error, MegarlError) else is_of_user(error)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what caused it: a node's error is caused by that of its function."""
+    part: BaseException | None = error
+    while part is not None:
+        yield part
+        part = part.__cause__
 
 
 def write_error(run_dir: Path, failure: RankFailure) -> None:

@@ -74,7 +74,7 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
                 telling.enter_context(tell_waits())
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
-            function = import_callable(entry, where="--entry")
+            function = import_callable(entry, where="--entry", component=False)
         with held(run_dir) as folder:
             function(config, run_dir)
             folder.check()

@@ -26,6 +26,7 @@ BY_NAME = {
     "megarl/checks/references.py": "where is the source of a function of the user?",
     "megarl/compat/megatron.py": "changes megatron-core while it loads",
     "megarl/compat/sglang_server/serve.py": "runs in the interpreter of a server, without this package",
+    "megarl/compat/transformer_engine.py": "the modules of an optional package, whose arguments it reads",
     "megarl/compat/sglang_server/stand_ins/cpu/vision_operators.py": "where torchvision is in that interpreter",
     "megarl/config/load.py": "the folder of the included recipes; nothing is imported",
     "megarl/dag/node.py": "a function of the user",

@@ -16,6 +16,7 @@ from megarl import tracing
 from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
 from megarl.errors import DataError, MegarlError
+from megarl.imports import import_callable
 from megarl.processes import oom_kills
 from megarl.runtime import health, worker
 from megarl.runtime.health import Heartbeat, RankFailure, Watch, failure_of, read_beat, read_errors, write_error
@@ -214,6 +215,26 @@ def test_only_errors_without_a_cause_explain_themselves() -> None:
     wrapped.__cause__ = ValueError("the cause")
     found = [failure_of(error, 0).explained for error in (own, wrapped, ValueError("other"))]
     assert found == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "repeats"),
+    [
+        ("{}['score']", True),
+        ("torch.ones(2) @ torch.ones(3)", True),
+        ("json.loads('x')", False),  # a library raises
+        ("open('/nowhere/file')", False),  # a disk may come back
+        ("raise MemoryError", False),
+    ],
+)
+def test_what_a_line_of_the_user_raises_would_come_again(tmp_path: Path, line: str, repeats: bool) -> None:
+    (tmp_path / "my_loss.py").write_text(f"import json\nimport torch\n\n\ndef loss():\n    {line}\n")
+    own = import_callable(f"{tmp_path}/my_loss.py:loss", where="algorithm.loss.name")
+    wrapped = MegarlError("node 'actor_train' failed")
+    with pytest.raises(Exception, match="") as caught:
+        own()
+    wrapped.__cause__ = caught.value
+    assert failure_of(wrapped, 0).repeats is repeats
 
 
 def test_an_earlier_attempt_is_forgotten(tmp_path: Path) -> None:
