@@ -21,7 +21,10 @@ class OptimConfig(Section):
         0, description="optimizer steps of linear warm-up; linear and cosine cut it to the run"
     )
     warmup_ratio: float | None = Field(
-        None, ge=0, lt=1, description="warm-up as a share of the run's optimizer steps, in place of warmup_steps"
+        None,
+        ge=0,
+        lt=1,
+        description="warm-up as a share of the run's optimizer steps, rounded, in place of warmup_steps",
     )
     decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: the whole run")
     weight_decay: NonNegativeFloat = Field(0.01, le=100, description="decoupled weight decay")
@@ -32,7 +35,7 @@ class OptimConfig(Section):
 
     def warmup(self, total_steps: int) -> int:
         """Return the number of warm-up steps in a run of `total_steps` optimizer steps."""
-        return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * total_steps)
+        return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * total_steps)
 
 
 class EngineConfig(Section):

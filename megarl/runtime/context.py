@@ -50,6 +50,7 @@ class StepContext:
         sequences: how samples become sequences of the model.
         scores: of robots' episodes, in the team that plays them.
         cuts: where mini-batches begin, which replicas share by tokens (`TeamPlan.cuts`); None: round-robin.
+        tokens: number of the tokenizer's tokens; the model may have more, as padding. None: they are not compared.
     """
 
     config: RunConfig
@@ -65,6 +66,7 @@ class StepContext:
     sequences: SequenceLayout = TEXT
     scores: EpisodeScores | None = None
     cuts: tuple[int, ...] | None = None
+    tokens: int | None = None
 
     @property
     def seeds(self) -> Seeds:

@@ -107,6 +107,7 @@ def build_rank_state(
         KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
         sequences=sequence_layout_of(config, hf_config),
         cuts=team.plan.cuts if config.placement.share == "tokens" else None,
+        tokens=len(tokenizer),
     )
     held: dict[str, ModelRole | RolloutRole | ScorerRole] = {}
     with phase("load_model"):

@@ -22,6 +22,7 @@ from megarl.metrics import Metrics
 from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages import logprob
+from megarl.runtime.stages.rollout import record_unknown
 from megarl.runtime.stages.sampling import NoSignalError, admitted, asked_of_groups, dynamic_sampling
 from megarl.runtime.stages.update import token_inputs
 
@@ -206,3 +207,12 @@ def test_one_update_of_all_samples_clips_those_that_waited():
     assert logp.grad is not None
     assert (logp.grad[:waited] == 0).all()
     assert (logp.grad[waited:] > 0).all()
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(4, 0.5), (6, None), (None, None)])
+def test_tokens_that_the_tokenizer_does_not_have_are_counted(tokens, share):
+    ids = Jagged.from_list([[1, 5, 5], [4, 3]], dtype=torch.int64)  # of an environment: the second one
+    mask = Jagged.from_list([[True, False, True], [True, True]], dtype=torch.bool)
+    c = SimpleNamespace(tokens=tokens, hf_config=SimpleNamespace(vocab_size=6), metrics=Metrics())
+    record_unknown(c, Batch({"response_ids": ids, "response_mask": mask}))
+    assert c.metrics.result().get("rollout/unknown_tokens") == share

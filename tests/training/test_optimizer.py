@@ -35,6 +35,7 @@ def test_a_shortened_run_cuts_its_warm_up():
 def test_warm_up_as_a_share_of_the_run():
     assert _rates(range(6), total=40, warmup_ratio=0.1) == _rates(range(6), total=40, warmup_steps=4)
     assert _rates(range(2), total=40, warmup_ratio=0.0) == [1.0, 1.0]
+    assert _rates([28], total=100, warmup_ratio=0.29) == _rates([28], total=100, warmup_steps=29)  # 28.999999999999996
 
 
 @pytest.mark.parametrize("distributed", [True, False])

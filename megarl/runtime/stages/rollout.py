@@ -247,11 +247,21 @@ def record_samples(c: StepContext, samples: Batch) -> None:
     m.max("prompt_length/max", float(prompt_lengths.max()))
     if c.config.data.image_key is not None:
         _record_images(m, samples[GRIDS])
+    if c.config.robot is None:
+        record_unknown(c, samples)
     _record_work(c, samples)
     if c.config.has_turns:
         from megarl.runtime.samples import record_episodes
 
         record_episodes(c, samples)
+
+
+def record_unknown(c: StepContext, samples: Batch) -> None:
+    """Count generated tokens that the tokenizer does not have, where the model's vocabulary is padded beyond it."""
+    if c.tokens is None or c.tokens >= c.hf_config.vocab_size:
+        return
+    said = samples["response_ids"].values[samples["response_mask"].values.bool()]
+    c.metrics.mean("rollout/unknown_tokens", float((said >= c.tokens).sum()), len(said))
 
 
 def _record_images(m: Metrics, grids: Jagged) -> None:
