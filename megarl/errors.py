@@ -14,6 +14,11 @@ from typing import TypeVar
 from megarl.credentials import hide, mask
 
 T = TypeVar("T")
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|failed to map segment|bad_alloc"
+    r"|\bMemoryError\b",
+    re.IGNORECASE,
+)
 
 
 class MegarlError(Exception):
@@ -128,6 +133,15 @@ def text_of(error: BaseException) -> str:
 def is_full(error: BaseException) -> bool:
     """Return whether an error only means that a disk, or a user's share of it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def means_out_of_memory(kind: str, message: str) -> bool:
+    """Return whether an exception of the class `kind` with this message means that host or device memory ran out.
+
+    >>> means_out_of_memory("RuntimeError", "DefaultCPUAllocator: can't allocate memory"), means_out_of_memory("A", "")
+    (True, False)
+    """
+    return kind in {"MemoryError", "OutOfMemoryError"} or _OUT_OF_MEMORY.search(message) is not None
 
 
 def no_room(run_dir: Path) -> UserError:

@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt
 from megarl.algorithms.kl import KL
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Settings
+from megarl.algorithms.user_code import check_tokens, located
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,4 +139,7 @@ def terms(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
     floor = chosen.settings.log_prob_min_clamp
     if floor is not None:
         teacher, policy = teacher.clamp(min=floor), policy.clamp(min=floor)
-    return chosen.function(teacher, policy, **own)
+    with located(KL.kind, chosen.function):
+        result = chosen.function(teacher, policy, **own)
+    check_tokens(KL.kind, chosen.function, "term", result, policy, inputs=(teacher, policy))
+    return result

@@ -11,7 +11,8 @@ from pydantic import Field
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.algorithms.stats import group_index
-from megarl.errors import ConfigError, UserError
+from megarl.algorithms.user_code import form, located, misfit
+from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,14 +209,16 @@ def kept_samples(
     chosen = FILTERS.choose(section)
     named = FILTERS.parameters(section.component)
     given = {key: value for key, value in fields.items() if key not in OFFERED or key in named}
-    keep = chosen.function(score, uid, **given, **chosen.own)
+    with located(FILTERS.kind, chosen.function):
+        keep = chosen.function(score, uid, **given, **chosen.own)
     is_tensor = isinstance(keep, torch.Tensor)
     if not (is_tensor and keep.dtype == torch.bool and keep.shape == score.shape):
-        raise UserError(
-            f"the filter {section.component} returns something else than whether each sample is kept",
-            where=FILTERS.key,
-            found=f"{keep.dtype} {list(keep.shape)}" if is_tensor else type(keep).__name__,
-            allowed=f"torch.bool {list(score.shape)}",
+        raise misfit(
+            FILTERS.kind,
+            chosen.function,
+            "returns something else than whether each sample is kept",
+            found=form(keep),
+            allowed=f"a bool tensor of shape {list(score.shape)}",
             fix="return one true or false per sample, for example offsets.diff() >= 2",
         )
     return keep

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.registry import Registry, Spec
 from megarl.algorithms.rows import at_least_float32
+from megarl.algorithms.user_code import check_tokens, from_users, located
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +83,16 @@ def chosen_estimator(section: ComponentSection) -> Estimator:
         UserError: the name is unknown, or a key is not its own.
     """
     chosen = KL.choose(section)
-    return partial(chosen.function, **chosen.own) if chosen.own else chosen.function
+    plain = partial(chosen.function, **chosen.own) if chosen.own else chosen.function
+    return partial(_checked, chosen.function, plain) if from_users(chosen.function) else plain
+
+
+def _checked(function: Callable[..., Tensor], estimator: Estimator, d: Tensor) -> Tensor:
+    """Return what a user's estimator, `function` with its settings, makes of d: one number for each."""
+    with located(KL.kind, function):
+        terms = estimator(d)
+    check_tokens(KL.kind, function, "term", terms, d, inputs=(d,))
+    return terms
 
 
 def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.algorithms.distillation import teacher_term
 from megarl.algorithms.kl import chosen_estimator, kl_tokens
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES
+from megarl.algorithms.losses.base import POLICY_LOSSES, checked_loss, checked_preparation
+from megarl.algorithms.user_code import located
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -154,7 +155,9 @@ class Objective:
         chosen = POLICY_LOSSES.choose(self.algorithm.loss)
         assert chosen.spec.prepare is not None, "asked of losses that prepare only"
         known = (inputs.old_logp, inputs.advantages, inputs.loss_mask)
-        return chosen.spec.prepare(*known, chosen.settings, keys=keys, all_sum=all_sum)
+        with located(POLICY_LOSSES.kind, chosen.spec.prepare):
+            prepared = chosen.spec.prepare(*known, chosen.settings, keys=keys, all_sum=all_sum)
+        return checked_preparation(chosen, prepared, inputs.loss_mask)
 
     @property
     def divergence(self) -> Chosen | None:
@@ -349,7 +352,9 @@ def _policy_loss(
     """Return c times the policy loss of every token, and its metrics."""
     chosen = POLICY_LOSSES.choose(cfg)
     inputs = (logp, old_logp, advantages, mask, chosen.settings)
-    token_loss, metrics = chosen.function(*inputs, offsets=offsets, **fields)
+    with located(POLICY_LOSSES.kind, chosen.function):
+        result = chosen.function(*inputs, offsets=offsets, **fields)
+    token_loss, metrics = checked_loss(chosen.function, result, mask, (logp, old_logp, advantages, *fields.values()))
     return token_loss if is_weights is None else is_weights.detach() * token_loss, metrics
 
 

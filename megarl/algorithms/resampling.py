@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat
 
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Registry, Settings, Spec
-from megarl.errors import UserError
+from megarl.algorithms.user_code import form, located, misfit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,13 +89,16 @@ def resampled(section: ComponentSection, scores: Tensor, seed: int) -> Tensor:
     if not len(scores):
         return torch.zeros(0, dtype=torch.int64)
     chosen = RESAMPLING.choose(section)
-    weights = chosen.function(scores.double(), **chosen.own)
+    with located(RESAMPLING.kind, chosen.function):
+        weights = chosen.function(scores.double(), **chosen.own)
     fits = isinstance(weights, torch.Tensor) and weights.shape == scores.shape
     if not fits or not bool((weights.isfinite() & (weights >= 0)).all()):
-        raise UserError(
-            f"{section.component} returns something else than one weight per sample",
-            where=RESAMPLING.key,
-            found=weights.tolist()[:8] if isinstance(weights, torch.Tensor) else type(weights).__name__,
+        numbers = f": {weights.tolist()[:8]}" if isinstance(weights, torch.Tensor) else ""
+        raise misfit(
+            RESAMPLING.kind,
+            chosen.function,
+            "returns something else than one weight per sample",
+            found=form(weights) + numbers,
             allowed=f"a tensor of {len(scores)} numbers from 0",
             fix="return, for example, scores.abs()",
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megarl.algorithms.registry import Chosen, Registry, Spec
+from megarl.algorithms.user_code import name_of, place_of
 from megarl.checks.checklist import Checklist
 from megarl.checks.references import check_reference
 from megarl.config.base import ComponentSection, ConfigErrors
@@ -80,10 +81,10 @@ def check_signature(
     except TypeError:
         fits = False
     if not fits:
-        called = getattr(function, "__name__", type(function).__name__)
+        called, place = name_of(function), place_of(function)
         checks.fail(
             key,
-            f"{called} does not take the arguments that it is given",
+            f"{called}{f' ({place})' if place else ''} does not take the arguments that it is given",
             found=f"{called}{signature}",
             allowed=f"{called}({', '.join([*positional, '*', *keywords])})",
             fix="write its parameters so; a field of the samples is given when `reads` names it",

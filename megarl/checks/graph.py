@@ -6,7 +6,14 @@ pipelines and a user's own alike.
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.group_filter import FILTERS
+from megarl.algorithms.losses import POLICY_LOSSES
+from megarl.algorithms.needs import estimator_fields, filter_fields, loss_fields
+from megarl.algorithms.registry import Registry
+from megarl.algorithms.user_code import name_of, place_of
 from megarl.checks.checklist import Checklist
 from megarl.checks.components import check_function_name
 from megarl.config.run import RunConfig
@@ -14,8 +21,10 @@ from megarl.config.training import PreferenceConfig
 from megarl.dag.edges import MissingFieldError
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Role
-from megarl.errors import UserError
+from megarl.data.fields import FIELDS
+from megarl.errors import UserError, close_matches
 from megarl.recipes.build import PIPELINES, build_task_graph
+from megarl.runtime.stages.advantage import OFFERED
 from megarl.runtime.stages.resampling import COPIES
 
 
@@ -32,6 +41,8 @@ def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
 
 def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: Checklist) -> None:
     """Check that the graph can be built and that its nodes fit the recipe's settings."""
+    if isinstance(built, MissingFieldError) and _is_users_mistake(config, built, checks):
+        return
     if isinstance(built, MissingFieldError) and built.role is Role.ADVANTAGE:
         _check_estimator(config, built, checks)
     elif isinstance(built, UserError):
@@ -45,6 +56,38 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
         _check_sampling(config, built, checks)
         _check_filter(config, built, checks)
         _check_resampling(config, built, checks)
+
+
+def _is_users_mistake(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> bool:
+    """Return whether a component of a user's file asks for the missing field, which no field is called; recorded.
+
+    An estimator asks by the name of a parameter, a loss or a filter by its `reads`.
+    """
+    algorithm, field = config.algorithm, missing.field
+    if field in FIELDS:
+        return False  # the pipeline lacks a node
+    asked: dict[Registry[Any], tuple[str, list[str]]] = {
+        ADVANTAGES: (algorithm.advantage.name, estimator_fields(algorithm)),
+        POLICY_LOSSES: (algorithm.loss.name, loss_fields(algorithm)),
+        FILTERS: (algorithm.filter.name, filter_fields(algorithm)),
+    }
+    for registry, (name, fields) in asked.items():
+        if field not in fields:
+            continue
+        function = registry.get(name)
+        known = [*OFFERED, *registry.spec(name).settings.model_fields] if registry is ADVANTAGES else FIELDS
+        near = [name for name in known if field in name] or close_matches(field, known)
+        asks = "has a parameter" if registry is ADVANTAGES else "names in `reads` the field"
+        checks.of(registry.kind).fail(
+            registry.key,
+            f"the {registry.kind} {name_of(function)} {asks} {field!r}, which is no field of the samples"
+            f"{' and none of its settings' if registry is ADVANTAGES else ''}, and no node writes it",
+            found=place_of(function),
+            allowed=missing.allowed,
+            fix=f"did you mean {near[0]!r}?" if near else "give it a default, or add a node that writes the field",
+        )
+        return True
+    return False
 
 
 def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> None:

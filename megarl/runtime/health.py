@@ -35,7 +35,7 @@ from megarl.artifacts.lock import is_taken
 from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import folder_gone
 from megarl.credentials import mask
-from megarl.errors import MegarlError, UserError, is_full, no_room, text_of
+from megarl.errors import MegarlError, UserError, is_full, means_out_of_memory, no_room, text_of
 from megarl.imports import is_of_user
 from megarl.processes import write_atomically
 from megarl.rendezvous import ranks_text
@@ -54,11 +54,6 @@ _PEER_LOST = re.compile(
 )
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _PEER_TYPES |= {"ActorDiedError", "ActorUnavailableError", "ObjectLostError", "OwnerDiedError"}  # of another team
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|failed to map segment|bad_alloc"
-    r"|\bMemoryError\b",
-    re.IGNORECASE,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +170,7 @@ class RankFailure:
     @property
     def out_of_memory(self) -> bool:
         """True when the rank ran out of host or device memory."""
-        words = _OUT_OF_MEMORY.search(self.message)
-        return not self.user_error and (self.type in {"MemoryError", "OutOfMemoryError"} or bool(words))
+        return not self.user_error and means_out_of_memory(self.type, self.message)
 
 
 def failure_of(error: BaseException, rank: int) -> RankFailure:

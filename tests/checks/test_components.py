@@ -360,6 +360,25 @@ def test_the_parameters_of_a_loss_are_checked_before_the_run(write, failures, re
     assert [(check.key, check.allowed) for check in failed] == [("algorithm.loss.name", takes)] * (takes is not None)
 
 
+@pytest.mark.parametrize(
+    ("section", "source", "meant"),
+    [
+        ("advantage", "def mine(rewards, mask): ...", "token_rewards"),
+        ("advantage", "def mine(token_rewards, mask, norm_by_sdt): ...", "norm_by_std"),
+        (
+            "loss",
+            f"@POLICY_LOSSES.register(reads=('ref_logps',))\ndef mine({FIVE}, *, offsets, ref_logps): ...",
+            "ref_logp",
+        ),
+    ],
+)
+def test_a_field_that_no_stage_writes_is_blamed_on_the_users_function(write, failures, section, source, meant):
+    file = write(HEAD + source, f"asks_{meant}.py")
+    (failed,) = failures(f"algorithm.{section}.name=asks_{meant}.py:mine")
+    assert (failed.key, failed.found) == (f"algorithm.{section}.name", f"{file}:2")
+    assert failed.fix == f"did you mean {meant!r}?"
+
+
 def test_the_included_losses_take_what_they_are_given(failures):
     for name in POLICY_LOSSES.names():
         assert not [check for check in failures(f"algorithm.loss.name={name}") if "does not take" in check.message]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, checked_estimate
 from megarl.algorithms.advantages.gae import gae
 from megarl.algorithms.advantages.gdpo import gdpo
 from megarl.algorithms.advantages.gpg import gpg
@@ -17,6 +17,7 @@ from megarl.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_pp
 from megarl.algorithms.advantages.remax import remax
 from megarl.algorithms.advantages.reverse_kl import reverse_kl
 from megarl.algorithms.advantages.rloo import rloo
+from megarl.algorithms.user_code import located
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -48,7 +49,8 @@ def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -
         options: settings, such as gamma, lam, norm_by_std, allow_singleton, all_sum.
 
     Raises:
-        ConfigError: the estimator needs an argument that neither holds, or does not name its parameters.
+        ConfigError: the estimator needs an argument that neither holds, or does not name its parameters; a user's
+            estimator raises, or returns something else than an estimate.
     """
     function = ADVANTAGES.get(name)
     offered = {**options, **fields}
@@ -64,5 +66,7 @@ def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -
             "estimator",
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    result = function(**{key: value for key, value in offered.items() if takes_all or key in parameters})
-    return Estimate(*result)
+    given = {key: value for key, value in offered.items() if takes_all or key in parameters}
+    with located(ADVANTAGES.kind, function):
+        result = function(**given)
+    return checked_estimate(function, result, fields, given.values())

@@ -13,8 +13,8 @@ its settings; most read
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import GroupStats
+from megarl.algorithms.user_code import check_tokens, form, misfit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,35 @@ class Estimate(NamedTuple):
 
     advantages: Tensor
     returns: Tensor
+
+
+def checked_estimate(
+    function: Callable[..., Any], result: Any, fields: Mapping[str, Any], given: Iterable[Any]
+) -> Estimate:
+    """Return what an estimator has returned, as an `Estimate`.
+
+    Args:
+        fields: of the batch, with `mask`.
+        given: arguments of the estimator.
+
+    Raises:
+        ConfigError: it is something else; the message names the file and line of a user's estimator.
+    """
+    mask, offsets, inputs = fields["mask"], fields.get("offsets"), list(given)
+    if not (isinstance(result, tuple | list) and len(result) == 2):
+        raise misfit(
+            ADVANTAGES.kind,
+            function,
+            "returns no pair of advantages and returns",
+            found=form(result),
+            allowed=f"Estimate(advantages, returns), two floating tensors of shape {list(mask.shape)}",
+            fix="return Estimate(advantages, advantages) where no critic is trained",
+        )
+    estimate = Estimate(*result)
+    for noun, value in estimate._asdict().items():
+        per_sample = None if offsets is None else len(offsets) - 1
+        check_tokens(ADVANTAGES.kind, function, noun, value, mask, inputs=inputs, per_sample=per_sample)
+    return estimate
 
 
 def score_groups(

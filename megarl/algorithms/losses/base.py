@@ -14,16 +14,18 @@ The token loss has this shape, too, and is zero where the mask hides.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megarl.algorithms.lazy import no_grad, torch
-from megarl.algorithms.registry import Registry, Settings, Spec
+from megarl.algorithms.registry import Chosen, Registry, Settings, Spec
 from megarl.algorithms.rows import at_least_float32
+from megarl.algorithms.user_code import check_tokens, form, misfit, name_of
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -54,7 +56,60 @@ class LossSpec(Spec):
     corrects: bool = False
 
 
+#: Arguments of a loss before its keywords.
+_POSITIONAL = ("logp", "old_logp", "advantages", "mask", "cfg")
 POLICY_LOSSES = Registry("policy loss", "algorithm.loss.name", LossSpec)
+
+
+def checked_loss(
+    function: Callable[..., Any], result: Any, mask: Tensor, inputs: Iterable[Any]
+) -> tuple[Tensor, Metrics]:
+    """Return the token loss and the metrics that a loss has returned.
+
+    Raises:
+        ConfigError: it is something else, a scalar for example; the message names the file and line of a user's loss.
+    """
+    kind = POLICY_LOSSES.kind
+    if not (isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], Metrics)):
+        raise misfit(
+            kind,
+            function,
+            "returns no pair of token loss and metrics",
+            found=form(result),
+            allowed="(token_loss, Metrics)",
+            fix="return one number per token, and what Prologue.metrics() returns or an empty megarl.metrics.Metrics()",
+        )
+    token_loss, metrics = result
+    check_tokens(kind, function, "loss", token_loss, mask, inputs=inputs)
+    return token_loss, metrics
+
+
+def checked_preparation(chosen: Chosen[LossSpec], result: Any, mask: Tensor) -> dict[str, Tensor]:
+    """Return the keyword arguments that a loss's `prepare` has returned.
+
+    Raises:
+        ConfigError: it is something else, or the loss has no such parameter.
+    """
+    prepare, function = chosen.spec.prepare, chosen.function
+    assert prepare is not None, "it has returned this"
+    given = (*_POSITIONAL, "offsets", *chosen.spec.reads)
+    own = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in own)
+    allowed = {p.name for p in own if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    required = {p.name for p in own if p.name in allowed and p.default is p.empty}
+    named = isinstance(result, dict) and result.keys() >= required and (takes_any or result.keys() <= allowed)
+    if named and all(isinstance(x, torch.Tensor) and x.shape == mask.shape for x in result.values()):
+        prepared: dict[str, Tensor] = result
+        return prepared
+    found = [f"{name}: {form(x)}" for name, x in result.items()] if isinstance(result, dict) else [form(result)]
+    raise misfit(
+        POLICY_LOSSES.kind,
+        prepare,
+        f"prepares something else than the arguments of {name_of(function)}",
+        found=", ".join(found),
+        allowed=f"a dict of tensors of shape {list(mask.shape)} with the keys {', '.join(sorted(allowed))}",
+        fix="return one tensor in the shape of the mask for each of these parameters",
+    )
 
 
 class ClipSettings(Settings):

@@ -38,13 +38,13 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
     algorithm = c.config.algorithm
     needed = estimator_fields(c.config)
     mask = _mask(samples, grouped="values" not in needed)
-    offered = {name: samples[name] for name in (*_FIELDS, *needed) if name in samples}
+    offered = {name: samples[name] for name in (*OFFERED, *needed) if name in samples}
     fields = {name: value.values if isinstance(value, Jagged) else value for name, value in offered.items()}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
     options = dict(ADVANTAGES.choose(algorithm.advantage).settings)
     result = estimate(algorithm.advantage.name, fields, {**options, "all_sum": c.all_sum})
-    samples.set("advantages", mask.like(result.advantages))
-    samples.set("returns", mask.like(result.returns))
+    samples.set("advantages", mask.like(result.advantages.float()))
+    samples.set("returns", mask.like(result.returns.float()))
     valid = result.advantages[mask.values]
     if valid.numel():
         c.metrics.mean("critic/advantages/mean", float(valid.double().sum()), valid.numel())
@@ -54,7 +54,7 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
 
 
 #: Offered to every estimator, which may take them or not.
-_FIELDS = (
+OFFERED = (
     *("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared"),
     *("uid", "greedy_score", "reward_parts", "is_weights"),
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.algorithms.divergences import terms
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.select import random_keys
+from megarl.algorithms.user_code import naming_samples
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.groups import ORDINAL, group_numbers, group_places
 from megarl.data.versions import VERSION_FIELDS
@@ -146,7 +147,8 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 
     def loss(logp: Tensor, entropy: Tensor, *more: Any) -> tuple[Tensor, Metrics]:
         *policy, micro = more
-        return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens, *policy)
+        with naming_samples(micro["sample_id"]):
+            return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens, *policy)
 
     divisor = objective.divisor if objective.divides_late(inputs) else None
     metrics = actor.train_step(mini, loss, divisor, _taught(objective))
