@@ -33,6 +33,8 @@ _VALUES = frozenset(
      "\\$", "\\partial", "\\circ", "\\square", "\\checkmark", "\\top", "\\bot", "\\pi", "\\imath", "\\Re", "\\Im"}
     | {"\\" + name for name in words.FUNCTIONS | words.GREEK | words.ACCENTS | words.ALPHABETS}
 )  # fmt: skip
+#: Functions whose notation shows where the value ends, so that a number right after it is a factor: `5!3!`, `2^3 3^2`.
+_CLOSED = frozenset({"!", "!!", "^", "binom", "root"})
 _MONEY = frozenset(["\\$", "€", "£", "¥", "₹"])
 ONE = Number(Fraction(1))
 
@@ -74,21 +76,26 @@ class ExpressionReader(TokenReader):
         return with_signs(signs, self._term())
 
     def _term(self) -> Node:
-        factors = [self._factor()]
+        last = self._factor()  # without sign and division
+        factors = [last]
         quantities: list[Node] = []
         while True:
             if self.next_is("*", "/"):
                 inverse = self.next_is("/")
                 self.at += 1
-                factor = with_signs(self._signs(), self._factor())
+                signs = self._signs()
+                last = self._factor()
+                factor = with_signs(signs, last)
                 factors.append(Apply("inv", (factor,)) if inverse else factor)
-            elif self._starts_number():
-                if not is_unit(factors[-1]):
-                    raise UnreadError("a number right after a value")
+            elif self._starts_number() and is_unit(factors[-1]):
                 quantities.append(product(factors))  # 5 feet 3 inches
-                factors = [self._factor()]
+                last = self._factor()
+                factors = [last]
+            elif self._starts_number() and not (isinstance(last, Apply) and last.name in _CLOSED):
+                raise UnreadError("a number right after a value")
             elif self._starts_factor():
-                factors.append(self._factor())
+                last = self._factor()
+                factors.append(last)
             else:
                 break
         if not quantities:

@@ -59,7 +59,7 @@ _TOKEN = re.compile(
     | (?P<number>\d+(?:\.\d+)?|\.\d+)
     | (?P<letters>[A-Za-z]+)
     | (?P<other>[^\W\d_])
-    | (?P<mark>\*\*|<=|>=|!=|==|->|:=|\.\.\.|.)
+    | (?P<mark>\*\*|<=|>=|(?<!\d)!=|==|->|:=|\.\.\.|.)  # 5!=120 is a factorial, x!=3 none
     """,
     re.VERBOSE | re.DOTALL,
 )
