@@ -25,7 +25,7 @@ import numpy.typing as npt
 from megarl.architectures.vision_language import ImageSettings
 from megarl.artifacts.pipes import is_special
 from megarl.config.data import DataConfig
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, MegarlError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +35,9 @@ MOST_PIXELS = 100_000_000
 _LEAST_SIDE, _MOST_RATIO = 2, 200
 _LONGEST_PATH = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-_ORIENTATION, _FIRST_TURNED = 0x0112, 5  # Exif: from 5 on width and height change places
+_ORIENTATION, _FIRST_TURN, _FIRST_TURNED = 0x0112, 2, 5  # Exif: from 5 on width and height change places
+#: Members of `PIL.Image.Transpose` for the entries from `_FIRST_TURN` on.
+_TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 _DATA_URL, _FILE_URL = "data:image/", "file://"
 _OF_NETWORK = ("http://", "https://", "s3://", "gs://")
 FORMS = "the path of a file, bytes, {bytes, path}, or an image of PIL"
@@ -101,8 +103,14 @@ def image_size(value: Any, folder: Path | None, where: str) -> tuple[int, int]:
 
     with _reading(value, folder, where) as (image, _):
         # The class of PNG files would decode all pixels to look for an entry after them.
-        turned = Image.Image.getexif(image).get(_ORIENTATION, 1) >= _FIRST_TURNED
+        turned = _orientation(Image.Image.getexif(image)) >= _FIRST_TURNED
         return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def _orientation(exif: Mapping[int, Any]) -> int:
+    """Return the Exif entry of how an image is turned, 1 (not at all) to 8; 1 for an entry of another form."""
+    value = exif.get(_ORIENTATION, 1)
+    return value if isinstance(value, int) and 1 <= value <= len(_TURNS) + 1 else 1
 
 
 @contextmanager
@@ -165,13 +173,15 @@ def readable(where: str) -> Iterator[None]:
     Raises:
         DataError: names `where`.
     """
-    from PIL import Image
-
     try:
         yield
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (MemoryError, MegarlError):
+        raise
+    except Exception as error:  # decoders raise many kinds: TypeError, struct.error, KeyError, EOFError, ...
         raise DataError(
-            f"the image cannot be read: {error}", where=where, fix="copy it again, or take the row out"
+            f"the image cannot be read: {str(error) or type(error).__name__}",
+            where=where,
+            fix="copy it again, or take the row out",
         ) from error
 
 
@@ -200,10 +210,10 @@ def _too_large(found: str, where: str) -> DataError:
 
 
 def _as_rgb(image: Image, where: str) -> Image:
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     _check_size(image, where)
-    image = ImageOps.exif_transpose(image)
+    image = _upright(image)
     if image.mode in ("I;16", "I;16B", "I;16L", "I;16N"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
@@ -218,6 +228,15 @@ def _as_rgb(image: Image, where: str) -> Image:
         clear = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB")
     return image.convert("RGB")
+
+
+def _upright(image: Image) -> Image:
+    """Return the image turned as its Exif entry says. `ImageOps.exif_transpose` would write all entries again, and
+    raises where one of them has another type than PIL expects."""
+    from PIL.Image import Transpose
+
+    turn = _orientation(image.getexif())
+    return image if turn < _FIRST_TURN else image.transpose(Transpose[_TURNS[turn - _FIRST_TURN]])
 
 
 def _decoded(url: str, where: str) -> bytes:

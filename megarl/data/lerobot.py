@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.demonstrations import OpenDemonstration
+from megarl.data.images import readable
 from megarl.errors import ConfigError, DataError, UnavailableError, choose
 
 if TYPE_CHECKING:
@@ -299,14 +300,12 @@ def _encoded(path: Path, groups: tuple[int, ...], camera: str, episode: int) -> 
 
 
 def _decoded(data: bytes | None, path: Path) -> NDArray[np.uint8]:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     if data is None:
         raise DataError("a picture that is not in its parquet file", where=str(path))
-    try:
+    with readable(str(path)):
         return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.uint8)
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"a picture cannot be read: {error}", where=str(path)) from None
 
 
 def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:

@@ -3,6 +3,7 @@ run, too."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -18,7 +19,7 @@ Split = Literal["train", "val"]
 Chat = Callable[[list[Message], Row], str]
 #: (text of a prompt, its row) -> the text with the model's tokens of images
 Mark = Callable[[str, Row], str]
-_BETWEEN = "\0"  # no text of a row that a tokenizer takes has it
+_BETWEEN = f"\0{uuid.uuid4().hex}\0"  # no text of a row has it
 _TOKENISE_AT_ONCE = 4096
 
 

@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from megarl.architectures.vision_language import ImageSettings
 from megarl.checks.rows import check_rows
@@ -19,6 +19,7 @@ from megarl.data.image_prompts import ImagePrompts
 from megarl.data.images import fitting_size, image_size, open_image, patches_of, resized, unpatchify
 from megarl.data.messages import PromptColumn, read_messages, response_of
 from megarl.data.prompts import PromptDataset
+from megarl.data.render import given_prompts
 from megarl.data.rows import Row
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -97,6 +98,43 @@ def test_an_image_that_exif_turns_is_turned():
     assert open_image(content, None, "a row").size == (40, 60)
 
 
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_every_turn_of_exif_is_pils(turn):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    content = as_bytes(picture(60, 40), exif=exif)
+    image = open_image(content, None, "a row")
+    assert np.array_equal(np.asarray(image), np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content)))))
+    assert image_size(content, None, "a row") == (image.height, image.width)
+
+
+def entry(tag: int, value: int | bytes) -> bytes:
+    """An entry of Exif: a number of 16 bits, or a text of up to four characters."""
+    if isinstance(value, int):
+        return struct.pack("<HHIHH", tag, 3, 1, value, 0)
+    return struct.pack("<HHI4s", tag, 2, len(value), value)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize(
+    ("entries", "turned"),
+    [
+        ({0x0112: b"6"}, False),
+        ({0x0112: 9}, False),
+        ({0x0112: 6, 0x013E: b"abc"}, True),
+        ({0x0112: 6, 0x011A: b"abc"}, True),
+        ({0x0112: 6, 0x0213: b"abc"}, True),
+    ],
+)
+def test_odd_entries_of_exif_do_not_hinder_the_turn(entries, turned, kind):
+    table = b"".join(entry(tag, value) for tag, value in sorted(entries.items()))
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(entries)) + table + bytes(4)
+    content = as_bytes(picture(60, 40), kind, exif=exif)
+    height, width = (60, 40) if turned else (40, 60)
+    assert image_size(content, None, "a row") == (height, width)
+    assert open_image(content, None, "a row").size == (width, height)
+
+
 def claimed(width: int, height: int) -> bytes:
     """A PNG whose first bytes say that it has this size."""
     content = as_bytes(Image.new("1", (4, 4)))
@@ -129,6 +167,17 @@ def test_a_bad_image_is_named(value, what, tmp_path):
     with pytest.raises(DataError, match=what) as raised:
         open_image(value, tmp_path, "rows.jsonl:3: column 'images'")
     assert "rows.jsonl:3" in str(raised.value)
+
+
+@pytest.mark.parametrize("raised", [TypeError("int"), struct.error("4 bytes"), KeyError(274), EOFError(), IndexError()])
+def test_whatever_a_decoder_raises_names_the_row(monkeypatch, raised):
+    def load(image):
+        raise raised
+
+    content = as_bytes(picture())
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", load)
+    with pytest.raises(DataError, match=r"rows.jsonl:3: the image cannot be read: \S"):
+        open_image(content, None, "rows.jsonl:3")
 
 
 # -- prompts ------------------------------------------------------------------------------------------------------
@@ -196,6 +245,13 @@ def test_parts_of_messages_are_images_as_marks_are():
     assert "base64" not in sent, "reward functions get no images in rows"
     shown = PromptColumn("prompt", images=True).messages(batch["row"][3])
     assert shown == [{"role": "user", "content": "a<image>b<image>c?"}]
+
+
+def test_a_zero_character_in_a_message_stays_where_it_is():
+    talk = [{"role": "user", "content": "a\0<image>\0"}, {"role": "assistant", "content": "\0b"}]
+    config, row = prompts()[0], Row({"prompt": [*talk, *parts("c?")], "images": [picture()]}, "rows", 1)
+    (given,) = given_prompts(config, [row], chat=True, mark=lambda text, row: text.replace("<image>", "#"))
+    assert [message["content"] for message in given] == ["a\0#\0", "\0b", "c?"]
 
 
 def test_the_column_of_the_prompt_may_hold_the_images():
