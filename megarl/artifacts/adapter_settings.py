@@ -22,7 +22,6 @@ PLAIN = {
     "layers_to_transform": None,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "target_parameters": None,
 }
 #: Starts that do not change the base model's weights. Others (pissa, olora, corda, loftq, lora_ga) change them, and the
 #: adapter belongs to the changed model.
@@ -108,6 +107,9 @@ def _beyond_formula(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if key in PLAIN:
             if (value or PLAIN[key]) != PLAIN[key]:
                 yield key, str(PLAIN[key])
+        elif key == "target_parameters":  # of linear layers the formula holds, of whole tensors of experts another one
+            if not all(str(name).endswith(".weight") for name in value or ()):
+                yield key, "parameters of linear layers, whose names end with .weight"
         elif key == "init_lora_weights":
             if value not in _STARTS:
                 yield key, ", ".join(map(str, _STARTS))

@@ -14,7 +14,16 @@ from tests.models.tiny import save_tiny
 
 LORA = LoraConfig(rank=4, alpha=6)
 EXPERTS = LORA.model_copy(update={"targets": ["attention", "experts"]})
-MODELS = {"qwen2": LORA, "qwen3": LORA, "mixtral": EXPERTS, "qwen3_moe": EXPERTS}  # biases; norms of heads; experts
+DENSE = {"mlp_only_layers": [1]}
+ALL = LORA.model_copy(update={"targets": ["attention", "mlp", "experts"]})
+MODELS = {  # biases; norms of heads; experts; dense layers of a mixture, without and with adapters on its experts
+    "qwen2": ("qwen2", LORA, {}),
+    "qwen3": ("qwen3", LORA, {}),
+    "mixtral": ("mixtral", EXPERTS, {}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS, {}),
+    "dense": ("qwen3_moe", LORA, DENSE),
+    "mixed": ("qwen3_moe", ALL, DENSE),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +58,8 @@ def exported(request, tmp_path, layout):
     from megarl.models.weights.peft import export_adapter
 
     base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
-    lora = MODELS[request.param]
-    save_tiny(base, request.param, num_hidden_layers=2)
+    model_type, lora, changes = MODELS[request.param]
+    save_tiny(base, model_type, num_hidden_layers=2, **changes)
     chunks = adapted(base, lora)
     export_adapter(chunks, adapter, lora, base=str(base), world=world())
     export_weights(chunks, merged, chunks[0].hf_config, world=world())
@@ -105,6 +114,24 @@ def test_peft_computes_what_the_merged_model_does(exported):
         found = peft.PeftModel.from_pretrained(logits(base), adapter)(ids).logits
         torch.testing.assert_close(found, logits(merged)(ids).logits, rtol=1e-5, atol=1e-4)
         assert (found - logits(base)(ids).logits).abs().max() > 1
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_dense_layers_of_a_mixture_are_parameters_for_peft_which_takes_their_names_for_the_experts(experts):
+    from megarl.models.weights.peft import peft_config
+
+    names = ["model.layers.0.self_attn.q_proj", *(f"model.layers.1.mlp.{part}_proj" for part in ("up", "down"))]
+    names += [f"model.layers.0.mlp.experts.0.{part}_proj" for part in ("up", "down")] if experts else []
+    tensors = [name + part for name in names for part in (".lora_A.weight", ".lora_B.weight")]
+    lora = LORA.model_copy(update={"dropout": 0.1})
+    of_mixture = peft_config(lora, tensors, None, mixture=True)
+    assert of_mixture["target_parameters"] == ["layers.1.mlp.up_proj.weight", "layers.1.mlp.down_proj.weight"]
+    assert of_mixture["target_modules"] == (["down_proj", "q_proj", "up_proj"] if experts else ["q_proj"])
+    assert of_mixture["lora_dropout"] == 0
+    dense = peft_config(lora, tensors, None, mixture=False)
+    assert dense["target_parameters"] is None
+    assert dense["target_modules"] == ["down_proj", "q_proj", "up_proj"]
+    assert dense["lora_dropout"] == 0.1
 
 
 @pytest.mark.parametrize(("base", "written"), [("base", "{here}/base"), ("org/base", "org/base"), (None, None)])
@@ -185,6 +212,7 @@ def stored(folder, settings=None, tensors=None):
         ("trainable_token_indices", [3]),
         ("layer_replication", [[0, 2]]),
         ("use_qalora", True),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("of_next_year", "x"),
         ("r", None),
         ("lora_alpha", 0),

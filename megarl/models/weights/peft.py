@@ -20,6 +20,7 @@ from megarl.artifacts.adapter_settings import CONFIG, PLAIN, TENSORS, check_scal
 from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig
 from megarl.errors import ConfigError
+from megarl.models.hf import num_experts
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.adapters import adapter_tensors
 from megarl.models.weights.export import iter_adapter_tensors
@@ -57,15 +58,28 @@ def export_adapter(
             assert tensor is not None, "the writing rank is given every tensor"
             writer.add(_PREFIX + name, tensor)
         writer.close()
-        text = json.dumps(peft_config(lora, _modules(shapes), base), indent=2, sort_keys=True)
+        settings = peft_config(lora, shapes, base, mixture=num_experts(chunks[0].hf_config) is not None)
+        text = json.dumps(settings, indent=2, sort_keys=True)
         (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
         replace_folder(temporary, folder)
     world.barrier()
 
 
-def peft_config(lora: LoraConfig, modules: Sequence[str], base: str | None) -> dict[str, Any]:
-    """Return adapter_config.json of adapters on the modules of these names, for the model `base`."""
-    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(modules)}
+def peft_config(lora: LoraConfig, names: Iterable[str], base: str | None, *, mixture: bool) -> dict[str, Any]:
+    """Return adapter_config.json of adapters with tensors of these names, for the model `base`.
+
+    PEFT takes a module with the name of an expert's projection for the experts that transformers 5 fuses. So dense
+    layers of a mixture are named as parameters, which PEFT adapts by the same formula, but without dropout.
+    """
+    stems = [name.removesuffix(DOWN) for name in names if name.endswith(DOWN)]
+    dense = [stem for stem in stems if mixture and ".mlp." in stem and ".experts." not in stem]
+    settings = {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0 if dense else lora.dropout,
+        "target_modules": _modules(stem + DOWN for stem in stems if stem not in dense),
+        "target_parameters": [stem.removeprefix("model.") + ".weight" for stem in dense] or None,
+    }
     return {**PLAIN, **settings, "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
 
 
