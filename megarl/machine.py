@@ -16,6 +16,8 @@ from megarl.imports import installed_version
 from megarl.processes import has_nvidia_device, memory_cgroups, shared_memory_free
 
 _ROOT = Path("/")
+#: As the kernel names them on x86 and on ARM.
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 #: Names of limit, use and inactive pages, by the version of cgroups.
 _COUNTERS = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -61,6 +63,16 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
     names = [name.strip() for name in text.split(",")]
     good = [name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names]
     return names[: [*good, False].index(False)]
+
+
+def bf16_products(root: Path = _ROOT) -> str | None:
+    """Return the name of the processor's instructions for products of bf16 numbers; None: it has none."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text().splitlines():
+            name, _, flags = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return next((flag for flag in _BF16_FLAGS if flag in flags.split()), None)
+    return None
 
 
 def available_cores() -> int:

@@ -70,8 +70,9 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
     of_run = takes_runs and Path(arguments.recipe).is_dir()
     of_model = _use_run(arguments) if of_run else None
     find_recipe(arguments.recipe, takes_runs=takes_runs)
+    run_dir = getattr(arguments, "run_dir", None)
     try:
-        config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS)
+        config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS, run_dir=run_dir)
     except ConfigError as error:
         if not of_run:
             raise

@@ -34,6 +34,7 @@ from megarl.config.fields import (
 )
 from megarl.config.model import ModelConfig
 from megarl.config.other_names import unknown_keys
+from megarl.config.precision import with_precision
 from megarl.config.run import RunConfig
 from megarl.config.training import ADAPTER_LR, FRESH_LR, TRAINED_LR
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
@@ -64,7 +65,12 @@ _NAMED = [*((f"{path}.{key}", path) for path, key in _COMPONENTS.items()), *((na
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, components: Components | None = None, check_own: bool = True
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    components: Components | None = None,
+    check_own: bool = True,
+    run_dir: Path | None = None,
 ) -> RunConfig:
     """Read a recipe file, or a recipe of this package by its bare name, and apply `key.path=value` overrides in order.
 
@@ -74,7 +80,8 @@ def load_config(
     With `components` the own keys of the named components are validated and their defaults filled in; without, they
     stay as given. Where a layer names another component than the layers below it (another loss, reward or environment),
     the keys that only the former component has are dropped. With `check_own=False` this is done for reward and
-    environment only, for commands that do not use the others.
+    environment only, for commands that do not use the others. `run_dir` is the folder of a run that may be continued,
+    whose precision `model.dtype: auto` keeps.
     """
     file = find_recipe(path)
     document = _read_with_parents(file, ())
@@ -98,6 +105,9 @@ def load_config(
     config, found = _validate(document, str(file), components if check_own else None)
     raise_problems(problems + found)
     assert config is not None
+    if config.model.dtype == "auto":
+        config, line = with_precision(config, run_dir)
+        dropped.append(line)
     for line in dropped:
         print(f"megarl: {line}", file=sys.stderr)
     if "lr" not in document.data["sft"]["optim"]:

@@ -12,7 +12,7 @@ from megarl.architectures.tensors import ModelPart
 from megarl.config.base import Section
 from megarl.errors import ConfigError
 
-Dtype = Literal["fp32", "bf16"]
+Dtype = Literal["fp32", "bf16", "auto"]
 Target = Literal["attention", "mlp", "experts"]
 """Linear layers that low-rank adapters may be on."""
 
@@ -51,7 +51,11 @@ class ModelConfig(Section):
         "'words:<word> ...': one per word",
     )
     init_seed: int = Field(0, description="seed of a fresh random model")
-    dtype: Dtype = Field("bf16", description="compute and parameter dtype; bf16 keeps fp32 master weights")
+    dtype: Dtype = Field(
+        "bf16",
+        description="compute and parameter dtype; bf16 keeps fp32 master weights. auto: bf16 on GPUs and on processors "
+        "with bf16 products (AVX512-BF16, AMX), else fp32; a run that is continued keeps its own",
+    )
     trust_remote_code: bool = Field(False, description="run code that ships with a checkpoint; off unless asked")
     lora: LoraConfig | None = Field(
         None,

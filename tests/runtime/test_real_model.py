@@ -51,6 +51,7 @@ def test_smollm2_takes_a_step_in_its_own_chat_template(tmp_path):
     few = ["data.batch_size=2", "rollout.sampling.n=2", "trainer.steps=1", "data.max_val_samples=2", "cluster.nproc=1"]
     few += ["data.loader_kwargs={rows: 64, held_out: 8}"]
     few += ["tracking.mlflow=false", "tracking.report=false", "trainer.save_every=0", "actor.optim.warmup_steps=0"]
+    few += ["model.dtype=fp32"]
     few += [f"reward=!replace {{name: '{reward}:letters'}}", "rollout.sampling.max_new_tokens=8"]
     numbers = harness.train(ROOT / "recipes" / "grpo_smollm2_words.yaml", tmp_path / "run", *few)
     assert numbers[1]["actor/grad_norm"] > 0
