@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megarl.artifacts.run_folder import COLD_START
 from megarl.artifacts.trained import steps_in
 from megarl.errors import MegarlError
 from megarl.launchers.common import Job, Workers, clear, prepare, process_of
@@ -38,6 +39,8 @@ def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
     steps = steps_in(run_dir / "checkpoints") if begun or resume == "auto" else []
     if steps:
         text = f"from the checkpoint of step {max(steps)}"
+    elif resume in ("auto", "never") and (cold := steps_in(run_dir / COLD_START) if begun or resume == "auto" else []):
+        text = f"from the checkpoint of step {max(cold)} of the cold start"
     elif resume in ("auto", "never"):
         text = "there is no checkpoint yet: from the beginning"
     else:

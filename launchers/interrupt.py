@@ -11,15 +11,15 @@ import math
 import signal
 import time
 
-from megarl.artifacts.run_folder import SAVE_REQUEST
+from megarl.artifacts.run_folder import COLD_START, SAVE_REQUEST
 from megarl.artifacts.trained import steps_in
 from megarl.errors import WorkerError, count
 from megarl.launchers.common import Job, Workers
 from megarl.runtime.health import Watch, read_beat
 
 _POLL_S = 0.1
-#: Phases of the loop of each command that saves; others (loading, a cold start, the export) lead to no checkpoint.
-_LOOPS = {"train": "step", "sft": "sft"}
+#: Phases of the loops of each command that saves; others (loading, the export) lead to no checkpoint.
+_LOOPS = {"train": ("step", "sft"), "sft": ("sft",)}
 _BETWEEN_STEPS = ("checkpoint", "idle", "await_metrics", "reduce_metrics")
 #: Signals whose sender waits for the end, and sends SIGKILL after a while.
 _LIMITED = (signal.SIGTERM, signal.SIGHUP)
@@ -75,16 +75,16 @@ def _why_unsaved(workers: Workers, job: Job, limit_s: float) -> str | None:
 
 
 def _newest(job: Job) -> int:
-    """Return the step of the newest checkpoint; 0: there is none."""
-    return max(steps_in(job.run_dir / "checkpoints"), default=0)
+    """Return the step of the newest checkpoint, of the cold start until that is over; 0: there is none."""
+    return max(steps_in(job.run_dir / "checkpoints") or steps_in(job.run_dir / COLD_START), default=0)
 
 
 def _unsaved(job: Job, newest: int) -> int:
     """Return the number of completed steps after `newest`; 0 if the command saves none, or is not in its loop."""
-    loop, beat = _LOOPS.get(job.entry.rpartition(":")[2]), read_beat(job.run_dir, 0)
-    if loop is None or beat is None:
+    loops, beat = _LOOPS.get(job.entry.rpartition(":")[2]), read_beat(job.run_dir, 0)
+    if loops is None or beat is None:
         return 0
     inside = beat.phase.partition("/")[0]
-    if inside not in (loop, *_BETWEEN_STEPS):
+    if inside not in (*loops, *_BETWEEN_STEPS):
         return 0
-    return max(0, beat.step - (inside == loop) - newest)
+    return max(0, beat.step - (inside in loops) - newest)

@@ -26,12 +26,25 @@ CONFIG, NEXT_CONFIG = "config.yaml", "config.next.yaml"
 NEXT_REFERENCE = "reference.next"  # the reference of a start that may still be refused
 START_WEIGHTS = "start.next"  # the weights that RL starts from, until all teams have their models
 LAUNCH_FOLDER = "launch"
+COLD_START = "cold_start"  # checkpoints of a cold start that is not over
 #: A request for a checkpoint: written by the job into RUN_DIR/launch when its time limit is near, or into RUN_DIR by an
 #: interrupted launcher; the run removes it once it has written a checkpoint.
 SAVE_REQUEST = "save"
 
 _LOOK_S = 1.0
-_FOLDERS = ("checkpoints", "errors", "heartbeats", "images", "launch", "logs", "servers", "sync", "trace", "videos")
+_FOLDERS = (
+    "checkpoints",
+    COLD_START,
+    "errors",
+    "heartbeats",
+    "images",
+    "launch",
+    "logs",
+    "servers",
+    "sync",
+    "trace",
+    "videos",
+)
 _OF_FILES = (".", "checkpoints", "errors", "heartbeats", "logs", "trace")
 _SUFFIXES = frozenset({".html", ".json", ".jsonl", ".svg", ".txt", ".yaml"})
 _RECORDS: dict[str, Needs] = {

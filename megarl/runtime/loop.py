@@ -25,6 +25,7 @@ from megarl.offload_schedule import ACTOR
 from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun, settling
+from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
@@ -128,20 +129,24 @@ def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunS
     """Bring the actor to where RL begins, by a cold start or from the checkpoint that one left, and say where that is.
 
     That checkpoint is written before anything else can fail. What is made after it (reference, critic) is made from the
-    actor, so a run that resumes there makes it again, and is the same run.
+    actor, so a run that resumes there makes it again, and is the same run. A cold start that was interrupted goes on
+    from a checkpoint of its own.
     """
     config = c.config
     resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
     record_base(c, ACTOR, checkpoints.source)
     if resumed_at is None and config.sft.steps:
         examples = sft.load_examples(c)
+        unfinished = ColdStartCheckpoints(c, examples)
+        unfinished.find()
         accept_start(c, graph, checkpoints)
-        sft.cold_start(c, examples)
+        sft.cold_start(c, examples, unfinished)
     if not c.team.holds(Role.ROLLOUT):
         c.end_generation()
     c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, c.context.resting))
     if resumed_at is None and config.sft.steps:
         checkpoints.save_start()
+        unfinished.clear()
     elif checkpoints.source is not None and resumed_at == 0:
         with phase("resume"):
             checkpoints.load(checkpoints.source)

@@ -22,6 +22,7 @@ from megarl.models.vla.cloning import CloningExamples
 from megarl.offload_schedule import ACTOR
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, settling
+from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import record_base
 from megarl.runtime.recorder import VALIDATE, Recorder
@@ -36,16 +37,14 @@ if TYPE_CHECKING:
     from megarl.runtime.robots import Robots
 
 
-def cold_start(c: RankState, examples: PromptLoader) -> None:
-    """Train on the rows' answers (`load_examples`) before RL.
-
-    An interrupted cold start begins again; `megarl sft` has checkpoints.
-    """
+def cold_start(c: RankState, examples: PromptLoader, checkpoints: ColdStartCheckpoints) -> None:
+    """Train on the rows' answers (`load_examples`) before RL, from the checkpoint of an interrupted cold start on."""
     if c.layout.rank == 0:
         print("first phase: supervised fine-tuning; the training that the pipeline names follows", flush=True)
     c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
-    with Recorder(c, "sft", c.config.sft.steps, part="first") as recorder:
-        _steps(c, recorder, examples, checkpoints=None)
+    checkpoints.load()
+    with Recorder(c, "sft", c.config.sft.steps, checkpoints.step, part="first") as recorder:
+        _steps(c, recorder, examples, checkpoints, checkpoints.step or 0)
     set_step(0)  # of RL
 
 
@@ -64,7 +63,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
         checkpoints.begin()
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
             with settling(checkpoints):
-                _steps(c, recorder, c.loader, checkpoints)
+                _steps(c, recorder, c.loader, checkpoints, resumed_at or 0)
             if checkpoints.ends:
                 recorder.status = "stopped"
             else:
@@ -145,19 +144,24 @@ def _measure_loss(c: RankState, examples: SFTDataset) -> None:
             c.context.metrics.mean("val/loss", float(total), int(mask.sum()))
 
 
-def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: Checkpoints | None) -> None:
-    """`sft.steps` optimizer steps, or fewer when `sft.stop_at_accuracy` is reached."""
+def _steps(
+    c: RankState,
+    recorder: Recorder,
+    loader: PromptLoader,
+    checkpoints: Checkpoints | ColdStartCheckpoints,
+    begun: int,
+) -> None:
+    """Train until `sft.steps`, or until `sft.stop_at_accuracy` is reached, after `begun` steps."""
     settings = c.config.sft
     goal = settings.stop_at_accuracy
-    resumed_with = None if checkpoints is None else checkpoints.accuracy
-    if goal is not None and resumed_with is not None and resumed_with >= goal:
+    if goal is not None and checkpoints.accuracy is not None and checkpoints.accuracy >= goal:
         if c.layout.rank == 0:
-            print(f"sft.stop_at_accuracy was met at step {c.context.step}: there is nothing left to train", flush=True)
+            print(f"sft.stop_at_accuracy was met at step {begun}: there is nothing left to train", flush=True)
         return
-    if checkpoints is not None and checkpoints.over:
+    if checkpoints.over:
         return
     held_out = load_held_out(c)
-    for step in range(c.context.step + 1, settings.steps + 1):
+    for step in range(begun + 1, settings.steps + 1):
         set_step(step)
         recorder.start_step()
         last = step == settings.steps
@@ -167,7 +171,7 @@ def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: 
                 batch = next(loader)
             with phase("train"):
                 sft_step(c, batch)
-            early = checkpoints is not None and checkpoints.ends_early(step)
+            early = checkpoints.ends_early(step)
             if last or early or due(step, settings.eval_every):
                 accuracy = evaluate(c, recorder, step)
                 if held_out is not None:
@@ -177,11 +181,10 @@ def _steps(c: RankState, recorder: Recorder, loader: PromptLoader, checkpoints: 
             if c.layout.rank == 0:
                 print(f"sft.stop_at_accuracy = {goal:g} is reached: {accuracy:.3f} at step {step}", flush=True)
         numbers = recorder.end_step(step)
-        if checkpoints is not None:
+        if isinstance(checkpoints, Checkpoints):  # the run's own steps; those of a cold start come before them
             c.context.step = step
-            checkpoints.after_step(step, numbers, accuracy, last=last)
-            last = last or checkpoints.ends or checkpoints.over
-        if last:
+        checkpoints.after_step(step, numbers, accuracy, last=last)
+        if last or checkpoints.ends or checkpoints.over:
             break
 
 

@@ -13,6 +13,7 @@ from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import WorkerError
 from megarl.launchers import interrupt
+from megarl.launchers.attempts import next_start
 from megarl.launchers.common import Job
 from megarl.launchers.output import OutputLog
 from megarl.processes import Stopped
@@ -104,7 +105,6 @@ def test_it_is_not_waited_for_when_it_will_not_come(interrupted, tmp_path: Path,
     [
         ("train", "step/rollout", 3),  # step 2 is saved
         ("train", "load_model", 0),
-        ("train", "sft/train", 300),  # a cold start has no checkpoints
         ("train", "export", 9),
         ("evaluate", "step", 9),
     ],
@@ -124,3 +124,13 @@ def test_fine_tuning_saves_too(interrupted, tmp_path: Path) -> None:
         return {}
 
     assert "1 step is lost" in interrupted("sft", "sft/train", 4, save)
+
+
+@pytest.mark.parametrize(("phase", "lost"), [("sft/train", 3), ("idle", 4)])
+def test_a_cold_start_saves_too(interrupted, tmp_path: Path, phase: str, lost: int) -> None:
+    (tmp_path / "checkpoints" / "step_2").rename(tmp_path / "other")  # there are none before RL
+    (tmp_path / "cold_start").mkdir()
+    (tmp_path / "other").rename(tmp_path / "cold_start" / "step_2")
+    said = interrupted("train", phase, 6, lambda: {0: 1})
+    assert f"what it learnt in {lost} steps is lost, and the run goes on from the checkpoint of step 2" in said
+    assert next_start(tmp_path, "auto", begun=True) == ("from the checkpoint of step 2 of the cold start", "auto")

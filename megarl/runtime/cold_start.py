@@ -1,0 +1,119 @@
+"""The checkpoint of a cold start that is interrupted.
+
+It lies in RUN_DIR/cold_start, apart from the run's own checkpoints, and is removed when RL begins: `step_0` of these is
+the result of the cold start.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.artifacts.lock import refuse_if_taken
+from megarl.artifacts.run_folder import COLD_START, LAUNCH_FOLDER, SAVE_REQUEST
+from megarl.runtime.resume_compatibility import announcements, refuse_other_batches
+from megarl.runtime.validate import due
+from megarl.tracing import phase
+from megarl.training import checkpoint
+from megarl.training.shards import CheckpointError, FormatError
+
+if TYPE_CHECKING:
+    from megarl.data.loader import PromptLoader
+    from megarl.runtime.rank_state import RankState
+
+
+class ColdStartCheckpoints:
+    """Saves a cold start when the user or the batch job asks for it, or by `trainer.resume_every`, and restores it.
+
+    All methods are collective over the actor's team.
+
+    Attributes:
+        step: the step that is restored; None: the cold start begins.
+        accuracy: held-out accuracy at that step; None: not measured there.
+    """
+
+    ends = over = False  # only the cold start's own steps and accuracy end it
+
+    def __init__(self, c: RankState, examples: PromptLoader) -> None:
+        self._c, self._examples, self._world = c, examples, c.layout.world
+        self._root = c.run_dir / COLD_START
+        self._requests = [c.run_dir / LAUNCH_FOLDER / SAVE_REQUEST, c.run_dir / SAVE_REQUEST]
+        self._source: Path | None = None
+        self._meta: dict[str, Any] | None = None
+        self.step: int | None = None
+        self.accuracy: float | None = None
+
+    def find(self) -> None:
+        """Find the newest intact checkpoint, and check that this start can continue it.
+
+        Raises:
+            ConfigError, DataError: it cannot, with this configuration or data.
+            FormatError: another version of megarl wrote it.
+        """
+        if self._c.config.trainer.resume != "auto":
+            return
+        for step in reversed(self._world.broadcast_json(checkpoint.named_steps(self._root))):
+            folder = self._root / f"step_{step}"
+            try:
+                meta = checkpoint.verify(folder, self._world)
+            except FormatError:
+                raise
+            except CheckpointError as error:
+                if self._world.rank == 0:
+                    print(f"WARNING: {folder} is not used, it is damaged or incomplete: {error.found}", flush=True)
+                continue
+            self._check(folder, meta)
+            self._source, self._meta, self.step = folder, meta, step
+            return
+
+    def _check(self, folder: Path, meta: dict[str, Any]) -> None:
+        config = self._c.config.model_dump(mode="json")
+        checkpoint.check_model(folder, meta, self._c.trained, self._world)
+        state = checkpoint.read_state(folder)["loader"]
+        self._examples.check_state(state)
+        refuse_other_batches(meta["step"], state, meta["config"], config, "sft")
+        lines = announcements(meta["config"], config, "sft")
+        if self._world.rank == 0:
+            for line in lines:
+                print(f"changed since the checkpoint: {line}", flush=True)
+            print(
+                f"resuming after step {meta['step']} of {self._c.config.sft.steps} of the cold start, from {folder}",
+                flush=True,
+            )
+
+    def load(self) -> None:
+        """Restore the checkpoint that `find` has found; without one, remove what an earlier start left."""
+        if self._source is None:
+            self.clear()
+            return
+        with phase("resume"), self._c.offload.phase("resume"):
+            _, state = checkpoint.load(self._source, self._c.trained, self._meta)
+        self._examples.load_state_dict(state["loader"])
+        self.accuracy = state["accuracy"]
+
+    def ends_early(self, step: int) -> bool:
+        """Return False: `trainer.early_stop` ends RL only."""
+        return False
+
+    def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
+        """Save `step` when that is asked for or due; arguments as in `Checkpoints.after_step`."""
+        settings = self._c.config.trainer
+        mine = any(request.exists() for request in self._requests) if self._world.rank == 0 else None
+        asked = self._world.broadcast_json(mine)
+        if not asked and not due(step, settings.resume_every):
+            return
+        extra = {"loader": self._examples.state_dict(), "accuracy": accuracy}
+        with phase("checkpoint"), self._c.offload.phase("checkpoint"):
+            config = self._c.config.model_dump(mode="json")
+            checkpoint.save(self._root, step, self._c.trained, extra, config=config, keep_last=1)
+        if asked and self._world.rank == 0:
+            for request in self._requests:
+                request.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove the folder: there is nothing to continue."""
+        refuse_if_taken(self._c.run_dir)
+        if self._world.rank == 0:
+            shutil.rmtree(self._root, ignore_errors=True)
+        self._world.barrier()
