@@ -20,6 +20,7 @@ from megarl.errors import ConfigError, UserError, close_matches
 from megarl.metrics import Metrics
 from megarl.processes import JOB_BEGAN
 from megarl.runtime.early_stop import EarlyStop
+from megarl.runtime.files_read import FilesRead, changes_in_place, files_read
 from megarl.runtime.frozen_models import put_aside, take_up_reference
 from megarl.runtime.resume_compatibility import (
     Command,
@@ -119,6 +120,7 @@ class Checkpoints:
         self._root = c.run_dir / FOLDER
         self.source: Path | None = None
         self._meta: dict[str, Any] | None = None
+        self._read: FilesRead = {}
         self._under_way = UnderWay()
         self.accuracy: float | None = None
         self._withdraws = self._continues = self._begun = self.ends = False
@@ -141,6 +143,8 @@ class Checkpoints:
         """
         resume = self._c.config.trainer.resume
         with phase("resume"):
+            now = self._c.config.model_dump(mode="json")
+            self._read = self._world.broadcast_json(files_read(now) if self._world.rank == 0 else None)
             if resume == "auto":
                 self._newest_good()
                 self._refuse_without_metrics()
@@ -192,6 +196,8 @@ class Checkpoints:
             refuse_other_sampling(step, buffered, c.config, c.team.placement)
         ahead = None if buffered is None else step + steps_held(buffered)
         changes = announcements(meta["config"], now, command, begun=step > 0, generated=ahead)
+        kept = checkpoint.read_state(self.source).get("read", {})  # none of an earlier version
+        changes += changes_in_place(kept, self._read, (meta["config"], now), command, begun=step > 0)
         return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]
 
     def _why_no_surplus(self) -> str | None:
@@ -448,6 +454,7 @@ class Checkpoints:
             "accuracy": accuracy,
             "early_stop": self._early_stop.state_dict(),
             "frozen": c.frozen,
+            "read": self._read,
             "drawn": None if teams is None else describe_buffered(c.config, c.team.placement, step),
         }
         self._under_way.wait()

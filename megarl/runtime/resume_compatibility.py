@@ -39,30 +39,30 @@ AHEAD_ORDER, STALENESS = "async.order", "async.max_staleness"
 
 
 def _kl_coef(before: Plain, now: Plain) -> Effect:
-    adaptive = all(_at(config, "algorithm.kl.adaptive") is True for config in (before, now))
+    adaptive = all(value_at(config, "algorithm.kl.adaptive") is True for config in (before, now))
     return "not used: the adaptive coefficient goes on from its value in the checkpoint" if adaptive else None
 
 
 def _dtype(before: Plain, now: Plain) -> Effect:
-    if _at(now, "model.dtype") == "bf16":
+    if value_at(now, "model.dtype") == "bf16":
         return FIXED  # a checkpoint of float32 parameters has no master weights
     return "from the parameters rounded to bf16, without their master weights"
 
 
 def _model_path(before: Plain, now: Plain) -> Effect:
-    if _at(now, "model.lora") in (None, _MISSING):
+    if value_at(now, "model.lora") in (None, MISSING):
         return f"read for tokenizer and architecture only: {WEIGHTS}"
     return "the base model of the adapters, whose files have to be those of before"
 
 
 def _init_seed(before: Plain, now: Plain) -> Effect:
-    initialised = _at(now, "model.lora") not in (None, _MISSING) and _at(now, "model.path") is None
+    initialised = value_at(now, "model.lora") not in (None, MISSING) and value_at(now, "model.path") is None
     return FIXED if initialised else f"not used: {WEIGHTS}"  # the checkpoint has only adapters
 
 
 def _staleness(before: Plain, now: Plain) -> Effect:
     ready = not any(_is_in_order(config) for config in (before, now))
-    fewer = ready and _at(now, STALENESS) < _at(before, STALENESS)
+    fewer = ready and value_at(now, STALENESS) < value_at(before, STALENESS)
     return "groups of the checkpoint that no step could use in time any more are generated again" if fewer else None
 
 
@@ -205,8 +205,8 @@ def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
     [('trainer.steps', 3, 5)]
     """
     for key in iter_keys():
-        old, new = _at(before, key.path), _at(now, key.path)
-        if old is _MISSING or new is _MISSING or old == new or key.path == "trainer.resume":
+        old, new = value_at(before, key.path), value_at(now, key.path)
+        if old is MISSING or new is MISSING or old == new or key.path == "trainer.resume":
             continue  # a section comes again with its keys, and a key of another version says nothing
         if names_component(key.section):
             shared = {other.path.rpartition(".")[2] for other in iter_keys() if other.path.startswith(f"{key.path}.")}
@@ -271,9 +271,9 @@ def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, co
         ConfigError: the run would end before its epochs, or after them.
     """
     section, key = ("sft", "sft.batch_size") if command == "sft" else ("trainer", "data.batch_size")
-    epochs = _at(now, f"{section}.epochs")
-    old, new = _at(before, key), _at(now, key)
-    if epochs in (None, _MISSING) or _MISSING in (old, new) or old == new or not step:
+    epochs = value_at(now, f"{section}.epochs")
+    old, new = value_at(before, key), value_at(now, key)
+    if epochs in (None, MISSING) or MISSING in (old, new) or old == new or not step:
         return
     steps = step + max(0, math.ceil((epochs * loader["samples"] - step * old) / new - 1e-9))
     raise ConfigError(
@@ -301,17 +301,18 @@ def _is_of_sampling(key: str, now: Plain) -> bool:
 
 
 def _is_in_order(config: Plain) -> bool:
-    return _at(config, AHEAD_ORDER) in ("in_order", _MISSING)
+    return value_at(config, AHEAD_ORDER) in ("in_order", MISSING)
 
 
-_MISSING = object()
+MISSING = object()
 
 
-def _at(config: Plain, path: str) -> Any:
+def value_at(config: Plain, path: str) -> Any:
+    """Return the value at a dotted path; MISSING where there is none."""
     value: Any = config
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            return _MISSING
+            return MISSING
         value = value[name]
     return value
 
