@@ -72,6 +72,8 @@ class ScorerPool:
         program: module that the processes run; `noun`: its name in messages.
         read: validates their results.
         repeats: whether samples of a killed process are scored once more.
+        quiet: drop what processes write to standard output, and bound their error output for their whole life instead
+            of for each call.
 
     Raises:
         ConfigError: the processes could not load the function.
@@ -90,10 +92,11 @@ class ScorerPool:
         noun: str = "reward",
         read: Reading = read_reward,
         repeats: bool = True,
+        quiet: bool = False,
     ) -> None:
         self._program, self._noun, self._read = program, noun, read
         self._setup = {"name": name, "mode": mode, "kwargs": kwargs, "sys_path": [p or os.getcwd() for p in sys.path]}
-        self._mode, self._size, self._repeats = mode, size, repeats
+        self._mode, self._size, self._repeats, self._quiet = mode, size, repeats, quiet
         self._sample_limit_s, self._limit_result = sample_limit_s, limit_result
         self._workers: list[PoolProcess] = []
         self.asks_images = False  # until a process has loaded the function
@@ -114,6 +117,8 @@ class ScorerPool:
         batch = _Batch(samples)
         batch.pending.extend(self._chunks(batch))
         self._start_missing()
+        for worker in self._workers if not self._quiet else ():
+            worker.output.renew()
         while batch.pending or batch.again or any(w.chunk for w in self._workers):
             for worker in list(self._workers):
                 if not batch.pending and not any(w.chunk for w in self._workers) and batch.again:
@@ -264,7 +269,8 @@ class ScorerPool:
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._size:
-            self._workers.append(PoolProcess(self._program, self._setup))
+            name = f"{self._noun} {self._setup['name']!r}"
+            self._workers.append(PoolProcess(self._program, self._setup, name, quiet=self._quiet))
 
     def _await_ready(self, deadline: float) -> None:
         while not all(worker.ready for worker in self._workers):

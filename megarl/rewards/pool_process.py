@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.rewards.images import packed
+from megarl.rewards.process_output import ProcessOutput
 from megarl.rewards.scoring import Sample
 from megarl.simulators.parents import as_parent
 from megarl.simulators.plain import PlainInbox, pack
@@ -29,9 +30,12 @@ class PoolProcess:
     Args:
         program: its module.
         setup: its first message.
+        name: in messages.
+        quiet: drop its standard output.
 
     Attributes:
         process: the subprocess.
+        output: what it prints.
         ready: whether it has loaded its function.
         chunk: positions in the batch that it scores; none: it is idle.
         done: positions with an outcome.
@@ -40,16 +44,21 @@ class PoolProcess:
         since: start time of the sample in work.
     """
 
-    def __init__(self, program: str, setup: dict[str, Any]) -> None:
+    def __init__(self, program: str, setup: dict[str, Any], name: str, *, quiet: bool = False) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
+                stderr=subprocess.PIPE if quiet else subprocess.STDOUT,
                 start_new_session=True,  # a process group, killed as a whole with the function's children
                 env={**os.environ, **as_parent(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
+        pipe = self.process.stderr if quiet else self.process.stdout
+        assert pipe is not None
+        self.output = ProcessOutput(pipe, name)
         self._socket, self._inbox, self._outbox = ours, PlainInbox(_HEADER, 0, _DEPTH), bytearray()
         self._socket.setblocking(False)
         self.ready = self.stops = self.broken = False
@@ -121,3 +130,4 @@ class PoolProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
+        self.output.close()

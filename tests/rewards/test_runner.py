@@ -71,6 +71,12 @@ def victims(samples):
     assert len({s["uid"] for s in samples}) * 2 == len(samples)
     return [victim(sample) for sample in samples]
 
+def talk(sample):
+    print("\\x1b[31m" + sample["response"])
+    for _ in range(4):
+        os.write(2, b"x" * 99_999 + b"\\n")
+    return 1
+
 def hang(sample):
     if sample["response"] == "bad":
         time.sleep(60)
@@ -271,6 +277,26 @@ def test_a_sample_that_kills_its_process_twice_is_blamed_with_settings_of_the_re
     assert "fewer reward.workers" in str(caught.value)
     failure = failure_of(caught.value, 0)
     assert (failure.exit_code, failure.out_of_memory) == (2, False)
+
+
+def test_what_a_function_prints_has_a_bound_for_each_batch(file, capfd):
+    with closing(RewardRunner(config(f"{file}:talk"))) as runner:
+        for said in ("first", "second"):
+            assert runner.result(runner.submit(samples(said))) == [{"overall": 1.0}]
+    printed = capfd.readouterr().out
+    assert printed.count("what it prints beyond 65,536 bytes is dropped") == 2
+    assert len(printed) < 140_000
+    assert "\\x1b[31mfirst" in printed
+
+
+def test_quiet_processes_as_those_of_tools_have_no_output_and_one_bound_for_their_errors(file, capfd):
+    with closing(ScorerPool(f"{file}:talk", "sequential", {}, 1, quiet=True)) as pool:
+        for said in ("first", "second"):
+            assert pool.score(samples(said), 60, True) == {0: {"overall": 1.0}}
+    printed = capfd.readouterr().out
+    assert printed.count("x" * 1000) < 70
+    assert printed.count("is dropped") == 1
+    assert "first" not in printed
 
 
 def test_process_killed_while_idle_is_replaced(file):

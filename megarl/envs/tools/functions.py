@@ -108,6 +108,7 @@ class Functions:
                 noun="environment",
                 read=functools.partial(_read_answer, max_chars),
                 repeats=False,  # a call may have had an effect
+                quiet=True,
             )
             for _ in range(workers)
         ]

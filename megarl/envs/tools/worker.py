@@ -5,8 +5,6 @@ It loads the functions itself after limiting its own memory, so no tool runs in 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -52,10 +50,9 @@ def _cut(said: Any, most: int) -> Any:
 
 
 def _answer(tool: Any, arguments: dict[str, Any], images: Sequence[Any]) -> tuple[Any, bool]:
-    """Return the tool's answer, or its error as the model is told it, and whether it failed; its output is dropped."""
+    """Return the tool's answer, or its error as the model is told it, and whether it failed."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return tool.call(arguments, images), False
+        return tool.call(arguments, images), False
     except BaseException as error:  # also SystemExit and KeyboardInterrupt, which only the tool raises here
         text = text_of(error) if isinstance(error, ValueError | DataError) else describe(error)
         return f"error: {text}".rstrip(": "), True
