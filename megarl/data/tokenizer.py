@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,7 +53,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}",
             where=key,
             found=name,
-            fix=advice("models", name, "name a folder or hub repository that holds tokenizer.json"),
+            fix=_missing_package(Path(name).expanduser())
+            or advice("models", name, "name a folder or hub repository that holds tokenizer.json"),
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -62,6 +64,15 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             fix="set eos_token in its tokenizer_config.json",
         )
     return tokenizer
+
+
+def _missing_package(folder: Path) -> str | None:
+    """Return the fix for a folder whose only tokenizer is tokenizer.model, which needs a package that is not there."""
+    if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
+        return None
+    if importlib.util.find_spec("sentencepiece") is not None:
+        return None
+    return "pip install sentencepiece, which reads tokenizer.model, or add the tokenizer.json of this model"
 
 
 def written_tokens(name: str) -> list[str]:

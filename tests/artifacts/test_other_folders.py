@@ -54,3 +54,16 @@ def test_a_folder_without_a_tokenizer_is_refused_and_not_given_another(tmp_path:
     for model in (ModelConfig(path=str(tmp_path)), ModelConfig(path="org/other", tokenizer=str(tmp_path))):
         with pytest.raises(ConfigError, match=r"model\.(path|tokenizer): there are no files of a tokenizer"):
             load_tokenizer(model)
+
+
+def test_a_tokenizer_of_sentencepiece_alone_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(name: str, **options: object) -> None:
+        raise ValueError("`tiktoken` is required to read a `tiktoken` file")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", failing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert "pip install sentencepiece" in str(caught.value.fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -156,6 +157,24 @@ def test_a_tokenizer_of_no_folder_has_a_class_that_both_versions_know(tmp_path: 
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again.encode("1<|turn|>2") == tokenizer.encode("1<|turn|>2")
     assert again.all_special_ids == tokenizer.all_special_ids
+
+
+@pytest.mark.parametrize(("more", "expected"), [(["<|turn|>", "<|unused|>"], "<|unused|>"), (["<|turn|>"], None)])
+def test_a_reward_model_pads_with_a_token_that_its_texts_do_not_end_with(
+    tmp_path: Path, more: list[str], expected: str | None
+) -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.bos_token, tokenizer.pad_token = None, tokenizer.eos_token
+    tokenizer.unk_token = None
+    tokenizer.add_special_tokens({"additional_special_tokens": more})
+    tokenizer.chat_template = "{{ messages[0].content }}<|turn|>"
+    config = transformers.AutoConfig.for_model("qwen3", eos_token_id=2, pad_token_id=2)
+    with contextlib.nullcontext() if expected else pytest.warns(UserWarning, match="can be the padding"):
+        write_metadata(tmp_path, config, tokenizer, torch.float32, value_head=True, classifies=True)
+    padding = written(tmp_path)["pad_token_id"]
+    assert padding == (expected and tokenizer.convert_tokens_to_ids(expected))
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again.pad_token == (expected or tokenizer.eos_token)
 
 
 # -- the real programs -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ def write_metadata(
         source: folder or hub name of the model that this one was made of: its generation_config.json is kept.
     """
     name, policy = str(dtype).removeprefix("torch."), getattr(hf_config, "policy", None)
+    padding: int | None = None
     if getattr(hf_config, "vision_language", None) is not None:
         _write_vision_language(folder, hf_config, name)
         if not value_head:
@@ -56,7 +58,7 @@ def write_metadata(
     elif policy is None:
         _write_config(folder, hf_config, name, value_head=value_head)
         if classifies:
-            _name_classifier(folder, hf_config, tokenizer)
+            padding = _name_classifier(folder, hf_config, tokenizer)
         if not value_head:
             _write_generation_config(folder, hf_config, source)
     else:  # of a robot policy: transformers has no class for it, so it stays what it was
@@ -68,6 +70,8 @@ def write_metadata(
     if tokenizer is not None and not copy_tokenizer(_folder_of(tokenizer.name_or_path), folder):
         tokenizer.save_pretrained(folder)
         _name_older_class(folder / _TOKENIZER_CONFIG)
+    if tokenizer is not None and padding is not None and padding != tokenizer.pad_token_id:
+        _name_padding(folder, tokenizer.convert_ids_to_tokens(padding))
 
 
 def copy_tokenizer(source: Path | None, folder: Path) -> bool:
@@ -133,21 +137,49 @@ def _older_keys(written: dict[str, Any], architecture: str, experts: int | None)
     return older | dict.fromkeys(ARCHITECTURES[architecture].experts_keys or (), experts)
 
 
-def _name_classifier(folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _name_classifier(
+    folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> int | None:
     """Make config.json that of a classifier of sequences, which transformers scores at the last token that is no
-    padding: the padding token must not be the end token, or the score would be made one token earlier."""
+    padding: the padding token must not be the end token, or the score would be made one token earlier. Return it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
     ends = list(hf_config.eos_token_id) if isinstance(hf_config.eos_token_id, list) else [hf_config.eos_token_id]
-    known = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.bos_token_id]
     ends += [] if tokenizer is None else [tokenizer.eos_token_id]
-    others = (token for token in (hf_config.pad_token_id, *known) if token is not None and token not in ends)
+    known = [hf_config.pad_token_id, *(() if tokenizer is None else _padding_tokens(tokenizer))]
+    padding = next((token for token in known if token is not None and token not in ends), None)
+    if padding is None and tokenizer is not None:
+        warnings.warn(
+            f"{folder}: no special token can be the padding of this reward model beside its end token, so transformers "
+            "scores only one text at a time with it. Add a special token to the tokenizer (pad_token in "
+            "tokenizer_config.json) before training to score batches",
+            stacklevel=2,
+        )
     written["architectures"] = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf_config.model_type]]
-    written["pad_token_id"] = next(others, None)
+    written["pad_token_id"] = padding
     written.pop("token_classification_bias", None)
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return padding
+
+
+def _padding_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int | None]:
+    """Return the tokens that texts do not end with: padding, begin, and special ones that the chat template does not
+    write."""
+    template = str(tokenizer.chat_template or "")
+    special = [(token, str(tokenizer.convert_ids_to_tokens(token))) for token in tokenizer.all_special_ids]
+    unwritten = [token for token, text in special if text not in template]
+    return [tokenizer.pad_token_id, tokenizer.bos_token_id, *unwritten]
+
+
+def _name_padding(folder: Path, token: str) -> None:
+    """Let the tokenizer pad with the token that the classifier takes for padding."""
+    for name in (_TOKENIZER_CONFIG, "special_tokens_map.json"):
+        file = folder / name
+        if file.is_file():
+            settings = json.loads(file.read_text(encoding="utf-8")) | {"pad_token": token}
+            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str) -> None:
