@@ -1,7 +1,7 @@
 """Workers as Ray actors, one per device, in one placement group.
 
     driver: connect or start Ray -> reserve devices -> actors -> number them team by team, node by node
-            -> rank 0 of every team picks its address, and the store between teams starts
+            -> rank 0 of every team picks its address, and the buffer between teams starts
             -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
     later:  a team that may (megarl.launchers.restarts) -> killed -> actors in the same bundles
 
@@ -25,18 +25,17 @@ from typing import TYPE_CHECKING, Any
 from megarl.artifacts.lock import ATTEMPT
 from megarl.credentials import PASSWORD, USER
 from megarl.dag.stage import Role
-from megarl.disaggregated.buffer.actor import JOURNAL
 from megarl.disaggregated.buffer.size import LEAST, object_store_bytes, refuse_too_large
 from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
 from megarl.launchers.common import Job, layout_environment, own_command, own_environment, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.ray_folder import INNER, make_ray_folder
-from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, within
+from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, lost_text, within
 from megarl.launchers.seats import Place, assign_seats_by_team, ranks_of
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
-from megarl.processes import CAUGHT, FINISHED, JOB_BEGAN, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
+from megarl.processes import BUFFER, CAUGHT, FINISHED, JOB_BEGAN, RESTARTS, TEAM, WORKER, shared_memory_free
 from megarl.simulators.parents import PARENTS, end_with_parents
 from megarl.staleness import StalenessSettings
 
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 _AUTH_MODE = "RAY_AUTH_MODE"
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # also elsewhere: whether nodes may be on several machines
-_AGAIN_S = 0.5  # seconds between two attempts to reach a store that died
 _PROBE_S = 5.0  # seconds to open a connection to a cluster
 #: Settings of a Ray that is started for a run. Its workers are what the machine is for: Ray gives them a low priority.
 #: Ray also starts a process for every core in advance, which none of our actors can take: each has its environment.
@@ -136,11 +134,11 @@ class RayWorkers:
         self._apart: list[str] = []  # teams with their own nodes
         self._places: list[Place] = []
         self._server_places: list[Place] = []
-        self._store: Any = None
-        self._journal = job.run_dir / JOURNAL
+        self._buffer: Any = None
+        self._buffer_end: Any = None  # a call that fails when the buffer's process dies
         self._entered = False
         self._ray: OwnRay | ClusterRay | None = None
-        self._store_name = f"store-{secrets.token_hex(8)}"  # the cluster may run other jobs
+        self._buffer_name = f"buffer-{secrets.token_hex(8)}"  # the cluster may run other jobs
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
         self._deadline = time.monotonic() + job.config.cluster.start_timeout_s
 
@@ -162,7 +160,7 @@ class RayWorkers:
         try:
             self._number()
             if job.separate:
-                self._start_store()
+                self._start_buffer()
             for team in job.teams:
                 self._run(team)
         except ray.exceptions.GetTimeoutError as error:
@@ -241,16 +239,17 @@ class RayWorkers:
             ]
             self._server_places = ray.get(asked, timeout=self._seconds_left())
 
-    def _start_store(self) -> None:
+    def _start_buffer(self) -> None:
         """Start the buffer for data between teams."""
-        from megarl.disaggregated.buffer.actor import start_store
+        from megarl.disaggregated.buffer.actor import start_buffer
 
         job = self._job
         assert job.placement is not None, "there are several teams"
         groups, share = job.config.data.batch_size, job.config.placement.share
         environment = {"OMP_NUM_THREADS": "1"} | _missing_variables()
         flow = None if job.config.async_.in_order else StalenessSettings.of(job.config)
-        self._store = start_store(self._store_name, job.placement, groups, share, self._journal, environment, flow)
+        self._buffer = start_buffer(self._buffer_name, job.placement, groups, share, environment, flow)
+        self._buffer_end = self._buffer.end.remote()
 
     def _run(self, team: TeamPlan, more: Mapping[str, str] | None = None) -> None:
         """Start the workers of one team, which meet at their own address; `more`: for their environment."""
@@ -269,7 +268,7 @@ class RayWorkers:
         for number, own in enumerate(environments, first):
             environment = shared | own
             if job.separate:
-                environment |= {TEAM: team.name, WORKER: str(number), STORE: self._store_name}
+                environment |= {TEAM: team.name, WORKER: str(number), BUFFER: self._buffer_name}
             paths = str(job.config_path), str(job.log_dir)
             self._results[number] = self._actors[number].run.remote(job.entry, *paths, environment)
 
@@ -294,7 +293,9 @@ class RayWorkers:
         mine = range(team.first, team.first + team.devices)
         self._deadline = time.monotonic() + self._job.config.cluster.start_timeout_s
         try:
-            finished = self._tell_store(team, number)
+            limit_s = self._job.config.cluster.start_timeout_s
+            call = self._buffer.restart_team.remote(team.name, number, limit_s)
+            finished: int | None = ray.get(call, timeout=self._seconds_left())
             for rank in mine:
                 self._actors[rank] = self._new_actor(self._bundles[rank])
             places = ray.get([self._actors[rank].place.remote() for rank in mine], timeout=self._seconds_left())
@@ -306,21 +307,6 @@ class RayWorkers:
         except ray.exceptions.RayError as error:
             raise self._no_restart(team, str(error)) from error
         return finished
-
-    def _tell_store(self, team: TeamPlan, number: int) -> int | None:
-        """Tell the buffer that the team restarts; return its resume point. The buffer may be restarting itself."""
-        import ray
-
-        while True:
-            try:
-                limit_s = self._job.config.cluster.start_timeout_s
-                call = self._store.restart_team.remote(team.name, number, limit_s)
-                finished: int | None = ray.get(call, timeout=self._seconds_left())
-                return finished
-            except ray.exceptions.RayActorError:
-                if time.monotonic() > self._deadline:
-                    raise
-                time.sleep(_AGAIN_S)
 
     def _seat_again(self, mine: range, places: list[Place]) -> None:
         """Give the new actors of a team's workers `mine` the places of their predecessors, or others on the same
@@ -359,12 +345,14 @@ class RayWorkers:
         signal).
 
         Raises:
-            WorkerError: a part of Ray has died.
+            WorkerError: a part of Ray, or the buffer between teams, has died.
         """
         import ray
 
         if self._ray is not None and (lost := self._ray.lost()) is not None:
             raise WorkerError(lost)
+        if self._buffer_end is not None and ray.wait([self._buffer_end], timeout=0)[0]:
+            raise WorkerError(lost_text("the buffer between teams (a Ray actor)", "has died"))
         waiting = {result: rank for rank, result in self._results.items() if rank not in self._ended}
         done = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0] if waiting else []
         for result in done:
@@ -396,14 +384,13 @@ class RayWorkers:
                 ray.shutdown()
                 if self._ray is not None:
                     self._ray.forget()
-        self._journal.unlink(missing_ok=True)
         self._follower.close()
 
     def _give_back(self) -> None:
         """End the actors, and release their devices."""
         import ray
 
-        for actor in [*self._actors, *([self._store] if self._store is not None else [])]:
+        for actor in [*self._actors, *([self._buffer] if self._buffer is not None else [])]:
             ray.kill(actor)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)

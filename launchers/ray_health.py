@@ -68,8 +68,8 @@ class OwnRay:
             if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
                 how += ": out of memory, the kernel ended it"
             name = self._names[dead.pid]
-            return _text(f"Ray's {_PARTS[name]} ({name}, process {dead.pid})", how)
-        return _text(f"Ray's {_PARTS[self._names[dead.pid]]} ({self._names[dead.pid]})", "has ended")
+            return lost_text(f"Ray's {_PARTS[name]} ({name}, process {dead.pid})", how)
+        return lost_text(f"Ray's {_PARTS[self._names[dead.pid]]} ({self._names[dead.pid]})", "has ended")
 
     def leave(self) -> None:
         """End all that is left of it without asking it. Ray's rotated logs stay until the next start."""
@@ -112,7 +112,7 @@ class ClusterRay:
         silent = self._asked - self._heard
         if silent < _SILENT_S:
             return None
-        return _text(f"Ray's control store at {self._host}:{self._port}", f"has not answered for {silent:.0f} s")
+        return lost_text(f"Ray's control store at {self._host}:{self._port}", f"has not answered for {silent:.0f} s")
 
     def forget(self) -> None:
         """Do nothing: none of it belongs to this run."""
@@ -122,7 +122,8 @@ class ClusterRay:
         _shut_down()
 
 
-def _text(what: str, how: str) -> str:
+def lost_text(what: str, how: str) -> str:
+    """Describe the loss of a part that every worker needs, and the fix."""
     return (
         f"{what} {how}, and no worker can go on without it\n"
         "  fix:     go on from the newest checkpoint: by hand, or by itself with cluster.max_restarts and "

@@ -26,7 +26,7 @@ from megarl.simulators.parents import end_with_parents
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: Set in runs with several teams: this worker's team, its number among all teams' workers, and the buffer's name.
 #: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are then those of the team.
-TEAM, WORKER, STORE = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_STORE"
+TEAM, WORKER, BUFFER = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_BUFFER"
 #: Set in a restarted team: the number of restarts, and the last finished step (0: none).
 RESTARTS, FINISHED = "MEGARL_RESTARTS", "MEGARL_FINISHED"
 #: Unix time at which this process's job began, for all attempts of a launcher, and of a batch job.

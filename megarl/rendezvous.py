@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
-LISTENER = "MEGARL_STORE_FD"  # number of the listening socket that a launcher passes to the process with the store
+LISTENER = "MEGARL_BUFFER_FD"  # number of the listening socket that a launcher passes to the process with the store
 _TOKEN_FILE = "token"
 _BACKLOG = 4096  # all ranks of a large run connect at once; the kernel uses its own limit if that is lower
 _JOINED = "joined"

@@ -394,10 +394,10 @@ KINDS = {
     ),
     "SIGKILL of Ray's control store": Kind(signals(signal.SIGKILL, named("gcs_server")), (1,), 1, ("ray",)),
     "SIGKILL of the buffer": Kind(
-        signals(signal.SIGKILL, named("ray::StoreActor")), (0, 1), 2, ("ray",), scene="teams"
+        signals(signal.SIGKILL, named("ray::BufferActor")), (0, 1), 2, ("ray",), scene="teams"
     ),
     "SIGSTOP of the buffer": Kind(
-        signals(signal.SIGSTOP, named("ray::StoreActor")), (0, 1), 2, ("ray",), timeout_s=60, scene="teams"
+        signals(signal.SIGSTOP, named("ray::BufferActor")), (0, 1), 2, ("ray",), timeout_s=60, scene="teams"
     ),
 }
 

@@ -49,8 +49,8 @@ def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: b
     around = [worker, *_beside_terms(config, facts, placement, gpu=gpu, job=job)]
     teams = [_team_memory(config, sizes, facts, team, gpu=gpu, job=job) for team in placement.teams]
     if placement.separate:
-        store = object_store_bytes(config, placement)
-        around.append(Term("samples between teams", store, "data.batch_size, rollout.sampling.n", 0.0))
+        buffer = object_store_bytes(config, placement)
+        around.append(Term("samples between teams", buffer, "data.batch_size, rollout.sampling.n", 0.0))
         fullest = {"all teams at their fullest": [memory.peak for memory in teams]}
         fullest["all teams"] = [memory.needed for memory in teams]
         return Memory(

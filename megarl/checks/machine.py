@@ -55,7 +55,7 @@ def check_machine(
             _check_devices(config, sizes, placed, None, checks, job=job, starts=False)
         return
     cluster = config.cluster
-    _check_store(config, placement, machine, launcher, checks.of("shared memory"), starts)
+    _check_shared_memory(config, placement, machine, launcher, checks.of("shared memory"), starts)
     wanted = cluster.device_memory_gb
     if launcher == "ray":
         starts = False  # Ray chooses the machines
@@ -147,7 +147,7 @@ def _of_teams(config: RunConfig) -> str:
     return ", and the devices of placement.teams" if config.placement.teams else ""
 
 
-def _check_store(
+def _check_shared_memory(
     config: RunConfig,
     placement: Placement | None,
     machine: Machine,

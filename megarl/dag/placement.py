@@ -90,7 +90,7 @@ class Handover:
 
     @property
     def key(self) -> str:
-        """Names it in the store."""
+        """Names it in the buffer."""
         return f"{self.node}>{'+'.join(self.takers)}"
 
 

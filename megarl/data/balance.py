@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:  # the process of the store balances groups without torch
+if TYPE_CHECKING:  # the process of the buffer balances groups without torch
     from torch import Tensor
 
     Lengths: TypeAlias = Sequence[int] | np.ndarray | Tensor

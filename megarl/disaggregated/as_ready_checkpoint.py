@@ -45,14 +45,14 @@ def files_of_flow(
 ) -> dict[str, bytes]:
     """Name and content of all that this rank adds to the checkpoint of step `version`, whose weights nobody has used.
 
-    Finished groups are in the store; `under_way`: `versions` of the others. The rest as in `flow_files`.
+    Finished groups are in the buffer; `under_way`: `versions` of the others. The rest as in `flow_files`.
     """
-    store, layout = c.team.store, c.layout
-    assert store is not None, "there are other teams"
+    buffer, layout = c.team.buffer, c.layout
+    assert buffer is not None, "there are other teams"
     if not layout.is_lead:
         return {}
-    ready, versions = unused_groups(store, version, layout.dp_rank, layout.dp_size)
-    again = store.flow_state()["again"] if layout.rank == 0 else []
+    ready, versions = unused_groups(buffer, version, layout.dp_rank, layout.dp_size)
+    again = buffer.flow_state()["again"] if layout.rank == 0 else []
     return flow_files(layout, ready, {**versions, **under_way}, partials, again, carried)
 
 

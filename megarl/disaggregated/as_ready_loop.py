@@ -1,6 +1,6 @@
 """The team of the rollout when samples go to training as they get ready (`async.order=as_ready`).
 
-    rollout's team, every replica by itself              store                    actor's team
+    rollout's team, every replica by itself              buffer                    actor's team
     prompts that may begin             <-.
     generate, walk the nodes: groups   --+-- swap ---->  forms steps  --------->  train v + 1
     update n: nothing is generated       open/n ------------------------------->  which has trained v since
@@ -16,7 +16,7 @@ A group whose rewards are being computed is put aside at the node that waits for
 `async.partial` the weights may change meanwhile; a checkpoint waits for these rewards.
 
 Metrics of samples travel with them. What a replica measures of itself is counted in the step whose weights end its
-segment. What is finished is in the store: a checkpoint takes it from there.
+segment. What is finished is in the buffer: a checkpoint takes it from there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megarl.dag.stage import Role
 from megarl.data.batch import Batch
 from megarl.disaggregated.as_ready_checkpoint import BufferedGroups, files_of_flow, read_buffered_groups
 from megarl.disaggregated.generation import publish
-from megarl.disaggregated.in_order_loop import store_of
+from megarl.disaggregated.in_order_loop import buffer_of
 from megarl.disaggregated.pace import Pace
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
 from megarl.metrics import Metrics
@@ -71,7 +71,7 @@ def find_buffered_groups(source: Path) -> BufferedGroups | None:
 def tell_place(c: RankState) -> None:
     """Report where prompts stand, for the checkpoint of the context's step; no group begins meanwhile."""
     assert c.loader is not None, "checks refuse a training run without data"
-    c.loader.go_to(store_of(c).flow_state()["next"])
+    c.loader.go_to(buffer_of(c).flow_state()["next"])
     tell_loader(c)
 
 
@@ -119,7 +119,7 @@ class AsReadyLoop:
     _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
     _rejected: list[list[float]] = field(default_factory=list)  # scores of groups, since the last one that was not
     _pace: Pace = field(init=False)
-    _over: int = 0  # groups that are finished, and that the store has not been told of
+    _over: int = 0  # groups that are finished, and that the buffer has not been told of
     _unsent: list[FinishedGroups] = field(default_factory=list)  # useful ones among them, where this rank sends them
     _refused: list[int] = field(default_factory=list)  # the others
 
@@ -155,20 +155,20 @@ class AsReadyLoop:
         return open_groups(c.context, c.rollout, sampling, groups * sampling.n)
 
     def _open(self) -> None:
-        """Tell the store where prompts begin, and hand it what a checkpoint has."""
-        c, store, held = self.c, store_of(self.c), self.held
+        """Tell the buffer where prompts begin, and hand it what a checkpoint has."""
+        c, buffer, held = self.c, buffer_of(self.c), self.held
         assert c.loader is not None, "checks refuse a training run without data"
         if c.layout.rank == 0:
             begun = {} if held is None else held.versions
             again = [] if held is None else held.again
-            store.post(PLACE, c.loader.state_dict())
-            late = store.open_flow(c.context.step, c.loader.number, begun, again)
+            buffer.post(PLACE, c.loader.state_dict())
+            late = buffer.open_flow(c.context.step, c.loader.number, begun, again)
             if late:
                 print(
                     f"{len(late)} groups of the checkpoint come too late with these settings, and are generated again"
                 )
-            store.post(OPENED, late)
-        late = store.read(OPENED)
+            buffer.post(OPENED, late)
+        late = buffer.read(OPENED)
         if held is None:
             return
         if c.layout.rank == 0:
@@ -183,7 +183,7 @@ class AsReadyLoop:
         # changed.
         n, found = c.config.rollout.sampling.n, held.partials
         self._partials = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
-        self.held = None  # its samples are the store's now
+        self.held = None  # its samples are the buffer's now
 
     # -- one segment -------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class AsReadyLoop:
         self._swap(version, 0)
 
     def _admit(self, producer: Groups, version: int) -> None:
-        """Begin what may begin, as far as there is room; from time to time the store takes and hands out groups."""
+        """Begin what may begin, as far as there is room; from time to time the buffer takes and hands out groups."""
         room, most = 0, 0
         if not self._wanted:
             self._begin_waiting(producer)
@@ -280,7 +280,7 @@ class AsReadyLoop:
         if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
         self._looked = now
-        return store_of(self.c).has_come(f"{WANTED}/{self._update_number}")
+        return buffer_of(self.c).has_come(f"{WANTED}/{self._update_number}")
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
         """Walk the nodes after the one that generates, as far as they do not wait for rewards."""
@@ -364,7 +364,7 @@ class AsReadyLoop:
         c, number = self.c, self._update_number
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
-                store_of(c).arrive(f"{OPEN}/{number}")
+                buffer_of(c).arrive(f"{OPEN}/{number}")
             version = int(c.mail.read(f"{UPDATE}/{number}"))
         publish(c, version)
         c.context.step = version

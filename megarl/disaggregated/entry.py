@@ -23,15 +23,15 @@ from megarl.dag.placement import begins_again, place
 from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups
 from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
-from megarl.disaggregated.buffer.client import StoreClient
+from megarl.disaggregated.buffer.client import BufferClient
 from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.disaggregated.generation import open_rollout, publish
-from megarl.disaggregated.in_order_loop import InOrderLoop, find_buffered_steps, generates_apart, store_of
+from megarl.disaggregated.in_order_loop import InOrderLoop, buffer_of, find_buffered_steps, generates_apart
 from megarl.disaggregated.recorder import TeamRecorder
 from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader, tell_last
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
 from megarl.errors import ConfigError
-from megarl.processes import FINISHED, RESTARTS, STORE, TEAM
+from megarl.processes import BUFFER, FINISHED, RESTARTS, TEAM
 from megarl.runtime.checkpoints import Checkpoints, SavedRun, settling
 from megarl.runtime.export import show_export
 from megarl.runtime.frozen_models import RunStart, drop_refused_start
@@ -63,7 +63,7 @@ def join_run(config: RunConfig, graph: TaskGraph) -> OwnTeam:
 
     Raises:
         ConfigError: the launcher started one team.
-        StoreError: the buffer of the run does not answer.
+        HandoverError: the buffer of the run does not answer.
     """
     placement = place(graph, config)
     if TEAM not in os.environ:
@@ -75,9 +75,9 @@ def join_run(config: RunConfig, graph: TaskGraph) -> OwnTeam:
         )
     name, rank = os.environ[TEAM], int(os.environ["RANK"])
     restarts, finished = (int(os.environ.get(variable, "0")) for variable in (RESTARTS, FINISHED))
-    store = StoreClient.connect(os.environ[STORE], name, rank, config.cluster.timeout_s, restarts)
+    buffer = BufferClient.connect(os.environ[BUFFER], name, rank, config.cluster.timeout_s, restarts)
     plan = placement[name]
-    return OwnTeam(plan, placement, store, restarts, finished, begins_again(config, plan))
+    return OwnTeam(plan, placement, buffer, restarts, finished, begins_again(config, plan))
 
 
 def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
@@ -197,7 +197,7 @@ def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel:
     keeps = generates_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
     return TeamChannel(
-        graph, c.team.placement, store_of(c), *place, keeps=keeps, dealt=dealt, stays=c.team.plan.may_restart
+        graph, c.team.placement, buffer_of(c), *place, keeps=keeps, dealt=dealt, stays=c.team.plan.may_restart
     )
 
 
@@ -212,7 +212,7 @@ def _generate_apart(
         held = [] if source is None else find_buffered_steps(c, source, c.context.step)
         InOrderLoop(c, executor, channel, recorder, checkpoints, held).run()
         return
-    recorder.channel = groups = GroupChannel(team.placement, store_of(c), c.layout.is_lead)
+    recorder.channel = groups = GroupChannel(team.placement, buffer_of(c), c.layout.is_lead)
     nodes = team.plan.nodes[1:]
     waiting = next((place for place, id in enumerate(nodes) if PENDING in graph[id].declared.consumes), len(nodes))
     before, after = (Executor(graph, c.roles, some, groups) for some in (nodes[:waiting], nodes[waiting:]))

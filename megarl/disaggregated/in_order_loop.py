@@ -36,7 +36,7 @@ from megarl.training.checkpoint import read_state
 if TYPE_CHECKING:
     from megarl.dag.executor import Executor
     from megarl.disaggregated.buffer.channel import TeamChannel
-    from megarl.disaggregated.buffer.client import StoreClient
+    from megarl.disaggregated.buffer.client import BufferClient
     from megarl.disaggregated.checkpoint_part import CheckpointPart
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
@@ -50,10 +50,10 @@ def generates_apart(c: RankState) -> bool:
     return c.team.holds(Role.ROLLOUT) and not c.team.leads
 
 
-def store_of(c: RankState) -> StoreClient:
+def buffer_of(c: RankState) -> BufferClient:
     """Holds what this team and the others exchange."""
-    assert c.team.store is not None, "checks want the rollout in a team of its own"
-    return c.team.store
+    assert c.team.buffer is not None, "checks want the rollout in a team of its own"
+    return c.team.buffer
 
 
 @dataclass
@@ -128,7 +128,7 @@ class InOrderLoop:
         # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
         if c.layout.is_lead:
             # What others wait for: one piece of mail of all replicas.
-            store_of(c).arrive(f"{GENERATED}/{c.context.step}")
+            buffer_of(c).arrive(f"{GENERATED}/{c.context.step}")
 
     def _follow(self, version: int) -> None:
         c, validated = self.c, validates(self.c.config, version)

@@ -1,9 +1,9 @@
-"""When a replica calls the store, where groups go to training as they get ready.
+"""When a replica calls the buffer, where groups go to training as they get ready.
 
     something is finished, or prompts are missing    a place is empty, or would soon be    call at once
                                                      else                                  put it off
 
-A call costs the store's process about a millisecond, whatever it carries. What is put off comes later to a step that
+A call costs the buffer's process about a millisecond, whatever it carries. What is put off comes later to a step that
 waits for it, so the time is short beside that from one version of the weights to the next one. Nothing stands still
 meanwhile: a replica has some prompts in hand, which begin as soon as there is room. It takes these only after its first
 call of a segment: by then the others have called, too, and no place of theirs is empty for what waits here.
@@ -50,7 +50,7 @@ class Pace:
         Args:
             now: seconds, of a clock that never goes back.
             missing: prompts that it would ask for.
-            finished: there are groups that the store has not been told of.
+            finished: there are groups that the buffer has not been told of.
             empty: nothing is being generated, or some of the prompts could begin at once.
         """
         if not (missing or finished):

@@ -8,8 +8,8 @@
     record, best      <-- validation/t: accuracy, rows for the report ---
     early end?        last/t: validate t, too -------------------------->   only with `trainer.early_stop`, of training
 
-Mail is JSON of the first rank of a team; every rank that needs it reads it, and waits as the store does: until no other
-team makes progress any more. So a version is waited for here, and the inbox has it by then.
+Mail is JSON of the first rank of a team. Every rank that needs it reads it, and waits until no other team makes
+progress any more. So a version is waited for here, and the inbox has it by then.
 """
 
 from __future__ import annotations

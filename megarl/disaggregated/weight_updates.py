@@ -10,7 +10,7 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import OPEN, SAVES, UPDATE, WANTED
 from megarl.disaggregated.buffer.core import FORMED
 from megarl.disaggregated.generation import publish
-from megarl.disaggregated.in_order_loop import GENERATED, store_of
+from megarl.disaggregated.in_order_loop import GENERATED, buffer_of
 from megarl.models.copies import ParameterCopies
 from megarl.runtime.validate import may_be_last, validates
 from megarl.staleness import policy_of
@@ -78,7 +78,7 @@ class InOrderUpdates:
             with phase("await_drawn", waits_for=team.name):
                 c.mail.read(f"{GENERATED}/{step}")
             return True
-        found = store_of(c).peek(f"{GENERATED}/{step}") is not None if c.layout.rank == 0 else None
+        found = buffer_of(c).peek(f"{GENERATED}/{step}") is not None if c.layout.rank == 0 else None
         return bool(c.layout.world.broadcast_json(found))
 
 
@@ -99,7 +99,7 @@ class AsReadyUpdates:
             return
         given = c.team.placement.given_by(self._team.name)[0]
         with phase("take"), phase("wait", waits_for=self._team.name):
-            store_of(c).assignment(step, given.samples, c.layout.dp_rank)
+            buffer_of(c).assignment(step, given.samples, c.layout.dp_rank)
         if self._version < step - 1 and self._is_open():
             self._push(step - 1)
 
@@ -126,8 +126,8 @@ class AsReadyUpdates:
         The samples of a step may be the last ones that a replica put before it is open for weights: it is a matter of
         milliseconds then, and without waiting for them it would have nothing to do for a step of training.
         """
-        world, store = self._c.layout.world, store_of(self._c)
-        found = bool(world.broadcast_json(store.drained(self._version) if world.rank == 0 else None))
+        world, buffer = self._c.layout.world, buffer_of(self._c)
+        found = bool(world.broadcast_json(buffer.drained(self._version) if world.rank == 0 else None))
         if found:
             self._await_open()
         return found

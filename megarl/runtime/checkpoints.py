@@ -53,7 +53,7 @@ FOLDER = "checkpoints"
 def teams_of(c: RankState) -> Teams | None:
     """Return the teams that write checkpoints, as one of them sees them; None: there are no others."""
     team = c.team
-    if team.store is None:
+    if team.buffer is None:
         return None
     parts = {Role.CRITIC, Role.ROLLOUT}
     beside = tuple(plan.name for plan in team.others if parts & {*plan.roles}) if team.leads else ()
@@ -205,7 +205,7 @@ class Checkpoints:
         if not self._samples_again:
             return "no node of its task graph takes them up"
         if not self._c.config.async_.in_order:
-            return "with async.order=as_ready what steps leave over waits in the store"
+            return "with async.order=as_ready what steps leave over waits in the buffer"
         enabled = self._c.config.algorithm.dynamic_sampling.enabled
         return None if enabled else "algorithm.dynamic_sampling.enabled is false"
 

@@ -6,7 +6,7 @@
 
 This follows the last node that makes the samples of an update, before anything else is computed of them: `rollout`, or
 a node after it that resamples. Dynamic sampling collects groups from all replicas anyway, and shares them by tokens
-itself. In a team that samples come to from another one the store does it.
+itself. In a team that samples come to from another one the buffer does it.
 
 Dynamic sampling collects groups in a `GroupPool`, in one order that all replicas agree on. Replica r of d generates
 prompts r, r + d, r + 2 d, ... of every batch, and keeps some of their groups. Which groups make up the step must not

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
     from megarl.data.preferences import LabelledDataset, PairDataset
     from megarl.data.prompts import PromptDataset
-    from megarl.disaggregated.buffer.client import StoreClient
+    from megarl.disaggregated.buffer.client import BufferClient
     from megarl.disaggregated.rollout_team import LoaderElsewhere
     from megarl.offload_schedule import OffloadSchedule
     from megarl.rollout.robots.trials import Trials
@@ -53,7 +53,7 @@ class OwnTeam:
     """The team of this worker, among all of the run.
 
     Attributes:
-        store: what the teams exchange goes through it; None: there is only this team.
+        buffer: what the teams exchange goes through it; None: there is only this team.
         restarts: how often this team has begun again because a process of it died.
         begins_again: it may (`megarl.dag.placement.begins_again`).
         finished: with `restarts`, the last step that was over then: it begins after it.
@@ -61,7 +61,7 @@ class OwnTeam:
 
     plan: TeamPlan
     placement: Placement
-    store: StoreClient | None = None
+    buffer: BufferClient | None = None
     restarts: int = 0
     finished: int = 0
     begins_again: bool = False
@@ -94,19 +94,19 @@ class OwnTeam:
 
     def queues(self) -> dict[str, int]:
         """Groups of samples that wait for a team, by name (`buffer.core.Core.queues`); one rank calls this."""
-        return {} if self.store is None else self.store.queues()
+        return {} if self.buffer is None else self.buffer.queues()
 
     # -- mail: JSON, from the first rank of a team to all ranks of others ----------------------------------------------
 
     def post(self, layout: Layout, name: str, value: Any) -> None:
         """Leave `value` under a new name for other teams, where there are any; all ranks of this team call it."""
-        if self.store is not None and layout.rank == 0:
-            self.store.post(name, value)
+        if self.buffer is not None and layout.rank == 0:
+            self.buffer.post(name, value)
 
     def read(self, name: str) -> Any:
         """Wait for what another team has posted, and return it; only where there are several teams."""
-        assert self.store is not None, "with one team nobody posts"
-        return self.store.read(name)
+        assert self.buffer is not None, "with one team nobody posts"
+        return self.buffer.read(name)
 
 
 @dataclass
@@ -171,8 +171,8 @@ class RankState:
     @property
     def mail(self) -> Mail:
         """The mail between this team and the others; only with several teams."""
-        assert self.team.store is not None, "the only team has nobody to write to"
-        return self.team.store
+        assert self.team.buffer is not None, "the only team has nobody to write to"
+        return self.team.buffer
 
     @property
     def models(self) -> dict[str, ModelRole]:

@@ -1,6 +1,6 @@
 """Discrete events: the teams of a run as processes that wait for each other as the real ones do.
 
-rollout's team     generates by `buffer.flow` (as_ready, with the store's own rules) or step by step (in_order)
+rollout's team     generates by `buffer.flow` (as_ready, with the buffer's own rules) or step by step (in_order)
 actor's team       waits for samples and other teams' nodes, computes, pushes weights by the rules of
                    `disaggregated.weight_updates`
 other teams        walk their nodes of every step

@@ -1,4 +1,4 @@
-"""`async.order` as_ready: group after group, by the store's own rules (`buffer.flow`, `pace`)."""
+"""`async.order` as_ready: group after group, by the buffer's own rules (`buffer.flow`, `pace`)."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class _Replica:
         self._advance(self._env.now - began)
 
     def _pass(self, missing: int) -> Steps:
-        """Let time pass until something is over, the store is to be called, an engine dies, or a weight update is
+        """Let time pass until something is over, the buffer is to be called, an engine dies, or a weight update is
         wanted."""
         now = self._env.now
         over = self._replica.until_event(self._samples if not self._dry or self._waiting else 0)

@@ -320,6 +320,6 @@ def _of_teams(runs: list[Run], stage: str) -> list[Chart]:
     names = {name for run in runs for name in run.series.get(stage, {})}
     rows = [
         Chart("What teams waited for", "in a step", teams.lines_of_waits(names), "seconds"),
-        Chart("Queues of the store", "waiting at the end of a step", teams.lines_of_queues(names), "groups"),
+        Chart("Queues of the buffer", "waiting at the end of a step", teams.lines_of_queues(names), "groups"),
     ]
     return [row for row in rows if row.lines]

@@ -68,11 +68,11 @@ class Run:
         alone = WorkerGroup.alone()
         layout = SimpleNamespace(mp_group=alone, world=alone, is_lead=True, rank=0, dp_rank=0, dp_size=1)
         self.wanted: Callable[[], bool] = lambda: False
-        store = SimpleNamespace(
+        buffer = SimpleNamespace(
             has_come=lambda name: self.wanted(),
             flow_state=lambda: {"next": 5},
         )
-        team = SimpleNamespace(store=store, plan=SimpleNamespace(nodes=["rollout"]))
+        team = SimpleNamespace(buffer=buffer, plan=SimpleNamespace(nodes=["rollout"]))
         rollout = SimpleNamespace(generating=lambda context, step: nullcontext())
         context = SimpleNamespace(metrics=Metrics(), step=1)
         loader = SimpleNamespace(go_to=lambda number: None)

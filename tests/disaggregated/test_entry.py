@@ -24,7 +24,7 @@ def test_without_placement_the_only_team_holds_what_the_graph_works_with_and_lea
     placement = place(build_task_graph(config()), config())
     team = OwnTeam(placement.teams[0], placement)
     assert [role for role in Role if team.holds(role)] == [Role.ACTOR, Role.ROLLOUT, Role.REFERENCE]
-    assert (team.leads, team.others, team.store) == (True, [], None)
+    assert (team.leads, team.others, team.buffer) == (True, [], None)
 
 
 def test_work_without_a_graph_has_one_team_whatever_the_placement():

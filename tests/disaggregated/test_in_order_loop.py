@@ -176,12 +176,12 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
     sections = {"async": {"max_staleness": 2}, "trainer": {"steps": 5}, "validation": {"every": 4}}
     config = RunConfig.model_validate({"name": "x", **sections, "data": {"val_files": val_files}})
     told: set[str] = set()
-    store = SimpleNamespace(peek=lambda name: True if name in told else None)
+    buffer = SimpleNamespace(peek=lambda name: True if name in told else None)
     placement = SimpleNamespace(of_role=lambda role: SimpleNamespace(name="draw"))
     world = SimpleNamespace(broadcast_json=lambda value: value)
     c: Any = SimpleNamespace(
         config=config,
-        team=SimpleNamespace(placement=placement, store=store),
+        team=SimpleNamespace(placement=placement, buffer=buffer),
         mail=SimpleNamespace(read=lambda name: said.append(name)),
         layout=SimpleNamespace(rank=0, world=world),
         actor=SimpleNamespace(chunks=[]),

@@ -1,4 +1,4 @@
-"""When a replica calls the store."""
+"""When a replica calls the buffer."""
 
 from __future__ import annotations
 

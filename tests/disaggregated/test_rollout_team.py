@@ -55,7 +55,7 @@ def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
         run_dir=tmp_path,
         layout=layout,
         mail=mail,
-        team=SimpleNamespace(store=mail),
+        team=SimpleNamespace(buffer=mail),
         rollout=SimpleNamespace(engine=engine),
     )
     pushed = rollout_team.open_engine(holder)
@@ -181,7 +181,7 @@ def test_a_resumed_run_draws_the_prompts_that_come_next(tmp_path, resumed_at):
     for _ in range(resumed_at):
         next(written)
     (tmp_path / "state.json").write_text(json.dumps({"loader": written.state_dict()}))
-    team = SimpleNamespace(holds=lambda role: role is Role.ROLLOUT, leads=False, store=None)
+    team = SimpleNamespace(holds=lambda role: role is Role.ROLLOUT, leads=False, buffer=None)
     c = SimpleNamespace(team=team, layout=SimpleNamespace(world=world()), loader=PromptLoader(data, 4), trained={})
     entry.resume(c, CheckpointPart(c), tmp_path, begun=resumed_at > 0)
     assert next(c.loader)["number"] == next(written)["number"]

@@ -133,7 +133,7 @@ def test_keys_that_the_prose_names_exist(page: Path) -> None:
         if not (found := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)(=.*)?", line)):
             continue
         first, *more = found[1].split(".")
-        if found[1] in ("reference.next", "start.next", "store.journal"):  # files of a run folder
+        if found[1] in ("reference.next", "start.next"):  # files of a run folder
             continue
         if found[1] == "reward_model.ground_truth":  # a column of other trainers' data
             continue

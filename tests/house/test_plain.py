@@ -34,7 +34,7 @@ ANY = re.compile(
 ALLOWED = {
     "launchers/ray.py": "actors of ours answer with numbers and addresses; what a user's code raises stays in them",
     "megarl/artifacts/robot_policy.py": "a file of a published checkpoint, with weights_only: tensors by name",
-    "megarl/disaggregated/buffer/client.py": "the store runs no user's code; samples are bytes with JSON inside",
+    "megarl/disaggregated/buffer/client.py": "the buffer runs no user's code; samples are bytes with JSON inside",
     "megarl/data/wire.py": "how Ray copies a block of bytes: nothing is read",
     "megarl/sync/shared.py": "torch's functions for handles, which travel as JSON",
     "megarl/rollout/sglang/wire.py": "writes what SGLang's servers read; reads nothing",

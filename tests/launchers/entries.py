@@ -15,9 +15,9 @@ import psutil
 
 from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.config.run import RunConfig
-from megarl.disaggregated.buffer.client import StoreClient
+from megarl.disaggregated.buffer.client import BufferClient
 from megarl.errors import UserError
-from megarl.processes import STORE, TEAM, WORKER, worker_number
+from megarl.processes import BUFFER, TEAM, WORKER, worker_number
 from megarl.rendezvous import join
 from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
 from megarl.tracing import beat, phase, set_step
@@ -99,7 +99,7 @@ def meet_in_teams(config: RunConfig, run_dir: Path) -> None:
     session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
     seen["ray folder"] = {"mode": oct(session.parents[1].stat().st_mode), "session": session.name}
     seen["listens"] = [address.removeprefix("::ffff:") for address in _listening()]
-    mail = StoreClient.connect(os.environ[STORE], os.environ[TEAM], int(os.environ["RANK"]), config.cluster.timeout_s)
+    mail = BufferClient.connect(os.environ[BUFFER], os.environ[TEAM], int(os.environ["RANK"]), config.cluster.timeout_s)
     mail.post(f"from {number}", seen)
     seen["heard"] = [mail.read(f"from {other}")[WORKER] for other in range(config.cluster.nproc)]
     (run_dir / f"seen_{number}.json").write_text(json.dumps(seen))
@@ -112,7 +112,7 @@ def _reference_fails(config: RunConfig, run_dir: Path, fail: Callable[[], None])
     import torch.distributed as dist
 
     join("gloo", config.cluster.timeout_s, run_dir)
-    mail = StoreClient.connect(os.environ[STORE], os.environ[TEAM], int(os.environ["RANK"]), config.cluster.timeout_s)
+    mail = BufferClient.connect(os.environ[BUFFER], os.environ[TEAM], int(os.environ["RANK"]), config.cluster.timeout_s)
     set_step(4)
     if os.environ[TEAM] == "actor":
         with phase("train"):

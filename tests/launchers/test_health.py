@@ -163,10 +163,10 @@ def test_a_failure_keeps_its_phase_and_exit_code(tmp_path: Path) -> None:
         ("RuntimeError", "[pair.cc:553] Connection closed by peer [127.0.0.1]:60820", True),
         ("RuntimeError", "Timed out waiting 3000ms for recv operation to complete", True),
         ("DistBackendError", "NCCL error", True),
-        ("StoreError", "team 'a' rank 0: the bytes of x cannot be had: The object's owner has exited.", True),
-        ("StoreError", "the store 'x' is gone: The actor died unexpectedly before finishing this task.", True),
+        ("HandoverError", "team 'a' rank 0: the bytes of x cannot be had: The object's owner has exited.", True),
+        ("HandoverError", "the buffer 'x' is gone: The actor died unexpectedly before finishing this task.", True),
         ("NodeError", "node 'x' failed: OwnerDiedError: The object's owner has exited.", True),
-        ("StoreError", "this rank has given it before", False),
+        ("HandoverError", "this rank has given it before", False),
         ("RuntimeError", "loss is NaN", False),
     ],
 )

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from megarl.config.run import RunConfig
-from megarl.disaggregated.buffer import size as store_size
+from megarl.disaggregated.buffer import size as buffer_size
 from megarl.disaggregated.buffer.size import LEAST
 from megarl.errors import ConfigError, WorkerError
 from megarl.launchers import ray as ray_launcher
@@ -146,7 +146,7 @@ def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
         raise NoRay("as far as this test goes")
 
     monkeypatch.delenv("RAY_ADDRESS")
-    for module in (ray_launcher, store_size):
+    for module in (ray_launcher, buffer_size):
         monkeypatch.setattr(module, "object_store_bytes", lambda config, placement: 9 << 30)
     monkeypatch.setattr(ray_launcher, "shared_memory_free", lambda: free)
     monkeypatch.setattr(ray_launcher, "_keep_strangers_out", lambda: None)
@@ -249,8 +249,8 @@ def names_run(process: psutil.Process, run_dir: Path) -> bool:
 def test_a_cluster_whose_control_store_is_gone_for_a_while_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(ray_health.time, "monotonic", lambda: now[0])
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        address = "{}:{}".format(*store.getsockname())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = "{}:{}".format(*listener.getsockname())
         cluster = ClusterRay(address)
         now[0] = 20
         assert cluster.lost() is None

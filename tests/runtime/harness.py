@@ -247,11 +247,11 @@ def workers(run_dir: Path) -> dict[int, int]:
     return found
 
 
-def store_of_run() -> int | None:
-    """Process id of the store of the run with several teams that this process has started: an actor of its Ray."""
+def buffer_of_run() -> int | None:
+    """Process id of the buffer of the run with several teams that this process has started: an actor of its Ray."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-            if child.cmdline()[0].startswith("ray::StoreActor"):
+            if child.cmdline()[0].startswith("ray::BufferActor"):
                 return child.pid
     return None
 

@@ -224,7 +224,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         run_dir=checkpoints.Path(),
         layout=SimpleNamespace(world=None),
         hf_config=None,
-        team=SimpleNamespace(store=None),
+        team=SimpleNamespace(buffer=None),
         kl_controller=controller,
         loading=loader,
         trained={},

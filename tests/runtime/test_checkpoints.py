@@ -28,7 +28,7 @@ from megarl.runtime.rank_state import OwnTeam
 from megarl.training.shards import FormatError
 from tests.runtime.harness import RECIPE
 
-ONE_TEAM = SimpleNamespace(store=None)
+ONE_TEAM = SimpleNamespace(buffer=None)
 
 
 def test_a_misspelt_best_metric_names_those_that_exist():
@@ -220,7 +220,7 @@ def with_state(run_dir, monkeypatch, state, roles=(), **sections):
     checkpoints = of_run(run_dir, loader=loader, roles=roles)
     c = checkpoints._c
     c.config = RunConfig.model_validate({"name": "run", **sections})
-    c.team = SimpleNamespace(store=None, placement=together(c.config, (Role.ACTOR, Role.ROLLOUT)))
+    c.team = SimpleNamespace(buffer=None, placement=together(c.config, (Role.ACTOR, Role.ROLLOUT)))
     c.offload, c.context = OffloadSchedule(), SimpleNamespace(surplus=None, scores=None, config=c.config)
     c.context.kl_controller = SimpleNamespace(load_state_dict=lambda _: None)
     return checkpoints

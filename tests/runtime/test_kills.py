@@ -1,13 +1,12 @@
 """kill -9 of one process of a run of several teams, at a moment that is drawn: nothing is lost, nothing trained twice.
 
 In order the resumed run has the numbers of an undisturbed one, bit for bit; as samples get ready it trains on every
-prompt once, and on nothing that is too old. A store that dies ends nothing, and with `cluster.max_restarts` a run that
-lost a worker goes on by itself: both have these numbers.
+prompt once, and on nothing that is too old. With `cluster.max_restarts` a run that lost a worker or its buffer goes on
+by itself, and has these numbers.
 
 Of each kind the suite has one case: the actor in test_ahead.py and test_flow.py, the rollout in test_ahead.py, the
-critic in test_critic_apart.py, the launcher and a run that starts again by itself in test_durability.py, the store in
-tests/launchers/test_ray.py. All of them take about an hour on two cores: 140 of 3 to 5 s, and 60 of 15 to 70 s in
-a Ray of their own.
+critic in test_critic_apart.py, the launcher and a run that starts again by itself in test_durability.py. All of them
+take about an hour on two cores: 140 of 3 to 5 s, and 60 of 15 to 70 s in a Ray of their own.
 """
 
 from __future__ import annotations
@@ -74,19 +73,19 @@ class Lasts(NamedTuple):
     """How long an undisturbed run takes in a Ray of its own."""
 
     seconds: float
-    seconds_with_store: float
+    seconds_with_buffer: float
 
 
 @pytest.fixture(scope="module")
 def ray(recipe: Path, undisturbed: Any, tmp_path_factory: pytest.TempPathFactory) -> Lasts:
     run_dir, began = tmp_path_factory.mktemp("ray"), time.monotonic()
     process = test_ahead.start(recipe, run_dir, *PPO)
-    harness.wait_for(harness.store_of_run, process)
-    store = time.monotonic()
+    harness.wait_for(harness.buffer_of_run, process)
+    buffer = time.monotonic()
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
     assert test_ahead.without_times(harness.metrics(run_dir)) == undisturbed
-    return Lasts(time.monotonic() - began, time.monotonic() - store)
+    return Lasts(time.monotonic() - began, time.monotonic() - buffer)
 
 
 @pytest.mark.parametrize("team", ["train", "value", "draw"])
@@ -108,12 +107,12 @@ def test_as_samples_get_ready_every_prompt_is_trained_on_once(recipe, as_ready_s
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_whose_store_dies_has_the_numbers_of_an_undisturbed_one(recipe, undisturbed, ray, tmp_path, seed):
-    process = test_ahead.start(recipe, tmp_path, *PPO)
-    store = harness.wait_for(harness.store_of_run, process)
-    time.sleep(random.Random(f"store {seed}").uniform(0.0, ray.seconds_with_store))
+def test_a_run_whose_buffer_dies_has_the_numbers_of_an_undisturbed_one(recipe, undisturbed, ray, tmp_path, seed):
+    process = test_ahead.start(recipe, tmp_path, *PPO, "cluster.max_restarts=1")
+    buffer = harness.wait_for(harness.buffer_of_run, process)
+    time.sleep(random.Random(f"buffer {seed}").uniform(0.0, ray.seconds_with_buffer))
     with contextlib.suppress(ProcessLookupError):  # it has ended with its run
-        harness.kill(store)
+        harness.kill(buffer)
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
     assert test_ahead.without_times(harness.metrics(tmp_path)) == undisturbed
@@ -126,7 +125,7 @@ def test_a_run_that_starts_again_by_itself_has_the_numbers_of_an_undisturbed_one
     worker = seed % 3  # each is a team
     process = test_ahead.start(recipe, tmp_path, *PPO, "cluster.max_restarts=1")
     pid = harness.wait_for(lambda: harness.workers(tmp_path).get(worker), process)
-    time.sleep(random.Random(f"worker {worker} {seed}").uniform(0.0, ray.seconds_with_store))
+    time.sleep(random.Random(f"worker {worker} {seed}").uniform(0.0, ray.seconds_with_buffer))
     with contextlib.suppress(ProcessLookupError):
         harness.kill(pid)
     output = harness.finish(process)

@@ -147,7 +147,7 @@ def test_the_wait_for_other_ranks_has_a_name_of_its_own():
 
 
 class QueuedMail(FolderMail):
-    """A store in which something waits."""
+    """A buffer in which something waits."""
 
     def queues(self) -> dict[str, int]:
         return {"teacher_logp/train": 3}
@@ -170,7 +170,7 @@ def of_team(name: str, tmp_path) -> SimpleNamespace:
         model_dump=lambda mode: {},
     )
     layout = SimpleNamespace(rank=0, is_lead=True, world=WorkerGroup.alone())
-    c = SimpleNamespace(run_dir=tmp_path, layout=layout, config=config, team=team, mail=team.store, metrics=Metrics())
+    c = SimpleNamespace(run_dir=tmp_path, layout=layout, config=config, team=team, mail=team.buffer, metrics=Metrics())
     c.context = c
     return c
 

@@ -93,7 +93,7 @@ def test_ordered_steps_wait_for_every_slow_sample_and_flowing_ones_do_not():
 
 @dataclass
 class Ticking:
-    """A second at a time, without the store's own rules: each is asked for as it is stated."""
+    """A second at a time, without the buffer's own rules: each is asked for as it is stated."""
 
     work: Listed
     steps: int

@@ -1,4 +1,4 @@
-"""Simulated steps beside those of real runs of teams and store whose samples and updates were sleeps."""
+"""Simulated steps beside those of real runs of teams and buffer whose samples and updates were sleeps."""
 
 from __future__ import annotations
 

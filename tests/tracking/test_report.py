@@ -182,7 +182,7 @@ def test_who_waited_for_whom_is_a_picture_of_several_teams(tmp_path):
     assert speed["Who waited for whom"]["bounds"] == "draw, in 100% of the steps"
     assert ["bounded by", "draw, in 100% of the steps"] in data["facts"]
     assert [line["label"] for line in speed["What teams waited for"]["lines"]] == ["draw: weights", "train: samples"]
-    assert [line["label"] for line in speed["Queues of the store"]["lines"]] == ["rollout, for train"]
+    assert [line["label"] for line in speed["Queues of the buffer"]["lines"]] == ["rollout, for train"]
     assert [line["label"] for line in speed["Tokens of a team"]["lines"]] == ["draw", "train"]
     (rest,) = [group for group in data["groups"] if group["title"] == "Everything else"]
     assert [chart["title"] for chart in rest["charts"]] == ["odd/x", "sft/loss"]

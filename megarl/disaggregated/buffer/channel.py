@@ -2,7 +2,7 @@
 
 Samples go group by group, so that the takers need no layout of the giver's; groups that the same replicas take share
 blocks of bytes. A batch of samples belongs to the node that made them (`Inputs.samples`). Where that node was another
-team's, the store says which groups this replica works on; everything else that comes for these samples comes for just
+team's, the buffer says which groups this replica works on; everything else that comes for these samples comes for just
 these groups, and is put to the samples that it belongs to.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.node import Node
 from megarl.data.batch import Batch
 from megarl.data.groups import ORDINAL, group_places, tokens_of
-from megarl.disaggregated.buffer.core import GroupInfo, StoreError
+from megarl.disaggregated.buffer.core import GroupInfo, HandoverError
 from megarl.disaggregated.buffer.flow import Finished
 from megarl.metrics import Metrics
 from megarl.tracing import phase
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.dag.placement import Handover, Placement
     from megarl.data.wire import Span
-    from megarl.disaggregated.buffer.client import StoreClient
+    from megarl.disaggregated.buffer.client import BufferClient
 
 
 #: Comes with every handover: which samples it belongs to.
@@ -66,7 +66,7 @@ class TeamChannel:
         self,
         graph: TaskGraph,
         placement: Placement,
-        client: StoreClient,
+        client: BufferClient,
         replica: int,
         is_lead: bool,
         *,
@@ -90,7 +90,7 @@ class TeamChannel:
         A field that its writer did not write in this step is not there.
 
         Raises:
-            StoreError: it does not come, or is not of the samples on the batch.
+            HandoverError: it does not come, or is not of the samples on the batch.
         """
         if node.id == self._team.nodes[0]:
             self._taken, self._samples, self._groups, self.given = set(), None, None, {}
@@ -113,7 +113,7 @@ class TeamChannel:
         unless it `stays`.
 
         Raises:
-            StoreError: a column cannot be sent, or the store refuses it.
+            HandoverError: a column cannot be sent, or the buffer refuses it.
         """
         if node.declared.resamples:
             self._samples, self._groups = node.id, None
@@ -135,7 +135,7 @@ class TeamChannel:
         """In place of a walk of `step`, by a team that takes nothing: hand over what an earlier one gave.
 
         Raises:
-            StoreError: the store refuses it.
+            HandoverError: the buffer refuses it.
         """
         for key, sent in given.items():
             takers = next(one.takers for one in self._placement.given_by(self._team.name) if one.key == key)
@@ -200,12 +200,12 @@ class TeamChannel:
     def _held(self, batch: Batch | None) -> list[GroupInfo]:
         """Return the groups of the batch, which come from the buffer, or are of samples that this team made itself."""
         if self._groups is None:
-            assert batch is not None, "a batch that is not there yet has groups from the store"
+            assert batch is not None, "a batch that is not there yet has groups from the buffer"
             self._groups = groups_of(batch, self._replica, self._team.replicas)
         return self._groups
 
-    def _wrong(self, context: Any, handover: Handover, what: str) -> StoreError:
-        return StoreError(
+    def _wrong(self, context: Any, handover: Handover, what: str) -> HandoverError:
+        return HandoverError(
             f"step {context.step}, {handover.key!r} ({', '.join(handover.fields)}), team {self._team.name!r} "
             f"replica {self._replica}: {what}"
         )
@@ -274,7 +274,7 @@ class GroupChannel:
         tokens: of the samples that it has collected, prompts included.
     """
 
-    def __init__(self, placement: Placement, client: StoreClient, is_lead: bool) -> None:
+    def __init__(self, placement: Placement, client: BufferClient, is_lead: bool) -> None:
         self._placement, self._client, self._is_lead = placement, client, is_lead
         self.aside: dict[str, Batch] = {}
         self.tokens = 0
@@ -302,10 +302,10 @@ class GroupChannel:
     def swap(
         self, context: Any, ready: Sequence[FinishedGroups], useless: Sequence[int], version: int, most: int
     ) -> list[int]:
-        """Hand over groups that are finished, and return the numbers of prompts to generate; see `StoreClient.swap`.
+        """Hand over groups that are finished, and return the numbers of prompts to generate; see `BufferClient.swap`.
 
         Raises:
-            StoreError: a column cannot be sent, or the store refuses it.
+            HandoverError: a column cannot be sent, or the buffer refuses it.
         """
         finished: list[Finished] = []
         blocks: defaultdict[str, list[Span]] = defaultdict(list)
@@ -316,13 +316,15 @@ class GroupChannel:
                 try:
                     blocks[key] += batch.to_blocks(group_places(batch["uid"]))
                 except ValueError as error:  # of a column that cannot be sent
-                    raise StoreError(f"prompts {some.numbers[:4]}: {error}") from error
+                    raise HandoverError(f"prompts {some.numbers[:4]}: {error}") from error
         numbers, size = self._client.swap(finished, blocks, useless, version, most)
         context.metrics.sum("store/given_gb", size / 1e9)
         return numbers
 
 
-def unused_groups(client: StoreClient, step: int, part: int, parts: int) -> tuple[list[FinishedGroups], dict[int, int]]:
+def unused_groups(
+    client: BufferClient, step: int, part: int, parts: int
+) -> tuple[list[FinishedGroups], dict[int, int]]:
     """One of `parts` shares of what is finished and of no step until `step`, one by one; and versions by number."""
     found, versions = [], {}
     for group in sorted(client.unused(step, part, parts), key=lambda group: group.number):

@@ -1,10 +1,10 @@
-"""Groups of a run from the prompt to the step, where `async.order` is not in_order.
+"""The life of a prompt group from admission to its step, where `async.order` is not in_order.
 
-    admit(v)   a group begins with version v of the weights     as many as `megarl.staleness` lets begin
-    finish     its samples are there; it waits                   reject: they are of no use, another one may begin
-    form       groups that wait become the samples of the next step, which the policy chooses
+    admit(v)   the group is in flight, with version v of the weights; `megarl.staleness` limits how many
+    finish     its samples are complete, and it is ready            reject: it is dropped, and another may be admitted
+    form       the policy chooses ready groups as the samples of the next step
 
-Prompts go by numbers: those of all epochs laid end to end. Which replica generates for one does not matter.
+Prompts have numbers, counted over all epochs. Any replica may generate for any prompt.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Finished(NamedTuple):
-    """A group whose samples are all there.
+    """A group whose samples are complete.
 
     Attributes:
-        info: what it holds; its ordinal means nothing.
-        metrics: of its samples, as text; None: they count with another group.
+        info: its samples; the ordinal has no meaning yet.
+        metrics: of its samples, as JSON text; None: another group carries them.
     """
 
     number: int
@@ -34,13 +34,13 @@ class Finished(NamedTuple):
 
 @dataclass
 class FlowGroup:
-    """A group that has begun and that no step has been trained on.
+    """A group that is in flight or ready.
 
     Attributes:
-        version: of the weights that its first tokens were generated with.
-        info: None: it is not finished.
-        refs: to its bytes, by handover.
-        metrics: of its samples, as text.
+        version: of the weights that generated its first tokens.
+        info: its samples; None: it is in flight.
+        refs: references to its bytes by key of handover.
+        metrics: of its samples, as JSON text.
     """
 
     number: int
@@ -51,15 +51,15 @@ class FlowGroup:
 
 
 class Flow:
-    """Keeps the groups of a run, and asks a policy which may begin and which make up a step. It never waits.
+    """The groups of a run; a policy decides how many are admitted and which form a step. It never waits.
 
     Args:
-        settings: of the policy; plain values, for they are in the journal.
+        settings: of the policy.
 
     Attributes:
-        step: the last one that has its samples.
-        next: number of the first prompt that nobody has generated; None: it is not open.
-        again: prompts before `next` that nobody generates yet.
+        step: the last step that was formed.
+        next: number of the first prompt that was never admitted; None: the flow is not open.
+        again: prompts before `next` that must be generated again.
     """
 
     def __init__(self, settings: StalenessSettings) -> None:
@@ -77,60 +77,60 @@ class Flow:
         return make_policy(self._settings)
 
     def open(self, step: int, number: int, begun: Mapping[int, int], again: Iterable[int]) -> list[int]:
-        """Begin, or go on, after `step`.
+        """Start after `step`, at the beginning of a run or from a checkpoint.
 
         Args:
-            step: the last one that is trained.
-            number: of the first prompt that nobody has generated.
-            begun: version of every group that is finished or under way, by number.
-            again: numbers of prompts before `number` that have to be generated again.
+            step: the last trained step.
+            number: of the first prompt that was never admitted.
+            begun: weight version of every ready or in-flight group, by number.
+            again: numbers of prompts before `number` that must be generated again.
 
         Returns:
-            Those of `begun` that cannot be used in time with these settings: they are generated again.
+            The numbers in `begun` that would be too old with these settings; they are generated again.
 
         Raises:
-            ValueError: it is open.
+            ValueError: the flow is open.
         """
         if self.next is not None:
             raise ValueError("the flow of samples is open")
         policy, left = self._policy, dict[int, int]()
         self.step, self.next, late = step, number, []
-        for one, version in sorted(begun.items(), key=lambda item: (item[1], item[0])):
+        for prompt, version in sorted(begun.items(), key=lambda item: (item[1], item[0])):
             if policy.in_time(step, {**left, version: left.get(version, 0) + 1}):
                 left[version] = left.get(version, 0) + 1
-                self._add(FlowGroup(one, version))
+                self._add(FlowGroup(prompt, version))
             else:
-                late.append(one)
+                late.append(prompt)
         self._begun = step * policy.groups + len(self._groups)
         self.again = sorted([*again, *late])
         return late
 
     def admit(self, version: int, most: int) -> list[int]:
-        """Numbers of up to `most` prompts that may be generated from now on with `version` of the weights.
+        """Admit up to `most` groups with `version` of the weights, and return the numbers of their prompts.
 
-        Fewer than `most`: nothing more may begin before there is a newer version.
+        Fewer than `most` means that no more may begin before a newer version.
 
         Raises:
-            ValueError: it is not open.
+            ValueError: the flow is not open.
         """
         if self.next is None:
             raise ValueError("the flow of samples is not open")
-        found = []
+        numbers = []
         for _ in range(min(most, self._policy.may_begin(version) - self._begun)):
             if self.again:
                 number = self.again.pop(0)
             else:
                 number, self.next = self.next, self.next + 1
             self._add(FlowGroup(number, version))
-            found.append(number)
-        self._begun += len(found)
-        return found
+            numbers.append(number)
+        self._begun += len(numbers)
+        return numbers
 
     def finish(self, number: int, info: GroupInfo, refs: Mapping[str, Any], metrics: str | None) -> None:
-        """Take in the samples of a group.
+        """Record the complete samples of a group.
 
         Raises:
-            ValueError: nobody has begun it, or it was finished before.
+            ValueError: the group was not admitted, or is complete.
         """
         group = self._groups.get(number)
         if group is None:
@@ -142,10 +142,10 @@ class Flow:
         self._finished.setdefault(group.version, set()).add(number)
 
     def reject(self, number: int) -> None:
-        """No step is to be trained on these samples: another group may begin in their place.
+        """Drop an in-flight group: no step will be trained on it, and another may be admitted in its place.
 
         Raises:
-            ValueError: nobody has begun it, or it is finished.
+            ValueError: the group was not admitted, or is complete.
         """
         group = self._groups.get(number)
         if group is None or group.info is not None:
@@ -154,10 +154,10 @@ class Flow:
         self._begun -= 1
 
     def form(self) -> list[FlowGroup] | None:
-        """Choose the groups of the next step, by number; None: it has to wait.
+        """Return the groups of the next step by rising number; None: the step has to wait.
 
         Raises:
-            PolicyError: the policy chooses what no run can go by.
+            PolicyError: the policy chooses groups that cannot form a step, or would wait forever.
         """
         policy, step = self._policy, self.step + 1
         if step > policy.steps:
@@ -186,17 +186,17 @@ class Flow:
         _discard(self._under_way if group.info is None else self._finished, group)
 
     def drained(self, version: int) -> bool:
-        """Nothing is under way, and nothing may begin with `version` of the weights."""
+        """Return whether no group is in flight, and none may be admitted with `version` of the weights."""
         return self._policy.weights_may_go(version, self._begun, self.counts[0])
 
     @property
     def finished(self) -> list[FlowGroup]:
-        """Groups that wait for a step."""
+        """The ready groups."""
         return [group for group in self._groups.values() if group.info is not None]
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Groups that are under way, and that wait for a step."""
+        """The numbers of groups in flight and ready."""
         finished = sum(map(len, self._finished.values()))
         return len(self._groups) - finished, finished
 

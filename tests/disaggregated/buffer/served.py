@@ -1,4 +1,4 @@
-"""The store of a whole run without Ray: a core in the test's process, which workers reach over a socket.
+"""The buffer of a whole run without Ray: a core in the test's process, which workers reach over a socket.
 
 with served(config) as environments:     # one per worker, in their order
     ...                                  # each worker calls `enter(environment)` before it runs
@@ -21,7 +21,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, place
 from megarl.data.wire import Block, Span
 from megarl.disaggregated.buffer.core import Core
-from megarl.processes import STORE, TEAM, WORKER, free_port
+from megarl.processes import BUFFER, TEAM, WORKER, free_port
 from megarl.staleness import StalenessSettings
 
 _KEY = b"of a test"
@@ -84,7 +84,7 @@ class Shelf:
 
 
 class FarClient:
-    """What `megarl.disaggregated.buffer.client.StoreClient` does, with a shelf in another process."""
+    """What `megarl.disaggregated.buffer.client.BufferClient` does, with a shelf in another process."""
 
     def __init__(self, shelf: Connection, team: str, rank: int, start: int) -> None:
         self._shelf, self.team, self.rank, self._start = shelf, team, rank, start
@@ -200,7 +200,7 @@ def _spans(pieces: Iterable[tuple[bytes, int, int]]) -> list[Span]:
 
 @contextlib.contextmanager
 def served(config: RunConfig) -> Iterator[list[dict[str, str]]]:
-    """The store of a run with several teams, as long as the block lasts; environments of its workers."""
+    """The buffer of a run with several teams, as long as the block lasts; environments of its workers."""
     from megarl.recipes.build import build_task_graph
 
     placement = place(build_task_graph(config), config)
@@ -218,14 +218,14 @@ def environments(placement: Placement, port: int) -> list[dict[str, str]]:
         meeting = str(free_port())
         for rank in range(team.devices):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": team.devices, "LOCAL_WORLD_SIZE": team.devices}
-            names = {TEAM: team.name, WORKER: team.first + rank, STORE: port, "MASTER_PORT": meeting}
+            names = {TEAM: team.name, WORKER: team.first + rank, BUFFER: port, "MASTER_PORT": meeting}
             told.append({name: str(value) for name, value in (own | names).items()})
     return told
 
 
 def enter(environment: dict[str, str]) -> None:
-    """In a worker's process: become a worker of its team, with this store in place of the one that Ray holds."""
+    """In a worker's process: become a worker of its team, with this buffer in place of the one that Ray holds."""
     from megarl.disaggregated.buffer import client
 
     os.environ.update(environment)
-    client.StoreClient = FarClient  # type: ignore[assignment, misc]
+    client.BufferClient = FarClient  # type: ignore[assignment, misc]

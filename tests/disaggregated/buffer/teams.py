@@ -1,4 +1,4 @@
-"""A pipeline over three teams, with a store that lives in the test's process: replicas are threads.
+"""A pipeline over three teams, with a buffer that lives in the test's process: replicas are threads.
 
 rollout (team train) -> pick (train, resamples) -> ref_logp (team ref), values (team critic) -> learn (train)
 """
@@ -120,7 +120,7 @@ def prompts(count: int, replica: int = 0, replicas: int = 1) -> Batch:
 
 
 class HereClient:
-    """What `StoreClient` does, on a core in this process."""
+    """What `BufferClient` does, on a core in this process."""
 
     def __init__(self, core: Core, change: threading.Condition, team: str, rank: int) -> None:
         self.core, self.change, self.team, self.rank = core, change, team, rank

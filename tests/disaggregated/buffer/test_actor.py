@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import time
 import tracemalloc
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from megarl.disaggregated.buffer.actor import StoreActor
-from megarl.disaggregated.buffer.core import GroupInfo
+import pytest
+
+from megarl.disaggregated.buffer.actor import BufferActor
+from megarl.disaggregated.buffer.core import GroupInfo, HandoverError
 from megarl.disaggregated.buffer.progress import Ping
 from tests.disaggregated.buffer.teams import by_hand
 
@@ -20,24 +20,23 @@ KEY = "rollout>critic+ref"
 GROUP = GroupInfo("u", 0, ("u#0",), 5)
 
 
-async def change(actor: StoreActor, team: str, rank: int, serial: int, *call: Any, refs: Any = ()) -> Any:
-    return await actor.change(team, rank, serial, json.dumps(call), refs)
+async def change(actor: BufferActor, team: str, rank: int, serial: int, method: str, *arguments: Any) -> Any:
+    return await actor.change(team, rank, 0, serial, method, arguments)
 
 
-def test_waiting_calls_are_woken_when_the_last_rank_has_given(tmp_path: Path) -> None:
+def test_waiting_calls_are_woken_when_the_last_rank_has_given() -> None:
     async def run() -> None:
-        actor = StoreActor("s", by_hand(train=2), 4, "dealt", tmp_path / "j")
+        actor = BufferActor(by_hand(train=2), 4, "dealt")
         calls = [
             asyncio.create_task(actor.assignment("ref", 1, "rollout", 0, 300.0)),
             asyncio.create_task(actor.fetch("critic", 1, KEY, ["u"], 300.0)),
             asyncio.create_task(actor.read("ref", "m", 300.0)),
         ]
         await asyncio.sleep(0)
-        ack, _ = await change(actor, "train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], refs=["bytes"])
-        assert ack == (1, [], [], None)
+        await change(actor, "train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], ["bytes"])
         await asyncio.sleep(0.01)
         assert not any(call.done() for call in calls)
-        await change(actor, "train", 1, 1, "give", "train", 1, 1, KEY, [])
+        await change(actor, "train", 1, 1, "give", "train", 1, 1, KEY, [], [])
         await change(actor, "train", 1, 2, "post", "m", "1")
         assert await asyncio.wait_for(asyncio.gather(*calls), 60) == [([GROUP], []), (["bytes"], []), (("1",), [])]
         assert actor._waiting == {}
@@ -45,31 +44,35 @@ def test_waiting_calls_are_woken_when_the_last_rank_has_given(tmp_path: Path) ->
     asyncio.run(run())
 
 
-def test_after_a_restart_readers_are_woken_by_references_that_are_given_again(tmp_path: Path) -> None:
+def test_a_repeated_call_has_the_same_answer_and_changes_nothing() -> None:
     async def run() -> None:
-        def actor() -> StoreActor:
-            return StoreActor("s", by_hand(), 4, "dealt", tmp_path / "j")
-
-        give = ("train", 0, 1, "give", "train", 0, 1, KEY, [GROUP])
-        await change(actor(), *give, refs=["bytes"])
-        for again in (
-            lambda one: one.give_again("train", 0, [1], [["bytes"]]),
-            lambda one: change(one, *give, refs=["bytes"]),  # nobody heard the answer
-        ):
-            one = actor()
-            assert await one.ping("train", 0, Ping(1, "step", 1, "")) == (1, [], [1], [1])
-            call = asyncio.create_task(one.fetch("critic", 1, KEY, ["u"], 300.0))
-            await asyncio.sleep(0.01)
-            assert not call.done()
-            await again(one)
-            assert await asyncio.wait_for(call, 60) == (["bytes"], [])
+        actor = BufferActor(by_hand(), 4, "dealt")
+        give = ("train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], ["bytes"])
+        assert [await change(actor, *give) for _ in range(2)] == [None, None]
+        assert (await actor.fetch("critic", 1, KEY, ["u"], 1.0))[0] == ["bytes"]
+        for _ in range(2):
+            with pytest.raises(HandoverError, match="this rank has given it before"):
+                await change(actor, "train", 0, 2, *give[3:])
 
     asyncio.run(run())
 
 
-def test_a_slice_without_result_tells_where_the_others_stand(tmp_path: Path) -> None:
+def test_a_process_of_an_earlier_start_of_its_team_changes_nothing() -> None:
     async def run() -> None:
-        actor = StoreActor("s", by_hand(), 4, "dealt", tmp_path / "j")
+        actor = BufferActor(by_hand(), 4, "dealt")
+        await change(actor, "ref", 0, 1, "post", "m", "1")
+        await actor.restart_team("ref", 1, 60.0)
+        with pytest.raises(HandoverError, match="team 'ref' was restarted after rank 0 of start 0"):
+            await change(actor, "ref", 0, 2, "post", "n", "1")
+        await actor.change("ref", 0, 1, 1, "post", ["n", "2"])  # the new process counts its calls from 1
+        assert await actor.peek("n") == ("2",)
+
+    asyncio.run(run())
+
+
+def test_a_slice_without_result_tells_where_the_others_stand() -> None:
+    async def run() -> None:
+        actor = BufferActor(by_hand(), 4, "dealt")
         await actor.ping("ref", 0, Ping(1, "step/ref_logp", 2, ""))
         start = time.monotonic()
         found, others = await actor.fetch("train", 1, "ref_logp>train", ["u"], 0.1)
@@ -81,21 +84,24 @@ def test_a_slice_without_result_tells_where_the_others_stand(tmp_path: Path) -> 
     asyncio.run(run())
 
 
-def test_the_store_takes_no_more_memory_after_many_steps(tmp_path: Path) -> None:
+def test_the_buffer_takes_no_more_memory_after_many_steps() -> None:
     serials = Counter[str]()
 
-    async def steps(actor: StoreActor, numbers: range) -> None:
+    async def steps(actor: BufferActor, numbers: range) -> None:
         for step in numbers:
             told = f"{step:01000}"
             calls = {
-                "train": [("give", "train", 0, step, KEY, [GROUP]), ("post", f"weights/{step}", told)],
-                "ref": [("give", "ref", 0, step, "ref_logp>train", [GROUP]), ("arrive", "ref", 0, f"here/{step}")],
+                "train": [("give", "train", 0, step, KEY, [GROUP], [told]), ("post", f"weights/{step}", told)],
+                "ref": [
+                    ("give", "ref", 0, step, "ref_logp>train", [GROUP], [told]),
+                    ("arrive", "ref", 0, f"here/{step}"),
+                ],
                 "critic": [],
             }
             for team, some in calls.items():
                 for call in (*some, ("done", team, 0, step)):
                     serials[team] += 1
-                    await change(actor, team, 0, serials[team], *call, refs=[told] if call[0] == "give" else [])
+                    await change(actor, team, 0, serials[team], *call)
                 await actor.ping(team, 0, Ping(step, "step", step, ""))
                 if team == "train":
                     assert (await actor.assignment("ref", step, "rollout", 0, 1.0))[0] == [GROUP]
@@ -104,7 +110,7 @@ def test_the_store_takes_no_more_memory_after_many_steps(tmp_path: Path) -> None
             assert (await actor.read("ref", f"nobody/{step}", 0.0))[0] is None
 
     async def run() -> None:
-        actor = StoreActor("s", by_hand(), 4, "dealt", tmp_path / "j")
+        actor = BufferActor(by_hand(), 4, "dealt")
         tracemalloc.start()
         try:
             taken = []

@@ -14,7 +14,7 @@ from megarl.dag.executor import Executor
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
 from megarl.disaggregated.buffer.channel import TeamChannel
-from megarl.disaggregated.buffer.core import Core, GroupInfo, StoreError
+from megarl.disaggregated.buffer.core import Core, GroupInfo, HandoverError
 from megarl.metrics import Metrics
 from megarl.tracing import drain
 from tests.disaggregated.buffer import teams
@@ -164,7 +164,7 @@ def test_samples_of_another_order_are_refused() -> None:
     )
     context = SimpleNamespace(step=3, metrics=Metrics())
     with pytest.raises(
-        StoreError, match=r"step 3, 'pick>.*, team 'ref' replica 0: .* differ from number 0: \['p0#0'\]"
+        HandoverError, match=r"step 3, 'pick>.*, team 'ref' replica 0: .* differ from number 0: \['p0#0'\]"
     ):
         channel.take(context, graph["ref_logp"], None)
 
@@ -175,7 +175,7 @@ def test_a_column_that_cannot_be_sent_is_named() -> None:
     batch = one_team(2, 0, 1, 2)
     batch.set("note", [object()] * len(batch))
     channel = crossing_of(placement, "train", graph, {"give": lambda step, key, groups, payloads: len(list(payloads))})
-    with pytest.raises(StoreError, match=r"step 2, 'pick>critic'.*column 'note' holds object"):
+    with pytest.raises(HandoverError, match=r"step 2, 'pick>critic'.*column 'note' holds object"):
         channel.give(SimpleNamespace(step=2, metrics=Metrics()), graph["pick"], batch)
 
 

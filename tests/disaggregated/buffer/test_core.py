@@ -1,4 +1,4 @@
-"""What the store knows: no group lost, none twice, the shares that were promised, and nothing left at the end."""
+"""What the buffer knows: no group lost, none twice, the shares that were promised, and nothing left at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.dag.placement import Handover, Placement
-from megarl.disaggregated.buffer.core import KEPT, Core, GroupInfo, StoreError
+from megarl.disaggregated.buffer.core import KEPT, Core, GroupInfo, HandoverError
 from tests.disaggregated.buffer.teams import by_hand as placed
 
 BOTH, BACK = "rollout>critic+ref", "ref_logp>train"
@@ -160,7 +160,7 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
     ("call", "story"),
     [
         (lambda c: give(c, "train", 0, 1, "x>y", []), "nothing is handed over as 'x>y'; known: rollout>critic"),
-        (lambda c: give(c, "ref", 0, 1, BOTH, []), "it is team 'train' that gives this"),
+        (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' gives this"),
         (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has given it before"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(0)), "group 'u0' has been given before by one of ranks [0]"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 3, 4)), "more groups than the 4 of a step"),
@@ -169,16 +169,16 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
         (lambda c: give(c, "train", 1, 1, BOTH, [GroupInfo("v", 0, (), 1)]), "groups 'v' and 'u0' are both number 0"),
         (
             lambda c: give(c, "ref", 0, 1, BACK, groups(0, tokens={0: 9})),
-            "group 'u0' is another one than what was given",
+            "group 'u0' differs from what was given",
         ),
-        (lambda c: c.assignment("ref", 1, "rollout", 1), "team 'ref' has 1 parts, and asks for part 1"),
+        (lambda c: c.assignment("ref", 1, "rollout", 1), "team 'ref' has 1 replicas, found number 1"),
         (lambda c: (c.post("m", 1), c.post("m", 2)), "mail 'm' has been posted before"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable[[Core], object], story: str) -> None:
     core = Core(placed(train=2), 4, "dealt")
     give(core, "train", 0, 1, BOTH, groups(0, 1))
-    with pytest.raises(StoreError) as refused:
+    with pytest.raises(HandoverError) as refused:
         call(core)
     assert story in str(refused.value)
     give(core, "train", 1, 1, BOTH, groups(2, 3))  # and nothing of it was kept
@@ -188,25 +188,25 @@ def test_what_does_not_fit_is_refused(call: Callable[[Core], object], story: str
 def test_a_fifth_replica_and_a_finished_step_are_refused() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 2, BOTH, groups(0))
-    with pytest.raises(StoreError, match=r"all 1 replicas have given before, ranks \[0\]"):
+    with pytest.raises(HandoverError, match=r"all 1 replicas have given before, ranks \[0\]"):
         give(core, "train", 1, 2, BOTH, groups(1))
     for team in ("train", "ref", "critic"):
         core.done(team, 0, 2)
-    with pytest.raises(StoreError, match=r"step 1, .*: all takers are done with this step"):
+    with pytest.raises(HandoverError, match=r"step 1, .*: all takers are done with this step"):
         give(core, "train", 0, 1, BOTH, groups(0))
 
 
 def test_a_group_that_nobody_has_given_is_named() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 1, BOTH, groups(0))
-    with pytest.raises(StoreError, match="group 'u9' is not one of the 1 groups that team 'train' has given"):
+    with pytest.raises(HandoverError, match="group 'u9' is not one of the 1 groups that team 'train' has given"):
         core.fetch("ref", 1, BOTH, ["u0", "u9"])
 
 
 def test_a_step_without_any_group_is_named() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 1, BOTH, [])
-    with pytest.raises(StoreError, match="team 'train' has given no group at all"):
+    with pytest.raises(HandoverError, match="team 'train' has given no group at all"):
         core.fetch("ref", 1, BOTH, [])
 
 
@@ -226,9 +226,9 @@ def test_of_a_series_the_last_are_kept() -> None:
     assert core.read("engines") == ("always",)
     assert core.read("metrics/ref/20") == (20,)
     assert core.read(f"weights/{10 * KEPT + 20}") is None
-    with pytest.raises(StoreError, match=rf"mail 'metrics/ref/10' is gone: the last {KEPT} of its series are kept"):
+    with pytest.raises(HandoverError, match=rf"mail 'metrics/ref/10' is gone: the last {KEPT} of its series are kept"):
         core.read("metrics/ref/10")
-    with pytest.raises(StoreError, match="mail 'weights/10' has been posted before"):
+    with pytest.raises(HandoverError, match="mail 'weights/10' has been posted before"):
         core.post("weights/10", 0)
 
 

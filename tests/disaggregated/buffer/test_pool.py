@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megarl.config.model import ParallelConfig
@@ -13,9 +15,10 @@ from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
 from megarl.disaggregated.buffer.channel import FinishedGroups, GroupChannel, unused_groups
-from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.disaggregated.buffer.flow import FlowGroup
+from megarl.disaggregated.buffer.core import Core, GroupInfo, HandoverError
+from megarl.disaggregated.buffer.flow import Finished, FlowGroup
 from megarl.metrics import Metrics
+from megarl.staleness import StalenessSettings
 
 PLACED = Placement(
     (
@@ -118,3 +121,26 @@ def test_what_is_put_comes_back_group_by_group_for_a_checkpoint():
             key: some.to_bytes() for key, some in whole.samples.items()
         }
         assert own.metrics.result() == whole.metrics.result()
+
+
+def test_a_policy_that_chooses_what_is_too_old_ends_the_run_with_its_name(tmp_path: Path):
+    policy = tmp_path / "late.py"
+    policy.write_text(
+        "from megarl.staleness import AsReady\n"
+        "class Late(AsReady):\n"
+        "    def forms_step(self, step, under_way, finished):\n"
+        "        return super().forms_step(step, under_way, finished) if step < 6 else [0, 0]\n"
+    )
+    core = Core(PLACED, 2, "dealt", StalenessSettings(f"{policy}:Late", 1, 2, 20))
+    core.open_flow(0, 0, [], [])
+
+    def finish_all_of(step: int) -> None:
+        core.assignment("train", step, "rollout", 0)
+        numbers, _ = core.swap("draw", 0, [], {}, [], step - 1, 9)
+        finished = [Finished(number, GroupInfo(f"u{number}", 0, (f"u{number}#0",), 5), "{}") for number in numbers]
+        core.swap("draw", 0, finished, {key: [None] * len(finished) for key in (DRAWN, SCORED)}, [], step - 1, 0)
+
+    for step in range(1, 6):
+        finish_all_of(step)
+    with pytest.raises(HandoverError, match=r"async.order: forms_step\(6\) of the policy Late names \[0, 0\]"):
+        finish_all_of(6)

@@ -15,7 +15,7 @@ def test_of_every_other_team_the_worker_that_moved_last_is_told() -> None:
     assert str(told[0]) == (
         "team 'ref' rank 1: in phase step/take at step 3, waiting for mail 'm', last progress 8 s ago"
     )
-    assert str(told[1]) == "team 'critic' rank 0: has not come to the store, 20 s after it began"
+    assert str(told[1]) == "team 'critic' rank 0: has not connected to the buffer, 20 s after it started"
 
 
 def test_whoever_moves_again_was_silent_no_longer() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.disaggregated.buffer.core import Core, GroupInfo, StoreError
+from megarl.disaggregated.buffer.core import Core, GroupInfo, HandoverError
 from megarl.disaggregated.buffer.progress import Ping, ProgressTable
 from tests.disaggregated.buffer.teams import by_hand
 
@@ -27,77 +27,77 @@ def core() -> Core:
     return Core(by_hand(train=REPLICAS, ref=REPLICAS), GROUPS, "dealt")
 
 
-def given_by_train(store: Core, step: int) -> None:
+def given_by_train(buffer: Core, step: int) -> None:
     for rank in range(REPLICAS):
-        store.give("train", rank, step, OUT, groups(rank, rank + 2), ["a", "b"])
+        buffer.give("train", rank, step, OUT, groups(rank, rank + 2), ["a", "b"])
 
 
-def given_by_ref(store: Core, step: int, ref: str, rank: int) -> None:
-    store.give("ref", rank, step, BACK, groups(rank, rank + 2), [ref, ref])
+def given_by_ref(buffer: Core, step: int, ref: str, rank: int) -> None:
+    buffer.give("ref", rank, step, BACK, groups(rank, rank + 2), [ref, ref])
 
 
-def all_done(store: Core, step: int) -> None:
+def all_done(buffer: Core, step: int) -> None:
     for worker in (("train", 0), ("train", 1), ("ref", 0), ("ref", 1), ("critic", 0)):
-        store.done(*worker, step)
+        buffer.done(*worker, step)
 
 
 def test_it_begins_with_the_first_step_that_is_not_over() -> None:
-    store = core()
-    assert store.restart_team("ref", 1) is None
+    buffer = core()
+    assert buffer.restart_team("ref", 1) is None
     for step in (7, 8, 9):
-        given_by_train(store, step)
-    all_done(store, 7)
+        given_by_train(buffer, step)
+    all_done(buffer, 7)
     for rank in range(REPLICAS):
-        store.done("ref", rank, 8)
-    assert store.restart_team("ref", 2) == 7
-    assert store.fetch("ref", 8, OUT, ["u0"]) == ["a"], "it finds what it takes"
+        buffer.done("ref", rank, 8)
+    assert buffer.restart_team("ref", 2) == 7
+    assert buffer.fetch("ref", 8, OUT, ["u0"]) == ["a"], "it finds what it takes"
 
 
 def test_what_it_gave_is_not_found_until_all_of_it_has_come_again() -> None:
-    store = core()
-    given_by_train(store, 1)
+    buffer = core()
+    given_by_train(buffer, 1)
     for rank in range(REPLICAS):
-        given_by_ref(store, 1, "lost", rank)
-    assert store.fetch("train", 1, BACK, ["u0", "u1"]) == ["lost", "lost"]
-    store.restart_team("ref", 1)
-    assert store.fetch("train", 1, BACK, ["u2"]) is None
-    assert store.queues()["ref_logp/train"] == 0
-    given_by_ref(store, 1, "new", 1)
-    assert store.fetch("train", 1, BACK, ["u2"]) is None
-    given_by_ref(store, 1, "new", 0)
-    assert store.fetch("train", 1, BACK, ["u2"]) == ["new"]
-    assert store.queues()["ref_logp/train"] == 1, "three of the four are taken"
+        given_by_ref(buffer, 1, "lost", rank)
+    assert buffer.fetch("train", 1, BACK, ["u0", "u1"]) == ["lost", "lost"]
+    buffer.restart_team("ref", 1)
+    assert buffer.fetch("train", 1, BACK, ["u2"]) is None
+    assert buffer.queues()["ref_logp/train"] == 0
+    given_by_ref(buffer, 1, "new", 1)
+    assert buffer.fetch("train", 1, BACK, ["u2"]) is None
+    given_by_ref(buffer, 1, "new", 0)
+    assert buffer.fetch("train", 1, BACK, ["u2"]) == ["new"]
+    assert buffer.queues()["ref_logp/train"] == 1, "three of the four are taken"
 
 
 def test_it_has_to_give_the_same_groups_again() -> None:
-    store = core()
-    given_by_train(store, 1)
-    given_by_ref(store, 1, "lost", 0)
-    store.restart_team("ref", 1)
-    with pytest.raises(StoreError, match="'u0' is another one than what was given"):
-        store.give("ref", 0, 1, BACK, [GroupInfo("u0", 0, ("u0#0",), 99)], ["x"])
+    buffer = core()
+    given_by_train(buffer, 1)
+    given_by_ref(buffer, 1, "lost", 0)
+    buffer.restart_team("ref", 1)
+    with pytest.raises(HandoverError, match="'u0' differs from what was given"):
+        buffer.give("ref", 0, 1, BACK, [GroupInfo("u0", 0, ("u0#0",), 99)], ["x"])
 
 
 def test_a_restart_that_is_told_twice_is_one() -> None:
-    store = core()
-    given_by_train(store, 1)
-    store.restart_team("ref", 1)
-    given_by_ref(store, 1, "new", 0)
-    store.restart_team("ref", 1)
-    with pytest.raises(StoreError, match="this rank has given it before"):
-        given_by_ref(store, 1, "new", 0)
-    store.restart_team("ref", 2)
-    assert (store.starts("ref"), store.starts("train")) == (2, 0)
-    with pytest.raises(StoreError, match="has begun again 2 times, and this is restart 1"):
-        store.restart_team("ref", 1)
+    buffer = core()
+    given_by_train(buffer, 1)
+    buffer.restart_team("ref", 1)
+    given_by_ref(buffer, 1, "new", 0)
+    buffer.restart_team("ref", 1)
+    with pytest.raises(HandoverError, match="this rank has given it before"):
+        given_by_ref(buffer, 1, "new", 0)
+    buffer.restart_team("ref", 2)
+    assert (buffer.starts("ref"), buffer.starts("train")) == (2, 0)
+    with pytest.raises(HandoverError, match="has been restarted 2 times, found restart 1"):
+        buffer.restart_team("ref", 1)
 
 
 def test_mail_that_it_posts_again_stays_as_it_was() -> None:
-    store = core()
-    store.post("metrics/ref/1", "first")
-    assert store.post("metrics/ref/1", "second", True) == []
-    assert store.read("metrics/ref/1") == ("first",)
-    assert store.post("metrics/ref/2", "second", True) == [("mail", "metrics/ref/2")]
+    buffer = core()
+    buffer.post("metrics/ref/1", "first")
+    assert buffer.post("metrics/ref/1", "second", True) == []
+    assert buffer.read("metrics/ref/1") == ("first",)
+    assert buffer.post("metrics/ref/2", "second", True) == [("mail", "metrics/ref/2")]
 
 
 def test_to_those_who_wait_it_moves_until_it_has_had_time_to_start() -> None:

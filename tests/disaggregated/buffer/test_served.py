@@ -1,10 +1,10 @@
-"""The stand-in for the store's client does what the client does, as far as a test can tell."""
+"""The stand-in for the buffer's client does what the client does, as far as a test can tell."""
 
 from __future__ import annotations
 
 import inspect
 
-from megarl.disaggregated.buffer.client import StoreClient
+from megarl.disaggregated.buffer.client import BufferClient
 from tests.disaggregated.buffer.served import FarClient
 
 
@@ -16,4 +16,4 @@ def calls(client: type) -> dict[str, list[tuple[str, object, object]]]:
 
 
 def test_a_worker_may_call_the_stand_in_as_it_calls_the_client():
-    assert calls(FarClient) == calls(StoreClient)
+    assert calls(FarClient) == calls(BufferClient)
