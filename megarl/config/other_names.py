@@ -293,9 +293,7 @@ _ABSENT = {
         "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged"
     ),
     _SAMPLING: "min_p repetition_penalty stop stop_strings generation_kwargs cache_implementation do_sample",
-    "the model's own configuration is used here; model.dtype, model.trust_remote_code, model.hf_config of a fresh one": (
-        "model_init_kwargs"
-    ),
+    "the model's own configuration is used here, with model.dtype and model.trust_remote_code": "model_init_kwargs",
     "pairs and prompts that are too long are left out here, never cut (data.overlong)": "truncation_mode",
     f"{_ALWAYS}: activations are recomputed as actor.engine.recompute says, at the places that torch chose": (
         "gradient_checkpointing_kwargs activation_offloading enable_activation_offload"
