@@ -198,10 +198,11 @@ def _check_inputs(config: RunConfig, job: str, checks: Checklist | None = None) 
     from megarl.envs.registry import check_environment
     from megarl.rewards.preflight import check_import
     from megarl.rewards.references import gives_images
-    from megarl.tracking.mlflow_store import check_store
+    from megarl.tracking.mlflow_store import check_default_store, check_store
 
-    if job != "generate" and config.tracking.mlflow and config.tracking.mlflow_uri is not None:
-        check_store(config.tracking.mlflow_uri)
+    if job != "generate" and config.tracking.mlflow:
+        uri = config.tracking.mlflow_uri
+        check_default_store(Path(config.tracking.dir)) if uri is None else check_store(uri)
     read = check_rows(config, job, checks=checks)
     check_arguments(config)
     if job != "generate":

@@ -30,7 +30,7 @@ _OF_NEMO = {"grpo", "dpo", "sft", "loss_fn", "cluster", "checkpointing"}
 
 
 @dataclass
-class Settings:
+class OtherSettings:
     """Settings of another trainer: their dotted names and values. `take` removes what it returns."""
 
     values: dict[str, Any]
@@ -85,7 +85,7 @@ class Translation:
         self.notes[f"{name}: {value}"] = why
 
 
-def read_settings(file: Path) -> Settings:
+def read_settings(file: Path) -> OtherSettings:
     """Return the settings in a YAML or JSON file, or in the words of a command line.
 
     Raises:
@@ -93,7 +93,7 @@ def read_settings(file: Path) -> Settings:
     """
     if file.suffix.lower() in (".yaml", ".yml", ".json"):
         values = _flat(read_yaml(file).data, "")
-        return Settings({name: _resolved(value, values) for name, value in values.items()})
+        return OtherSettings({name: _resolved(value, values) for name, value in values.items()})
     try:
         words = shlex.split(file.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
     except (OSError, ValueError) as error:
@@ -101,9 +101,9 @@ def read_settings(file: Path) -> Settings:
     return _of_words(words)
 
 
-def _of_words(words: list[str]) -> Settings:
+def _of_words(words: list[str]) -> OtherSettings:
     """Return the settings of a command line; variables that it assigns are put in."""
-    settings, variables = Settings({}), dict[str, str]()
+    settings, variables = OtherSettings({}), dict[str, str]()
     name = ""
     for raw in words:
         word = _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), raw)
@@ -162,7 +162,7 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
     return value
 
 
-def translate(source: Settings, gpus: int | None) -> Translation:
+def translate(source: OtherSettings, gpus: int | None) -> Translation:
     """Return the recipe's keys for the settings of another trainer.
 
     Args:
@@ -189,7 +189,7 @@ def translate(source: Settings, gpus: int | None) -> Translation:
     return made
 
 
-def _the_others(source: Settings, made: Translation) -> None:
+def _the_others(source: OtherSettings, made: Translation) -> None:
     """Translate every name with exactly one key here; note the others."""
     for name, value in source.values.items():
         if value is None or value in ([], {}, "") or name.rpartition(".")[2].startswith("_"):
@@ -250,7 +250,7 @@ def _dual_clip(made: Translation, value: Any) -> None:
         made.settings["algorithm.loss.dual_clip"] = value
 
 
-def _steps(source: Settings, made: Translation, steps: str, epochs: str, section: str = "trainer") -> None:
+def _steps(source: OtherSettings, made: Translation, steps: str, epochs: str, section: str = "trainer") -> None:
     """Set the length of the run: steps there are a bound, which a million does not mean."""
     number, passes = _positive(source.take(steps)), _positive(source.take(epochs))
     if number and (not passes or number < 100_000):
@@ -265,7 +265,7 @@ def _betas(made: Translation, betas: Any) -> None:
         made.set("actor.optim.beta2", betas[1])
 
 
-def _lora(source: Settings, made: Translation, names: tuple[str, str, str, str]) -> None:
+def _lora(source: OtherSettings, made: Translation, names: tuple[str, str, str, str]) -> None:
     rank, alpha, dropout, targets = (source.take(name) for name in names)
     if not _positive(rank):
         source.drop(lambda name: "lora" in name)
@@ -283,7 +283,7 @@ def _lora(source: Settings, made: Translation, names: tuple[str, str, str, str])
 # -- TRL ---------------------------------------------------------------------------------------------------------
 
 
-def _trl(source: Settings, gpus: int | None) -> Translation:
+def _trl(source: OtherSettings, gpus: int | None) -> Translation:
     names, words = set(source.values), " ".join(source.words).lower()
     kinds = {"grpo": _OF_GRPO, "sft": _OF_SFT, "dpo": _OF_DPO}
     said = next((kind for kind in kinds if kind in words), None)
@@ -322,7 +322,7 @@ def _trl(source: Settings, gpus: int | None) -> Translation:
     return made
 
 
-def _trl_data(source: Settings, made: Translation) -> None:
+def _trl_data(source: OtherSettings, made: Translation) -> None:
     made.set("model.path", source.take("model_name_or_path"))
     for name, dtype in (("bf16", "bf16"), ("fp16", None)):
         value = source.take(name)
@@ -343,7 +343,7 @@ def _trl_data(source: Settings, made: Translation) -> None:
         _lora(source, made, ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"))
 
 
-def _trl_optimizer(source: Settings, made: Translation, section: str) -> None:
+def _trl_optimizer(source: OtherSettings, made: Translation, section: str) -> None:
     optim = f"{section}.optim"
     made.set(f"{optim}.lr", source.take("learning_rate"))
     made.set(f"{optim}.schedule", VALUES["actor.optim.schedule"].get(kind := source.take("lr_scheduler_type"), kind))
@@ -362,7 +362,7 @@ def _trl_optimizer(source: Settings, made: Translation, section: str) -> None:
         made.set("actor.engine.recompute", "full")
 
 
-def _trl_grpo(source: Settings, made: Translation, batch: int, accumulated: int) -> None:
+def _trl_grpo(source: OtherSettings, made: Translation, batch: int, accumulated: int) -> None:
     """Set what GRPOConfig has: batch sizes count responses there, and prompts here."""
     samples = int(source.take("num_generations") or 8)
     made.set("rollout.sampling.n", samples)
@@ -394,7 +394,7 @@ def _trl_grpo(source: Settings, made: Translation, batch: int, accumulated: int)
     _trl_rewards(source, made)
 
 
-def _trl_rewards(source: Settings, made: Translation) -> None:
+def _trl_rewards(source: OtherSettings, made: Translation) -> None:
     functions = _texts(source.take("reward_funcs"))
     weights = source.take("reward_weights")
     for name in functions:
@@ -410,7 +410,7 @@ def _trl_rewards(source: Settings, made: Translation) -> None:
 # -- verl --------------------------------------------------------------------------------------------------------
 
 
-def _verl(source: Settings, gpus: int | None) -> Translation:
+def _verl(source: OtherSettings, gpus: int | None) -> Translation:
     estimator = str(source.take("algorithm.adv_estimator") or "gae")
     made = Translation("verl", {"gae": "ppo", "rloo": "rloo"}.get(estimator, "grpo"))
     made.set("algorithm.advantage.name", estimator)
@@ -468,7 +468,7 @@ def _verl(source: Settings, gpus: int | None) -> Translation:
     return made
 
 
-def _verl_reward(source: Settings, made: Translation) -> None:
+def _verl_reward(source: OtherSettings, made: Translation) -> None:
     path = source.take("custom_reward_function.path")
     name = source.take("custom_reward_function.name") or "compute_score"
     if path is not None:
@@ -477,7 +477,7 @@ def _verl_reward(source: Settings, made: Translation) -> None:
         made.set(f"reward.kwargs.{key.rpartition('reward_kwargs.')[2]}", source.values.pop(key))
 
 
-def _rollout(source: Settings, made: Translation, engine: Any) -> None:
+def _rollout(source: OtherSettings, made: Translation, engine: Any) -> None:
     """Note the engine: which one generates here depends on what is installed, and is an option of `megarl init`."""
     if engine is not None:
         made.note("engine of generation", engine, "megarl init --engine sglang or embedded; vLLM is not there")
@@ -489,7 +489,7 @@ def _rollout(source: Settings, made: Translation, engine: Any) -> None:
 # -- NeMo-RL -----------------------------------------------------------------------------------------------------
 
 
-def _nemo(source: Settings, gpus: int | None) -> Translation:
+def _nemo(source: OtherSettings, gpus: int | None) -> Translation:
     algorithm = next((kind for kind in ("grpo", "dpo", "sft") if source.has(kind)), "grpo")
     made = Translation("NeMo-RL", algorithm)
     _devices(made, source.take("cluster.num_nodes"), source.take("cluster.gpus_per_node"), gpus)

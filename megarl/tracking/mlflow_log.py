@@ -36,6 +36,7 @@ _ASK_S = 3.0  # seconds between two probes of a server at the end
 _RETRY_S = 30.0  # seconds between two probes of a server that was down
 _MOST_WAITING = 10_000  # calls that wait for such a server, about 100 MB
 _FOLDER_TAG = "run_dir"  # of `run_tags`
+_DELETED, _GONE = "deleted", "RESOURCE_DOES_NOT_EXIST"  # of MLflow: may be restored, and not there
 _REJECTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 _ID_NEEDS: Needs = {"uri": str, "run_id": str, "status": str}  # format version of the file with the MLflow run's id
@@ -266,25 +267,48 @@ class MlflowLog:
     def _continued(self, client: Any) -> str | None:
         """Return the id of the MLflow run of this folder, set to running again; None when this store has none."""
         known = read_record(self._id_file, _ID_NEEDS)
-        if known.get("uri") != self._uri or self._belongs_elsewhere(client, known["run_id"]):
+        if known.get("uri") != self._uri:
+            return None
+        run = self._found(client, known["run_id"])
+        if run is None or self._belongs_elsewhere(run):
             return None
         client.set_tag(known["run_id"], _FOLDER_TAG, str(self._run.folder))  # it may have been moved
         client.update_run(known["run_id"], status="RUNNING")
         return str(known["run_id"])
 
-    def _belongs_elsewhere(self, client: Any, run_id: str) -> bool:
+    def _found(self, client: Any, run_id: str) -> Any:
+        """Return the MLflow run, restored where it or its experiment was deleted; None: it is gone for good."""
+        try:
+            run = client.get_run(run_id)
+        except Exception as error:
+            if getattr(error, "error_code", None) != _GONE:
+                raise
+            log.warning("MLflow has no run %s any more: this folder gets another one, with all its steps", run_id)
+            return None
+        self._restore_experiment(client, client.get_experiment(run.info.experiment_id))
+        if client.get_run(run_id).info.lifecycle_stage == _DELETED:  # an experiment is restored with its runs
+            client.restore_run(run_id)
+            log.warning("the MLflow run %s of this folder was deleted: it is restored", run_id)
+        return run
+
+    def _restore_experiment(self, client: Any, experiment: Any) -> None:
+        if experiment.lifecycle_stage == _DELETED:
+            client.restore_experiment(experiment.experiment_id)
+            log.warning("the MLflow experiment %r was deleted: it is restored", experiment.name)
+
+    def _belongs_elsewhere(self, run: Any) -> bool:
         """Return whether this folder is a copy of the one that the MLflow run is of, which still has it."""
-        tags = client.get_run(run_id).data.tags
-        folder = Path(tags.get(_FOLDER_TAG, self._run.folder))
+        folder = Path(run.data.tags.get(_FOLDER_TAG, self._run.folder))
         if not folder.is_dir() or folder.samefile(self._run.folder):
             return False
-        return read_record(folder / self._id_file.name, _ID_NEEDS, tell=False).get("run_id") == run_id
+        return read_record(folder / self._id_file.name, _ID_NEEDS, tell=False).get("run_id") == run.info.run_id
 
     def _create(self, client: Any) -> str:
         experiment = client.get_experiment_by_name(self._run.project)
         if experiment is None:
             experiment_id = client.create_experiment(self._run.project, artifact_location=self._artifacts)
         else:
+            self._restore_experiment(client, experiment)
             experiment_id = experiment.experiment_id
         if self._created is None:
             self._created = str(

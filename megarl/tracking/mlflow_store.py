@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
+import sqlite3
 import ssl
 import tempfile
 import urllib.error
@@ -15,7 +17,9 @@ from urllib.parse import unquote, urlsplit
 from megarl.credentials import mask
 from megarl.errors import ConfigError
 
+_FILE = "mlflow.db"
 _KEY = "tracking.mlflow_uri"
+_ANSWER_S = 3.0
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "file", "databricks", "databricks-uc", "uc")
 
 
@@ -49,6 +53,73 @@ def check_store(uri: str) -> None:
         )
 
 
+def default_store(folder: Path) -> tuple[str, str]:
+    """Return the address of the store in `folder`, which `tracking.dir` names, and that of its artifacts.
+
+    Raises:
+        ConfigError: the folder's name is not UTF-8.
+    """
+    file = folder.absolute() / _FILE
+    try:
+        text = file.as_posix()
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            "the path of the folder is not UTF-8, and MLflow takes no other",
+            where="tracking.dir",
+            found=os.fsencode(folder.absolute()),
+            fix="name another folder, or set tracking.mlflow=false",
+        ) from error
+    return _sqlite_uri(text), (folder.absolute() / "mlartifacts").as_uri()
+
+
+def _sqlite_uri(path: str) -> str:
+    """Return the address of a SQLite file; which signs an address quotes depends on the version of SQLAlchemy."""
+    if not set(path) & set("%?"):
+        return f"sqlite:///{path}"
+    from sqlalchemy.engine import URL, make_url
+
+    uri = URL.create("sqlite", database=path).render_as_string()
+    if make_url(uri).database != path:
+        raise ConfigError(
+            "the path of the folder has a sign that MLflow's addresses cannot hold",
+            where="tracking.dir",
+            found=path,
+            allowed="a path without % and ?",
+            fix="name another folder, or set tracking.mlflow_uri",
+        )
+    return uri
+
+
+def check_default_store(folder: Path) -> None:
+    """Check the store in `tracking.dir`, as far as it is there.
+
+    Raises:
+        ConfigError: the folder's name is not UTF-8, or the file cannot be used.
+    """
+    default_store(folder)
+    file = folder.absolute() / _FILE
+    why = _unusable(file) if file.is_file() else None
+    if why is not None:
+        raise ConfigError(
+            f"MLflow's store cannot be used: {why}",
+            where="tracking.dir",
+            found=str(file),
+            fix="end the process that holds it, name another folder, or set tracking.mlflow=false",
+        )
+
+
+def _unusable(file: Path) -> str | None:
+    """Explain why a SQLite file takes no writes, such as another process's lock on it."""
+    try:
+        with contextlib.closing(sqlite3.connect(file, timeout=_ANSWER_S, isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("ROLLBACK")
+    except sqlite3.Error as error:
+        return str(error)
+    return None
+
+
 def _unwritable(path: Path) -> str | None:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
@@ -56,6 +127,8 @@ def _unwritable(path: Path) -> str | None:
         return f"{path} is a folder"
     if path.exists() and not os.access(path, os.W_OK):
         return f"the file {path} is read-only"
+    if path.is_file() and (why := _unusable(path)) is not None:
+        return why
     # Not /proc and the like, where root's permissions allow what no file system stores.
     if not os.access(path.parent, os.W_OK) or (not path.exists() and not _can_make_files(path.parent)):
         return f"the folder {path.parent} is read-only"
@@ -72,7 +145,6 @@ def _can_make_files(folder: Path) -> bool:
     return True
 
 
-_ANSWER_S = 3.0
 _GATEWAY_ERRORS = (502, 503, 504)  # proxies' status codes for a server that is down
 
 

@@ -31,6 +31,7 @@ from megarl.tracing import keep_beating
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.loggers import LoggedRun, LoggerThread, describe_run
 from megarl.tracking.mlflow_log import STATUS, MlflowLog
+from megarl.tracking.mlflow_store import default_store
 from megarl.tracking.sample_images import FOLDER
 from megarl.tracking.trace import merge_trace
 
@@ -255,7 +256,7 @@ class Tracker:
         if uri is None:
             store = Path(self._cfg.dir).absolute()
             store.mkdir(parents=True, exist_ok=True)
-            uri, artifacts = f"sqlite:///{store / 'mlflow.db'}", (store / "mlartifacts").as_uri()
+            uri, artifacts = default_store(store)
         return MlflowLog(uri, artifacts, about, self.run_dir / f"mlflow.{self._stage}.json")
 
     def _write_run(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.checks.dry_run import make_plan
 from megarl.cli import main
-from megarl.commands.translate import Settings, read_settings, translate
+from megarl.commands.translate import OtherSettings, read_settings, translate
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.errors import UserError
@@ -302,6 +302,6 @@ def test_a_missing_file_is_refused(write, tmp_path):
 
 
 def test_a_setting_that_is_taken_is_not_translated_twice():
-    made = translate(Settings({"learning_rate": 1e-6, "num_generations": 4, "max_grad_norm": 0.5}), None)
+    made = translate(OtherSettings({"learning_rate": 1e-6, "num_generations": 4, "max_grad_norm": 0.5}), None)
     assert made.settings["actor.optim.clip_grad"] == 0.5
     assert made.notes == {}

@@ -4,6 +4,7 @@ import http.server
 import logging
 import shutil
 import socket
+import sqlite3
 import threading
 import time
 import warnings
@@ -18,7 +19,7 @@ from megarl.tracking import mlflow_log, mlflow_store
 from megarl.tracking.close import close_run
 from megarl.tracking.loggers import LoggedRun
 from megarl.tracking.mlflow_log import MlflowLog
-from megarl.tracking.mlflow_store import check_store, unreachable
+from megarl.tracking.mlflow_store import check_default_store, check_store, default_store, unreachable
 from megarl.tracking.names import safe_name
 
 PATIENCE_S = 120.0  # MLflow's own client tries again for minutes
@@ -337,3 +338,79 @@ def test_stores_that_mlflow_knows_are_left_to_it(tmp_path):
     ):
         check_store(uri)
     assert list(tmp_path.iterdir()) == []
+
+
+# -- what was deleted, odd folders, locks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deleted", ["run", "experiment", "both"])
+def test_what_somebody_deleted_is_restored_when_the_run_goes_on(tmp_path, uri, deleted):
+    from mlflow.tracking import MlflowClient
+
+    record_in(tmp_path / "first", uri, [1], resumed=False)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("megarl").experiment_id
+    (run,) = client.search_runs([experiment])
+    if deleted != "experiment":
+        client.delete_run(run.info.run_id)
+    if deleted != "run":
+        client.delete_experiment(experiment)
+    record_in(tmp_path / "first", uri, [2], resumed=True)
+    assert steps_by_folder(uri) == {"first": [1, 2]}
+
+
+def test_a_new_run_restores_its_deleted_experiment(tmp_path, uri):
+    from mlflow.tracking import MlflowClient
+
+    record_in(tmp_path / "first", uri, [1], resumed=False)
+    client = MlflowClient(uri)
+    client.delete_experiment(client.get_experiment_by_name("megarl").experiment_id)
+    record_in(tmp_path / "second", uri, [1], resumed=False)
+    assert steps_by_folder(uri)["second"] == [1]
+
+
+def test_a_run_that_is_gone_for_good_is_made_again(tmp_path, uri):
+    record_in(tmp_path / "first", uri, [1], resumed=False)
+    with sqlite3.connect(uri.removeprefix("sqlite:///")) as database:
+        for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
+            database.execute(f"DELETE FROM {table}")
+    record_in(tmp_path / "first", uri, [2], resumed=True)
+    assert steps_by_folder(uri) == {"first": [2]}
+
+
+@pytest.mark.parametrize("name", ["100%41 done?", "a b", "c#d"])
+def test_the_default_store_is_in_its_folder_whatever_the_name(tmp_path, empty_store, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    shutil.copy(empty_store, folder / "mlflow.db")
+    address, artifacts = default_store(folder)
+    run = LoggedRun("id", "run", "train", folder, "megarl", {}, {}, resumed=False)
+    log = MlflowLog(address, artifacts, run, folder / "id.json")
+    (folder / "note.txt").write_text("x")
+    log.metrics(1, {"a": 1.0})
+    log.finish("FINISHED", [folder / "note.txt"])
+    assert log.failures == 0
+    assert stored(address) == {"a": [1]}
+    with sqlite3.connect(folder / "mlflow.db") as database:
+        assert database.execute("SELECT count(*) FROM runs").fetchall() == [(1,)]
+    assert list((folder / "mlartifacts").rglob("note.txt"))
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused_before_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="not UTF-8, and MLflow takes no other"):
+        check_default_store(tmp_path / "n\udcff")
+
+
+def test_a_store_that_another_process_has_locked_is_named_before_the_start(tmp_path, uri, monkeypatch):
+    monkeypatch.setattr(mlflow_store, "_ANSWER_S", 0.0)
+    check_default_store(tmp_path)
+    check_store(uri)
+    holder = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    for check in (lambda: check_default_store(tmp_path), lambda: check_store(uri)):
+        with pytest.raises(ConfigError, match="database is locked"):
+            check()
+    holder.close()
+    (tmp_path / "mlflow.db").write_text("no database, but text of more than a hundred bytes" * 4)
+    with pytest.raises(ConfigError, match="not a database"):
+        check_default_store(tmp_path)
