@@ -504,11 +504,11 @@ def check_chat_template(config: RunConfig, checks: Checklist) -> None:
         checks.skip("known when the tokenizer is here")
     elif uses_chat(data, brings):
         with checks.recorded():
-            text = chat_template_of(config.model)
-            if text is not None:
-                check_template_kwargs(text, data.chat_template_kwargs)
+            template = chat_template_of(config.model)
+            if template is not None:
+                check_template_kwargs(template, data.chat_template_kwargs)
             checks.ok("the tokenizer's, around every prompt")
-        if text is None and data.chat_template_kwargs:
+        if template is None and data.chat_template_kwargs:
             checks.skip("data.chat_template_kwargs: which variables it reads is known when the run starts")
     elif brings and config.model.named_base:
         checks.ok("none: model.path names a base model; data.chat_template=true uses the tokenizer's")

@@ -75,11 +75,11 @@ class ConsoleView:
             self.console.print(Text(line), soft_wrap=True)
             return
         if self._mode != "quiet":
-            line = self.step_text(step, metrics)
-            self.console.print(line)
+            text = self.step_text(step, metrics)
+            self.console.print(text)
             if not self._explained:
                 self._explained = True
-                self._explain(line.plain, metrics)
+                self._explain(text.plain, metrics)
         for line in self.validation_lines(step, metrics):
             self.console.print(Text(line))
 
