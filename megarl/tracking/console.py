@@ -126,7 +126,7 @@ class ConsoleView:
         return (ended - began) / (last - first) * (self._total - step)
 
     def validation_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """Return the text about a validation: accuracy, pass@k, maj@k, how many prompts, and the best so far.
+        """Return the text about a validation: accuracy, pass@k, maj@k, loss, how many prompts, and the best so far.
 
         Of one as good as the best before it, nothing is said about the best.
         """
@@ -136,6 +136,8 @@ class ConsoleView:
         said = f"validation: accuracy {_share(value)}"
         many = [name for name in metrics if name.startswith(("val/pass@", "val/maj@"))]
         said += "".join(f", {name.removeprefix('val/')} {_share(metrics[name])}" for name in many)
+        if "val/loss" in metrics:
+            said += f", loss {metrics['val/loss']:.3g}"
         if "val/prompts" in metrics:
             said += f" of {metrics['val/prompts']:,.0f} prompts"
         if "val/samples" in metrics and metrics["val/samples"] != metrics.get("val/prompts"):

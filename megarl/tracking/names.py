@@ -44,6 +44,7 @@ FINAL_TABLE = (
     Shown("critic/score/mean", "score", better="up"),
     Shown("critic/rewards/mean", "reward", better="up"),
     Shown("sft/loss", "SFT loss", better="down"),
+    Shown("val/loss", "validation loss", better="down"),
     Shown("preference/loss", "preference loss", better="down"),
     Shown("rewards/accuracies", "preferences ranked right", better="up"),
     Shown("rewards/margins", "reward margin", better="up"),

@@ -106,7 +106,7 @@ _SPEED = (
          "tokens per second"),
 )  # fmt: skip
 _SFT = (
-    _one("Loss", "", "sft/loss", "loss per response token"),
+    Chart("Loss", "", (("sft/loss", "examples"), ("val/loss", "held out")), "loss per response token"),
     _one("Validation accuracy", "held-out prompts", "val/acc", "share"),
     Chart("Gradient norm", "before clipping", (("actor/grad_norm", ""), ("sft/grad_norm", "sft")), "norm"),
     Chart("Learning rate", "", (("actor/lr", ""), ("sft/lr", "sft")), "rate"),
