@@ -1,4 +1,4 @@
-"""What processes with foreign code print: passed on to this process's output, up to a bound."""
+"""Prints what processes with foreign code print, up to a bound."""
 
 from __future__ import annotations
 
