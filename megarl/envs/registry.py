@@ -11,8 +11,6 @@ from pydantic import ValidationError
 
 from megarl.config.fields import wrong_value
 from megarl.config.rollout import ON_ERROR, env_section
-from megarl.data.light_tokenizer import brings_chat_template, chat_template_of
-from megarl.data.render import uses_chat
 from megarl.data.templates import no_template_for_tools, read_template, reads_tools, unwritten_tools
 from megarl.envs.protocol import Environment
 from megarl.errors import ConfigError, close_matches, describe, relative_path_fix
@@ -191,6 +189,9 @@ def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigEr
 
 def check_tool_template(config: RunConfig) -> None:
     """Refuse a chat template without tools, where it can be read here."""
+    from megarl.data.light_tokenizer import brings_chat_template, chat_template_of  # with numpy
+    from megarl.data.render import uses_chat
+
     has_template = brings_chat_template(config.model)
     if has_template is None and config.data.override_chat_template is None:
         return
