@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.house.sources import parse
 
@@ -78,3 +79,23 @@ def anchors(document: Path) -> set[str]:
 def test_files_are_of_a_size_to_be_read() -> None:
     long = {str(p.relative_to(ROOT)): n for p in tracked("*.py") if (n := len(p.read_text().splitlines())) > 800}
     assert long == {}
+
+
+def test_make_alone_shows_every_target_with_what_it_does() -> None:
+    text = (ROOT / "Makefile").read_text()
+    first = next(line for line in text.splitlines() if re.match(r"[a-z]", line) and ":" in line and "=" not in line)
+    assert first.startswith("help:")
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    shown = set(re.findall(r"^([a-z0-9-]+):[^#\n]*## \S", text, re.MULTILINE))
+    assert {*phony.split(), "install"} <= shown
+
+
+def test_every_package_is_allowed_up_to_what_was_tested() -> None:
+    """Packages whose insides are used have a bound above, and the pinned versions are inside of all bounds."""
+    text = (ROOT / "setup.py").read_text().partition("install_requires=[")[2].partition("],")[0]
+    allowed = {one.name: one.specifier for one in map(Requirement, re.findall(r'"(.*)",', text))}
+    pinned = dict(re.findall(r"^([\w.-]+)==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
+    assert [name for name in allowed if not allowed[name].contains(pinned[name])] == []
+    inside = ("torch", "megatron-core", "transformers", "ray", "mlflow", "datasets", "tensordict", "pydantic", "numpy")
+    assert [name for name in inside if "<" not in str(allowed[name])] == []
