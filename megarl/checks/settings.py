@@ -369,7 +369,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
     """Check the requirements of a command other than train: steps to take, or a trained model."""
-    if job == "sft" and config.sft.steps == 0:
+    if job == "sft" and config.sft.steps == 0 and config.sft.epochs is None:  # which a submitted job counts itself
         checks.of("supervised phase").fail(
             "sft.steps",
             "megarl sft takes no step, so it would export the model it was given",

@@ -497,6 +497,7 @@ def test_sft_needs_steps_and_either_kind_of_examples(config_of):
         return [check.key for check in check_config(config_of(*overrides), job="sft").items if check.status == "fail"]
 
     assert keys() == ["sft.steps"]
+    assert keys("sft.epochs=2") == []
     alone = ["sft.steps=1", "data.train_files=[]"]
     assert keys(*alone) == ["data.train_files"]
     assert keys(*alone, "sft.train_files=megarl.recipes.arithmetic:make_rows") == []
