@@ -78,7 +78,6 @@ class ConsoleView:
             text = self.step_text(step, metrics)
             self.console.print(text)
             if not self._explained:
-                self._explained = True
                 self._explain(text.plain, metrics)
         for line in self.validation_lines(step, metrics):
             self.console.print(Text(line))
@@ -114,7 +113,8 @@ class ConsoleView:
         marks = {shown.short or shown.unit: long.get(shown.name) for shown in STEP_LINE if shown.name in metrics}
         words = line.split()
         text = "; ".join(f"{mark}: {name}" for mark, name in marks.items() if name and mark in words and mark != name)
-        if text:
+        if text:  # a validation before the first step has a line without metrics
+            self._explained = True
             for part in textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  "):
                 self.console.print(Text(part, style="dim"))
 

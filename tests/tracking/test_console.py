@@ -50,12 +50,13 @@ def test_a_step_says_percent_units_and_time_left(view):
 
 def test_the_words_of_a_step_line_are_explained_once(view):
     shown = view(1000)
+    shown.step(0, {"timing_s/step": 1.0})
     for step in (1, 2):
         metrics = {"critic/score/mean": 0.25, "response_length/mean": 3.5, "actor/entropy": 1.0, "critic/vf_loss": 2.0}
         shown.step(step, metrics)
     lines = shown.console.file.getvalue().splitlines()
-    assert [line.split()[0] for line in lines] == ["step", "vf:", "step"]
-    assert lines[1] == "  vf: value loss; tok: response length"  # there was no room for the entropy
+    assert [line.split()[0] for line in lines] == ["step", "step", "vf:", "step"]
+    assert lines[2] == "  vf: value loss; tok: response length"  # there was no room for the entropy
 
 
 def test_a_validation_says_counts_and_the_best_so_far(view):
