@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megarl.data.continuation import continued
@@ -26,23 +26,34 @@ class Response(NamedTuple):
 
 
 def response_tokens(
-    tokenizer: Any, conversations: Sequence[Sequence[Turn]], rows: Sequence[Row], end: int, *, special: bool
+    tokenizer: Any,
+    conversations: Sequence[Sequence[Turn]],
+    rows: Sequence[Row],
+    end: int,
+    known: Mapping[str, list[int]],
+    *,
+    special: bool,
 ) -> list[Response]:
     """Return the tokens of conversations, of which each turn continues what is before it.
 
     Args:
         rows: those of the conversations, for errors.
         end: token to learn after a turn that has no end token.
+        known: tokens of texts, as of most prompts, that need not be tokenised again.
         special: the tokenizer adds its begin token; there is no chat template that writes it.
 
     Raises:
         DataError: as `tokenize`.
     """
     every = [(turn, row) for turns, row in zip(conversations, rows, strict=True) for turn in turns]
-    of_turns = [row for _, row in every]
-    before = tokenize(tokenizer, [turn.before for turn, _ in every], of_turns, special=special)
-    whole = tokenize(tokenizer, [turn.before + turn.text for turn, _ in every], of_turns, special=special)
-    parts = iter(zip(before, whole, strict=True))
+    new = {turn.before: row for turn, row in every if turn.before not in known}
+    before = {
+        **known,
+        **dict(zip(new, tokenize(tokenizer, list(new), list(new.values()), special=special), strict=True)),
+    }
+    texts, of_turns = [turn.before + turn.text for turn, _ in every], [row for _, row in every]
+    whole = tokenize(tokenizer, texts, of_turns, special=special)
+    parts = iter([(before[turn.before], tokens) for (turn, _), tokens in zip(every, whole, strict=True)])
     return [_response(tokenizer, [(turn, *next(parts)) for turn in turns], end) for turns in conversations]
 
 

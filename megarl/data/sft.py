@@ -170,10 +170,12 @@ class SFTDataset(PromptDataset):
             (writer.without_reasoning, "without reasoning where its prompt opens <think>"),
             (writer.shortened, "with reasoning that the chat template leaves out"),
         )
-        found = response_tokens(tokenizer, conversations, self.rows, end, special=self.chat is None)
+        prompts = [ids.tolist() for ids in self.prompt_ids.unbind()]
+        known = dict(zip(self.texts, prompts, strict=True)) if self._images is None else {}
+        found = response_tokens(tokenizer, conversations, self.rows, end, known, special=self.chat is None)
         examples = []
-        for number, (given, response) in enumerate(zip(self.prompt_ids.unbind(), found, strict=True)):
-            prompt, text = given.tolist(), conversations[number][0].before
+        for number, (prompt, response) in enumerate(zip(prompts, found, strict=True)):
+            text = conversations[number][0].before
             if text != self.texts[number]:
                 images, self.texts[number] = self._images, text
                 prompt = response.prompt if images is None else images.expanded(response.prompt, self.rows[number])
