@@ -46,7 +46,9 @@ def installed(request: pytest.FixtureRequest) -> Path:
     return python.parent
 
 
-@pytest.mark.parametrize("how", [["--launcher", name] for name in ("local", "torchrun", "ray")] + [["servers"]])
+@pytest.mark.parametrize(
+    "how", [*(["--launcher", name] for name in ("local", "torchrun", "ray")), ["servers"]], ids=lambda how: how[-1]
+)
 def test_a_short_run_trains(installed: Path, how: list[str], tmp_path: Path) -> None:
     if how == ["servers"]:
         need_interpreter()

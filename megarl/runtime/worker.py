@@ -95,7 +95,7 @@ _WAITS = {
     "start": "importing the recipe's entry",
     "join": "waiting for all workers",
     "load_data": "reading tokenizer and data",
-    "load_model": "building the model and reading its weights",
+    "load_model": "importing the model's libraries, building it and reading its weights",
     "load_critic": "building the critic",
     "load_reference": "reading the reference",
     "load_teacher": "reading the teacher",

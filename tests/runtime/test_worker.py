@@ -37,7 +37,7 @@ def await_line(capsys):
 def test_long_waits_are_told_except_in_steps_after_the_first(await_line):
     with tell_waits(silent_s=0.02, every_s=0.02):
         with phase("load_model"):
-            await_line("... building the model and reading its weights")
+            await_line("... importing the model's libraries, building it and reading its weights")
         with phase("step"), phase("rollout"):
             await_line("... generating")
         with phase("reduce_metrics"):
@@ -55,7 +55,7 @@ def test_long_waits_are_told_except_in_steps_after_the_first(await_line):
 def test_a_quiet_console_is_told_no_waits(console, told, monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(worker, "tell_waits", lambda: contextlib.nullcontext(calls.append(console)))
-    monkeypatch.setattr(worker, "import_callable", lambda entry, where: lambda config, run_dir: None)
+    monkeypatch.setattr(worker, "import_callable", lambda entry, **_: lambda config, run_dir: None)
     monkeypatch.setattr(worker, "Heartbeat", lambda run_dir, rank: mock.Mock())
     monkeypatch.setattr(worker, "raise_descriptor_limit", lambda: None)
     monkeypatch.delenv(worker.WATCHED, raising=False)
