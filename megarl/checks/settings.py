@@ -228,13 +228,15 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
                 fix=f"set {key}.sampling.temperature=" + ("1" if key == "rollout" else "0, which is greedy"),
             )
     corrected = training.logprobs == "processed" and config.rollout_correction.resolved().active
-    if (training.top_p < 1 or training.top_k > 0) and not corrected:
+    plain = SamplingConfig()
+    filters = [key for key in ("top_p", "top_k", "min_p") if getattr(training, key) != getattr(plain, key)]
+    if filters and not corrected:
         checks.warn(
-            "rollout.sampling.top_p" if training.top_p < 1 else "rollout.sampling.top_k",
+            f"rollout.sampling.{filters[0]}",
             "tokens are sampled from a truncated distribution and scored under the full one, which is off-policy",
-            found=training.top_p if training.top_p < 1 else training.top_k,
-            fix="set rollout.sampling.top_p=1 and top_k=0, or rollout.sampling.logprobs=processed and a preset of "
-            "rollout_correction, for example decoupled_token_is",
+            found=getattr(training, filters[0]),
+            fix="set rollout.sampling.top_p=1, top_k=0 and min_p=0, or rollout.sampling.logprobs=processed and a "
+            "preset of rollout_correction, for example decoupled_token_is",
         )
     if training.min_new_tokens > 0:
         checks.warn(

@@ -67,6 +67,7 @@ _KEYS = {
     "rollout.sampling.temperature": "rollout.temperature generation.temperature temperature",
     "rollout.sampling.top_p": "rollout.top_p generation.top_p top_p",
     "rollout.sampling.top_k": "rollout.top_k generation.top_k top_k",
+    "rollout.sampling.min_p": "rollout.min_p generation.min_p min_p",
     "rollout.engine=sglang (servers are SGLang's; vLLM is not there)": "use_vllm",
     "rollout.engine (embedded or sglang; vLLM is not there)": "rollout.name generation.backend",
     "rollout.engine (embedded or sglang); generation during training is async.max_staleness": "rollout.mode",
@@ -257,7 +258,17 @@ _REVISION = (
     "model.path"
 )
 _VLLM = "vLLM is not there; servers are SGLang's (rollout.engine=sglang)"
-_SAMPLING = "this rule of sampling is not there; temperature, top_p, top_k, min_new_tokens, stop_token_ids are here"
+_SAMPLING = (
+    "this rule of sampling is not there; temperature, top_p, top_k, min_p, min_new_tokens, stop_token_ids are here"
+)
+_PENALTY = (
+    "there is no penalty here: it depends on the tokens before, and training computes log-probs without it, "
+    "so ratios would be wrong. A reward can punish repetition (reward.name=FILE.py:FUNCTION)"
+)
+_STOP = (
+    "responses end at tokens, not at texts, so that training sees where: write the ids of tokens that end a response "
+    "into rollout.sampling.stop_token_ids"
+)
 _PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
 _ABSENT = {
     _LORA: "use_lora lora use_peft peft peft_config modules_to_save",
@@ -292,7 +303,9 @@ _ABSENT = {
         "vllm vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_group_port "
         "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged"
     ),
-    _SAMPLING: "min_p repetition_penalty stop stop_strings generation_kwargs cache_implementation do_sample",
+    _SAMPLING: "generation_kwargs cache_implementation do_sample",
+    _PENALTY: "repetition_penalty frequency_penalty presence_penalty",
+    _STOP: "stop stop_strings",
     "the model's own configuration is used here, with model.dtype and model.trust_remote_code": "model_init_kwargs",
     "pairs and prompts that are too long are left out here, never cut (data.overlong)": "truncation_mode",
     f"{_ALWAYS}: activations are recomputed as actor.engine.recompute says, at the places that torch chose": (

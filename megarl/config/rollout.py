@@ -19,6 +19,9 @@ class SamplingConfig(Section):
     temperature: NonNegativeFloat = Field(1.0, le=100, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; 1 keeps everything")
     top_k: NonNegativeInt = Field(0, description="keep the k likeliest tokens; 0 keeps everything")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="keep tokens of at least this share of the likeliest token's probability; 0: all"
+    )
     max_new_tokens: PositiveInt = Field(256, description="response length limit, end token included")
     min_new_tokens: NonNegativeInt = Field(0, description="no end token before this many tokens")
     stop_token_ids: list[int] = Field(
@@ -28,7 +31,7 @@ class SamplingConfig(Section):
     logprobs: Literal["full", "processed"] = Field(
         "full",
         description="log-probs kept with the tokens. full: of the whole distribution at this temperature; processed: "
-        "of the one sampled from, after top_p, top_k and min_new_tokens (embedded engine)",
+        "of the one sampled from, after top_p, top_k, min_p and min_new_tokens (embedded engine)",
     )
     ignore_eos: bool = Field(False, description="always generate max_new_tokens (benchmarks)")
 
@@ -97,6 +100,9 @@ class HeldOutSamplingConfig(Section):
     temperature: NonNegativeFloat = Field(0.0, le=100, description="0 is greedy")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus mass; null: as rollout.sampling")
     top_k: NonNegativeInt | None = Field(None, description="keep the k likeliest tokens; null: as rollout.sampling")
+    min_p: float | None = Field(
+        None, ge=0, lt=1, description="least share of the likeliest token's probability; null: as rollout.sampling"
+    )
     max_new_tokens: PositiveInt | None = Field(None, description="response length limit; null: as rollout.sampling")
     min_new_tokens: NonNegativeInt | None = Field(
         None, description="no end token before this many tokens; null: as rollout.sampling"

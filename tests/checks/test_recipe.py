@@ -237,6 +237,7 @@ def test_one_mistake_gives_one_failure(failures, config_of, overrides, key, word
         (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p"),
         (["rollout.sampling.min_new_tokens=2"], "rollout.sampling.min_new_tokens"),
         (["rollout.sampling.top_k=5"], "rollout.sampling.top_k"),
+        (["rollout.sampling.min_p=0.1"], "rollout.sampling.min_p"),
         (["validation.sampling.n=4"], "validation.sampling.n"),
         (["rollout.dtype=bf16", "model.dtype=fp32"], "rollout.dtype"),
         (["reference.path=org/model"], "reference.path"),

@@ -11,7 +11,7 @@ from tests.rollout.cases import PROMPTS, STOP, build, engine, logprobs, make_req
 DENSE, MOE = "qwen3", "qwen3_moe"
 SAMPLINGS = {
     "sampled": sampled(temperature=0.8, max_new_tokens=12),
-    "filtered": sampled(top_k=20, top_p=0.9, min_new_tokens=3, max_new_tokens=5, logprobs="processed"),
+    "filtered": sampled(top_k=20, top_p=0.9, min_p=0.02, min_new_tokens=3, max_new_tokens=5, logprobs="processed"),
     "greedy": sampled(temperature=0.0, max_new_tokens=8),
 }
 # name -> (model, layout); the data-parallel size is what is left of the processes

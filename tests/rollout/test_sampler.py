@@ -87,7 +87,16 @@ def test_top_p_keeps_the_smallest_set_with_that_mass(top_p):
     assert chi_square_p(counts, expected) > 1e-3
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.7, "temperature": 0.6}])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"top_k": 9, "top_p": 0.7, "temperature": 0.6},
+        {"min_p": 0.3},
+        {"min_p": 0.6, "top_k": 9, "top_p": 0.9, "temperature": 1.5},
+    ],
+)
 def test_log_probs_of_the_distribution_that_tokens_are_sampled_from(filters):
     """A softmax over what the filters leave, by loops; the tokens are the same with either kind of log-prob."""
     logits = torch.randn(30, generator=torch.Generator().manual_seed(4)).double()
@@ -101,6 +110,7 @@ def test_log_probs_of_the_distribution_that_tokens_are_sampled_from(filters):
     for v in ranked:
         if sum(math.exp(z[u]) for u in kept) / mass < filters.get("top_p", 1.0):
             kept.append(v)
+    kept = [v for v in kept if math.exp(z[v] - z[kept[0]]) >= filters.get("min_p", 0.0)]
     total = math.log(sum(math.exp(z[v]) for v in kept))
     assert set(tokens.tolist()) == set(kept)
     assert logp.tolist() == pytest.approx([z[v] - total for v in tokens.tolist()], abs=1e-5)

@@ -10,7 +10,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.samples import BadAnswerError, ServedSample, samples_of
 
-SAMPLING = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=5, top_p=0.9)
+SAMPLING = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=5, top_p=0.9, min_p=0.05)
 STOP = [2, 9]
 NOW = "5@run"
 
@@ -35,6 +35,7 @@ def test_the_request_carries_ids_seed_and_limits() -> None:
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 5,
+        "min_p": 0.05,
         "max_new_tokens": 6,
         "sampling_seed": 77,
         "stop_token_ids": [2, 9],
@@ -45,6 +46,7 @@ def test_the_request_carries_ids_seed_and_limits() -> None:
     settings = ServedSample(0, [5], 1).payload(everything, [])["sampling_params"]
     assert settings["ignore_eos"] is True
     assert settings["top_k"] == -1
+    assert settings["min_p"] == 0
 
 
 def test_an_answer_that_ends_completes_the_sample() -> None:

@@ -7,6 +7,8 @@ sample, and every tensor-parallel rank finds the winner of its own shard without
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,7 +66,7 @@ class Sampler:
         self._ids = torch.arange(vocab_start, vocab_start + shard, device=device)
         local = [i - vocab_start for i in stop_ids if vocab_start <= i < vocab_start + shard]
         self._stops = torch.tensor(local, dtype=torch.int64, device=device) if sampling.min_new_tokens else None
-        cut = sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size
+        cut = sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size or sampling.min_p > 0
         self._filters = sampling.min_new_tokens > 0 or (cut and not self._greedy)
 
     def __call__(self, logits: Tensor, seeds: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +97,8 @@ class Sampler:
         return self._join(torch.stack([best, self._ids[column], logit, total], dim=-1).double())
 
     def _filter(self, z: Tensor, index: Tensor) -> Tensor:
-        """Return `z` with the excluded tokens at -inf: stop tokens that come too early, then top-k, then top-p."""
+        """Return `z` with the excluded tokens at -inf: stop tokens that come too early, then top-k, then top-p, then
+        min-p, in the order of SGLang."""
         if self._stops is not None and self._stops.numel():
             early = (index < self._cfg.min_new_tokens)[:, None]
             z = z.index_copy(1, self._stops, z[:, self._stops].masked_fill(early, -torch.inf))
@@ -103,6 +106,8 @@ class Sampler:
             z = z.masked_fill(z < _kth_largest(z, self._cfg.top_k, self._tp), -torch.inf)
         if self._cfg.top_p < 1.0 and not self._greedy:
             z = z.masked_fill(z < _nucleus_floor(z, self._cfg.top_p, self._tp), -torch.inf)
+        if self._cfg.min_p > 0 and not self._greedy:
+            z = z.masked_fill(z < _kth_largest(z, 1, self._tp) + math.log(self._cfg.min_p), -torch.inf)
         return z
 
     def _join(self, own: Tensor) -> tuple[Tensor, Tensor]:
