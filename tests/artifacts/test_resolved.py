@@ -45,9 +45,7 @@ def test_a_worker_that_is_started_by_hand_forgets_what_a_killed_launcher_left(
     names: list[str] = []
     monkeypatch.setattr(worker, "Heartbeat", lambda run_dir, rank: mock.Mock())
     monkeypatch.setattr(worker, "raise_descriptor_limit", lambda: None)
-    monkeypatch.setattr(
-        worker, "import_callable", lambda entry, where: lambda config, run_dir: names.append(config.name)
-    )
+    monkeypatch.setattr(worker, "import_callable", lambda entry, **_: lambda config, run_dir: names.append(config.name))
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.delenv(worker.WATCHED, raising=False)
     if watched:
