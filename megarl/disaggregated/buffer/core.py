@@ -44,7 +44,7 @@ class HandoverError(MegarlError):
 
 
 class GroupInfo(NamedTuple):
-    """What the buffer stores of one group of samples.
+    """A group of samples, without its bytes.
 
     Attributes:
         ordinal: its place among the groups of the step.
