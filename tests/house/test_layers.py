@@ -31,6 +31,7 @@ BY_NAME = {
     "megarl/config/load.py": "the folder of the included recipes; nothing is imported",
     "megarl/dag/node.py": "a function of the user",
     "megarl/data/sources.py": "a function of the user",
+    "megarl/data/tokenizer.py": "is an optional package installed?",
     "megarl/envs/registry.py": "an environment of the user, or an included one, of the same folder",
     "megarl/models/deepep.py": "is an optional package installed?",
     "megarl/imports.py": "what the others call",
