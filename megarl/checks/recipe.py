@@ -42,6 +42,7 @@ from megarl.checks.settings import (
 )
 from megarl.checks.sglang import check_servers
 from megarl.checks.step_time import check_time
+from megarl.checks.unused import check_unused
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
@@ -132,6 +133,7 @@ def check_config(
     check_packages(config, placement, checks, launcher, job, starts=starts)
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
+    check_unused(config, graph, placement, checks)  # last: a key with a problem of its own is named once
     return Checked(checks.items, sizes, graph, placement, check_time(config, graph, placement, sizes, machine, checks))
 
 

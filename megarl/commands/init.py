@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import UserError, count
+from megarl.errors import ConfigError, UserError, count
 from megarl.machine import Machine, this_machine
 
 if TYPE_CHECKING:
@@ -154,7 +154,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.source is not None:
         return _run_from(arguments, file, machine)
     arguments.model = arguments.model or _MODEL
-    gpus = int(machine.has_gpu) if arguments.gpus is None else max(0, arguments.gpus)
+    if arguments.gpus is not None and arguments.gpus < 0:
+        raise ConfigError(
+            "a negative number of GPUs",
+            where="--gpus",
+            found=arguments.gpus,
+            allowed="0 (the CPU) or more",
+            fix="leave --gpus out to use a GPU if there is one",
+        )
+    gpus = int(machine.has_gpu) if arguments.gpus is None else arguments.gpus
     facts = model_facts(ModelConfig(path=arguments.model))
     settings = _settings(arguments, gpus)
     layouts = _layouts(gpus, arguments.engine, machine, experts=facts is not None and facts.is_moe)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -58,6 +58,7 @@ _COMPONENTS = {
     for key in iter_keys()
     if key.section is not None and issubclass(key.section, ComponentSection)
 }
+_RECORD = "run.json"  # of a run folder
 #: For each component known only above the configuration: the key that names it, the place of its own keys, and
 #: which of these all components share.
 _OTHERS = (("env.name", "env", ("name", "on_error")), ("reward.name", "reward.kwargs", ()))
@@ -110,6 +111,7 @@ def load_config(
         dropped.append(line)
     for line in dropped:
         print(f"megarl: {line}", file=sys.stderr)
+    config = config.with_written(_written(document, file))
     if "lr" not in document.data["sft"]["optim"]:
         optim = config.sft.optim.model_copy(update={"lr": _fine_tuning_lr(config.model)})
         config = config.model_copy(update={"sft": config.sft.model_copy(update={"optim": optim})})
@@ -117,6 +119,23 @@ def load_config(
         return config
     restarts = config.placement.default_max_restarts
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_restarts": restarts})})
+
+
+def _written(document: Document, file: Path) -> set[str]:
+    """Return the dotted keys that stand in `file`, the user's own, or in an override."""
+    shipped = file.resolve().parent == recipe_folder()
+    own = () if shipped or (file.parent / _RECORD).exists() else (f"{file}:",)  # a run's recipe has every key
+    places = ("override ", *own)
+    return {".".join(path) for path in _value_paths(document.data) if _origin(document, path, "").startswith(places)}
+
+
+def _value_paths(data: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every value of nested mappings."""
+    for name, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _value_paths(value, (*above, name))
+        else:
+            yield (*above, name)
 
 
 def _fine_tuning_lr(model: ModelConfig) -> float:

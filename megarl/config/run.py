@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TextIO
 
-from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+)
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.base import Seconds, Section
@@ -163,6 +173,15 @@ def _shown(name: str) -> str:
     return name
 
 
+class Written(frozenset[str]):
+    """Dotted keys that the user wrote. It is no part of what a recipe says: recipes are equal whoever wrote a key."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Written)
+
+    __hash__ = frozenset.__hash__
+
+
 class RunConfig(Section):
     """One recipe file, resolved."""
 
@@ -206,6 +225,18 @@ class RunConfig(Section):
     )
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="launcher and cluster")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")
+    _written: Written = PrivateAttr(default_factory=Written)
+
+    @property
+    def written(self) -> Written:
+        """The keys that the user's own recipe file and overrides set, not those of parent recipes."""
+        return self._written
+
+    def with_written(self, keys: Iterable[str]) -> RunConfig:
+        """Return the recipe with these keys as those that the user wrote."""
+        copy = self.model_copy()
+        copy._written = Written(keys)
+        return copy
 
     def longest_sequence(self) -> int:
         """Return the tokens of the longest prompt and response that are generated, held-out ones included."""

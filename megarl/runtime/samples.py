@@ -13,6 +13,7 @@ from megarl.config.rollout import SamplingConfig, env_section
 from megarl.data.batch import Batch, Jagged
 from megarl.data.image_prompts import image_sets, pil_images
 from megarl.data.trajectory import Trajectory, add_fields
+from megarl.errors import shortened
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, Groups
 from megarl.rollout.robots.episode import Episode, add_episodes
@@ -97,11 +98,23 @@ def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectori
     ]
 
 
+def all_failed(step: int, errors: Sequence[str]) -> str:
+    """Return the warning that a step learns nothing, because the environment failed in all episodes.
+
+    >>> all_failed(3, ["KeyError: 'door'", "KeyError: 'door'"])
+    "WARNING: step 3: the environment failed in all 2 episodes, which are left out: KeyError: 'door'"
+    """
+    episodes = "the only episode, which is" if len(errors) == 1 else f"all {len(errors)} episodes, which are"
+    return f"WARNING: step {step}: the environment failed in {episodes} left out: {shortened(errors[0])}"
+
+
 def record_episodes(c: StepContext, samples: Batch) -> None:
     """Metrics `env/...` of episodes. Those whose environment failed are only counted."""
     m, good = c.metrics, [place for place, error in enumerate(samples["env_error"]) if not error]
     m.sum("env/errors", len(samples) - len(good))
     if not good:
+        if len(samples):
+            print(all_failed(c.step, samples["env_error"]), flush=True)
         return
     turns = samples["turn_ends"].lengths[good]
     m.mean("env/turns/mean", float(turns.sum()), len(good))

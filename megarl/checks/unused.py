@@ -1,0 +1,168 @@
+"""Keys that the user wrote and that nothing in the recipe reads.
+
+`OWNERS` says of parts of a recipe when something reads them. A key counts as written if it stands in the user's own
+recipe file or among the overrides; what a parent recipe sets, and a value that is the default anyway, is no mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.checks.checklist import Checklist
+from megarl.config.load import differences
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
+
+#: Most keys named in one message.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The recipe, the task graph and the teams of a job."""
+
+    config: RunConfig
+    graph: TaskGraph
+    placement: Placement | None
+
+    def has(self, role: Role) -> bool:
+        """Return whether a node of this role is walked."""
+        return role in self.graph.roles
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether generation runs on servers."""
+        return self.config.rollout.engine != "embedded"
+
+    @property
+    def several_teams(self) -> bool:
+        """Whether teams of their own generate and train; also true where the teams are unknown."""
+        return self.placement is None or len(self.placement.teams) > 1
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The reader of the keys below `prefix`.
+
+    Attributes:
+        prefix: dotted key of a section.
+        reads: whether a job has the reader.
+        lacks: what the job lacks where it has not.
+        fix: how to get the reader.
+        but: keys below `prefix` that something else reads, or that switch the reader on.
+    """
+
+    prefix: str
+    reads: Callable[[_Job], bool]
+    lacks: str
+    fix: str
+    but: tuple[str, ...] = ()
+
+
+OWNERS = (
+    Owner("critic", lambda j: j.has(Role.CRITIC), "the pipeline trains no critic", "set algorithm.pipeline=ppo"),
+    Owner(
+        "reference",
+        lambda j: j.has(Role.REFERENCE),
+        "nothing compares the policy with a reference",
+        "set algorithm.kl.use=loss",
+    ),
+    Owner(
+        "teacher",
+        lambda j: j.has(Role.TEACHER),
+        "nothing asks a teacher",
+        "set algorithm.distillation.coef",
+        ("path", "models"),
+    ),
+    Owner(
+        "reward_model",
+        lambda j: j.has(Role.REWARD_MODEL),
+        "no reward model scores samples",
+        "set reward.name=reward_model",
+        ("path",),
+    ),
+    Owner(
+        "algorithm.kl",
+        lambda j: j.config.algorithm.kl.use != "none",
+        "KL is off",
+        "set algorithm.kl.use=loss",
+        ("use",),
+    ),
+    Owner(
+        "algorithm.distillation",
+        lambda j: bool(j.config.algorithm.distillation.coef),
+        "distillation is off",
+        "set algorithm.distillation.coef",
+        ("coef", "task_loss"),
+    ),
+    Owner(
+        "algorithm.dynamic_sampling",
+        lambda j: j.config.algorithm.dynamic_sampling.enabled,
+        "dynamic sampling is off",
+        "set algorithm.dynamic_sampling.enabled=true, and algorithm.pipeline=dapo",
+        ("enabled",),
+    ),
+    Owner(
+        "algorithm.overlong",
+        lambda j: j.config.algorithm.overlong.buffer_tokens is not None,
+        "no penalty for long responses is on",
+        "set algorithm.overlong.buffer_tokens",
+        ("buffer_tokens",),
+    ),
+    Owner(
+        "rollout.sglang",
+        lambda j: j.uses_servers,
+        "the engine is another one",
+        "set rollout.engine=sglang",
+    ),
+    Owner(
+        "sync",
+        lambda j: j.several_teams or j.uses_servers,
+        "generation uses the trainer's own weights",
+        "set rollout.engine=sglang, or give generation a team of its own",
+    ),
+    Owner(
+        "validation.sampling",
+        lambda j: j.config.data.held_out,
+        "there are no held-out prompts",
+        "set data.val_files or data.val_split",
+    ),
+    Owner("sft.optim", lambda j: j.config.sft.steps > 0, "no supervised steps come first", "set sft.steps"),
+)
+
+
+def check_unused(config: RunConfig, graph: TaskGraph | None, placement: Placement | None, checks: Checklist) -> None:
+    """Warn of keys that the user wrote, with other values than the defaults, and that nothing reads."""
+    if graph is None or not config.written:
+        return
+    checks, job = checks.of("unused keys"), _Job(config, graph, placement)
+    changed = _leaves(differences(RunConfig(name="").model_dump(), config.model_dump()), "")
+    for owner in OWNERS:
+        keys = [key for key in changed if _belongs(key, owner) and key in config.written]
+        if not keys or owner.reads(job) or any(check.key in keys for check in checks.items):
+            continue
+        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        checks.warn(
+            keys[0],
+            f"nothing reads {', '.join(keys[:_SHOWN])}{more}: {owner.lacks}",
+            found=changed[keys[0]],
+            fix=f"{owner.fix}, or remove {'it' if len(keys) == 1 else 'them'}",
+        )
+
+
+def _belongs(key: str, owner: Owner) -> bool:
+    inside = key.removeprefix(f"{owner.prefix}.")
+    return inside != key and inside.partition(".")[0] not in owner.but
+
+
+def _leaves(data: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values of a nested mapping by dotted key."""
+    leaves: dict[str, Any] = {}
+    for name, value in data.items():
+        nested = isinstance(value, dict) and value
+        leaves |= _leaves(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return leaves
