@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from megarl.config.training import PreferenceConfig
 
 
+#: Share of a response's log-prob by which two float32 passes over it may differ: 16 units in the last place.
+_ROUNDING = 16 * 2.0**-23
+
+
 @dataclass(frozen=True)
 class Responses:
     """The response tokens of whole pairs: samples 0, 2, 4, ... are chosen, each before its rejected one.
@@ -88,7 +92,8 @@ def preference_loss(
         nll = -own.view(-1, 2)[:, 0].sum()
         loss = loss + settings.sft_coef * nll / tokens
         metrics.mean("preference/sft_loss", float(nll.detach()), int(lengths.view(-1, 2)[:, 0].sum()))
-    _measure(metrics, own.detach(), settings.beta * ratios.detach())
+    rounding = _ROUNDING * own.detach().abs().view(-1, 2).amax(1).clamp(min=1)
+    _measure(metrics, own.detach(), settings.beta * ratios.detach(), settings.beta * rounding)
     return loss, metrics
 
 
@@ -124,19 +129,20 @@ def local_pair_counts(mask: Tensor, offsets: Tensor) -> Tensor:
     return torch.tensor([len(lengths), int(lengths[:, 0].sum())], dtype=torch.float64)
 
 
-def _measure(metrics: Metrics, logp: Tensor, rewards: Tensor) -> None:
-    """Record what TRL's trainer records of a batch of pairs, from both [2P] of whole responses."""
-    _measure_rewards(metrics, rewards)
+def _measure(metrics: Metrics, logp: Tensor, rewards: Tensor, rounding: Tensor) -> None:
+    """Record what TRL's trainer records of a batch of pairs, from both [2P] of whole responses; `rounding` [P] is the
+    margin up to which a pair is a tie."""
+    _measure_rewards(metrics, rewards, rounding)
     for name, values in zip(("logps/chosen", "logps/rejected"), logp.view(-1, 2).unbind(1), strict=True):
         metrics.mean(name, float(values.double().sum()), len(values))
 
 
-def _measure_rewards(metrics: Metrics, rewards: Tensor) -> None:
+def _measure_rewards(metrics: Metrics, rewards: Tensor, rounding: Tensor | float = 0.0) -> None:
     chosen, rejected = rewards.view(-1, 2).unbind(1)
     for name, values in {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
-        "rewards/accuracies": chosen > rejected,
+        "rewards/accuracies": chosen - rejected > rounding,
     }.items():
         metrics.mean(name, float(values.double().sum()), len(chosen))

@@ -112,6 +112,17 @@ def test_parts_of_whole_pairs_add_up():
     assert merged == pytest.approx(metrics.result(), rel=1e-14)
 
 
+def test_pairs_that_differ_by_rounding_only_are_ties():
+    _, responses = cases()
+    counts = local_pair_counts(responses.mask, responses.offsets)
+    noise = torch.repeat_interleave(torch.tensor([-1.0, 1.0] * 3), responses.offsets.diff())  # chosen ones are likelier
+    accuracies = [
+        preference_loss(responses.ref_logp * (1 + scale * noise), responses, PreferenceConfig(), counts)[1].result()
+        for scale in (0.0, 1e-7, 1e-2)
+    ]
+    assert [numbers["rewards/accuracies"] > 0 for numbers in accuracies] == [False, False, True]
+
+
 @pytest.mark.parametrize("margins", [None, [0.5, -0.2, 1.0]])
 def test_the_loss_of_scores_is_that_of_bradley_and_terry(margins):
     scores = torch.tensor([1.0, 0.2, -0.5, 0.7, 2.0, 2.0], dtype=torch.float64, requires_grad=True)
