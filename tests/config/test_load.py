@@ -260,8 +260,8 @@ def test_misspelt_key_names_file_line_path_and_nearest(write):
 
 
 def test_key_in_the_wrong_section_is_found_elsewhere(write):
-    text = message(write("temperature: 1.0"))
-    assert "did you mean rollout.sampling.temperature or validation.sampling.temperature?" in text
+    text = message(write("min_new_tokens: 3"))
+    assert "did you mean rollout.sampling.min_new_tokens or validation.sampling.min_new_tokens?" in text
 
 
 @pytest.mark.parametrize(("name", "meant"), [("darw", "did you mean placement.teams.draw? Else "), ("frozen", "")])

@@ -52,11 +52,9 @@ def test_architectures_that_cannot_be_loaded_are_not_counted():
         facts_from_config({"model_type": "deepseek_v3", "hidden_size": 7168}, "deepseek-ai/DeepSeek-V3")
 
 
-@pytest.mark.parametrize(("model_type", "meant"), [("deepseek_v3", None), ("qwen3_vl_mo", "qwen3_vl_moe")])
-def test_supported_architectures_are_listed_with_the_vision_language_ones(model_type, meant):
+def test_supported_architectures_are_listed_with_the_vision_language_ones():
     with pytest.raises(ConfigError) as caught:
-        facts_from_config({"model_type": model_type}, "some model")
+        facts_from_config({"model_type": "deepseek_v3"}, "some model")
     assert caught.value.allowed == (
         "llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe"
     )
-    assert meant is None or f"did you mean {meant}?" in str(caught.value)
