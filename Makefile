@@ -39,7 +39,7 @@ campaign-%: $(STAMP) ## the tests of a campaign; names: CONTRIBUTING.md
 	$(BIN)/pytest --campaign=$* --durations=0
 
 # What depends on torch, with another version of it: `make campaign-torch-2.11.0`. 6 GB in the cache folder.
-TORCH_SLICE := algorithms compat data evaluation kernels models rollout sync training test_pretend_cuda.py
+TORCH_SLICE := algorithms data evaluation kernels models rollout sync system training test_pretend_cuda.py
 campaign-torch-%:
 	test -x $(CACHE)/torch-$*/bin/python || $(PYTHON) -m venv $(CACHE)/torch-$*
 	$(CACHE)/torch-$*/bin/python -m pip install --quiet "torch==$*"

@@ -40,7 +40,7 @@ setup(
         "megarl.benchmarks": ["cases/*.yaml", "matrices/*.yaml", "published.yaml", "answers.txt"],
         "megarl.kernels": ["*.cpp"],
         "megarl.recipes": ["*.yaml"],
-        "megarl.compat.sglang_server": ["loaders/*.py", "stand_ins/*/*.py", "stand_ins/*/*/*.py"],
+        "megarl.system.compat.sglang_server": ["loaders/*.py", "stand_ins/*/*.py", "stand_ins/*/*/*.py"],
         "megarl.artifacts": ["*.json"],
         "megarl.tracking": ["*.html", "*.css", "*.js"],
     },

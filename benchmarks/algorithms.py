@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table

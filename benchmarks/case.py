@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.config.load import find_recipe, load_config, recipe_names
 from megarl.config.run import RunConfig
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 FOLDER = Path(__file__).parent / "cases"
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.comm import WorkerGroup
+    from megarl.system.comm import WorkerGroup
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
 
@@ -74,8 +74,8 @@ def measure() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megarl.comm import team_world
     from megarl.config.model import ParallelConfig
+    from megarl.system.comm import team_world
     from megarl.training.parallel import init_parallel
 
     torch.set_num_threads(1)
@@ -181,7 +181,7 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             print(json.dumps(result), flush=True)
         os._exit(0)
-    from megarl.processes import free_port
+    from megarl.system.processes import free_port
 
     ranks = int(sys.argv[1])
     with tempfile.TemporaryDirectory(prefix="megarl-bench-", dir=os.environ.get("TMPDIR")) as folder:

@@ -17,7 +17,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import UserError, WorkerError
+from megarl.system.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
     from megarl.envs.robots import SimulatorPool

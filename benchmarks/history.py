@@ -29,7 +29,7 @@ from megarl.benchmarks.noise import Judged, apart, in_turn
 from megarl.benchmarks.program import LIMIT_S, run_program
 from megarl.benchmarks.report import host_class, phase_medians
 from megarl.benchmarks.sources import commit_now, package_of
-from megarl.errors import UserError, WorkerError
+from megarl.system.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
     from rich.console import Console

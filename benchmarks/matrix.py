@@ -26,7 +26,7 @@ from typing import Any
 
 from megarl.benchmarks.throughput import MATRICES, matrix_names
 from megarl.config.yamlio import read_yaml
-from megarl.errors import ConfigError, UserError, close_matches
+from megarl.system.errors import ConfigError, UserError, close_matches
 
 _WORDS = ("case", "dtype", "nproc", "threads")
 _KEYS = ("rounds", "steps", "limit_s", "axes")
@@ -101,7 +101,7 @@ def refusal(words: Mapping[str, Any], overrides: Sequence[str], *, starts: bool)
     """Return the reason why a run with these settings is refused, in one line; None: it is not."""
     from megarl.benchmarks.measure import settle
     from megarl.checks.recipe import check_config
-    from megarl.machine import this_machine
+    from megarl.system.machine import this_machine
 
     try:
         config, _ = settle(overrides=overrides, **words)

@@ -16,11 +16,11 @@ from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.timings import WITHIN_PHASES
 from megarl.benchmarks.case import case_file, model_folder
 from megarl.benchmarks.program import LIMIT_S, run_program
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
-from megarl.machine import available_cores
-from megarl.processes import has_nvidia_device
+from megarl.recipes.components import COMPONENTS
+from megarl.system.machine import available_cores
+from megarl.system.processes import has_nvidia_device
 
 WARM_UP = 1  # steps that are not counted: first use of every kernel, buffer and file
 

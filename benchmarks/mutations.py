@@ -227,7 +227,7 @@ def describe(result: dict[str, Any], show: bool) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print and save; the exit code is 1 where a bar is missed."""
     from megarl.benchmarks.report import result_file, save
-    from megarl.machine import machine_info
+    from megarl.system.machine import machine_info
 
     parser = argparse.ArgumentParser(
         prog="python -m megarl.benchmarks.mutations", description=__doc__.partition("\n")[0]

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megarl.benchmarks.report import result_file, save
-    from megarl.machine import machine_info
+    from megarl.system.machine import machine_info
 
     machine = machine_info()
     path = result_file(arguments.json, "plan", machine)

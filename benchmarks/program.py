@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 
 import psutil
 
-from megarl.errors import WorkerError
+from megarl.system.errors import WorkerError
 
 SHOWN = 3000  # characters of its messages that an error repeats
 LIMIT_S = 6 * 3600.0  # of a program: far above what a round takes, so that one that hangs is told

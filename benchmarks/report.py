@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.benchmarks.throughput import RESULTS
-from megarl.machine import machine_info
+from megarl.system.machine import machine_info
 
 
 def summary(result: dict[str, Any]) -> dict[str, float]:

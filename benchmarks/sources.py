@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 #: The checkout that this package is installed from; a wheel has none.
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 CASES = ("S", "M")
 RESULTS = Path("runs/bench")

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from megarl.artifacts.run_folder import COLD_START
 from megarl.artifacts.trained import steps_in
-from megarl.errors import MegarlError
 from megarl.launchers.common import Job, Workers, clear, prepare, process_of
 from megarl.launchers.interrupt import save_first
 from megarl.launchers.supervise import End, supervise
 from megarl.runtime.health import forget, keep_attempt, old_errors
+from megarl.system.errors import MegarlError
 from megarl.tracking.close import close_mlflow, show_end
 from megarl.tracking.restarts import note_restart
 

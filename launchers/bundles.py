@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from megarl.config.run import RunConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
-from megarl.errors import UnavailableError
 from megarl.launchers.seats import resource
-from megarl.processes import has_nvidia_device
+from megarl.system.errors import UnavailableError
+from megarl.system.processes import has_nvidia_device
 
 Bundle = dict[str, float]
 #: Of the 1,000 units of the resource that marks a node as a team's.

@@ -41,18 +41,18 @@ from megarl.artifacts.run_folder import (
     restore_config,
     write_next_config,
 )
-from megarl.credentials import mask_argument
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
-from megarl.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
 from megarl.launchers.output import OutputLog
 from megarl.launchers.run_date import with_date
-from megarl.leftovers import remove_leftovers
-from megarl.machine import available_cores
-from megarl.processes import COMMAND, JOB_BEGAN, Stopped, has_nvidia_device, signals_raise, worker_name
-from megarl.rendezvous import forget_token, ranks_text, write_token
 from megarl.runtime.health import Old, RankFailure, read_beat, read_errors
 from megarl.runtime.worker import WATCHED
-from megarl.simulators.parents import as_parent
+from megarl.system.credentials import mask_argument
+from megarl.system.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
+from megarl.system.leftovers import remove_leftovers
+from megarl.system.machine import available_cores
+from megarl.system.parents import as_parent
+from megarl.system.processes import COMMAND, JOB_BEGAN, Stopped, has_nvidia_device, signals_raise, worker_name
+from megarl.system.rendezvous import forget_token, ranks_text, write_token
 from megarl.tracking.close import close_run, complete_trace
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import time
 
 from megarl.artifacts.run_folder import COLD_START, SAVE_REQUEST
 from megarl.artifacts.trained import steps_in
-from megarl.errors import WorkerError, count
 from megarl.launchers.common import Job, Workers
 from megarl.runtime.health import Watch, read_beat
+from megarl.system.errors import WorkerError, count
 
 _POLL_S = 0.1
 #: Phases of the loops of each command that saves; others (loading, the export) lead to no checkpoint.

@@ -24,13 +24,13 @@ from megarl.config.base import raise_problems
 from megarl.config.launch import KubernetesConfig
 from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
-from megarl.credentials import CREDENTIAL
 from megarl.dag.placement import Placement
 from megarl.disaggregated.buffer.size import object_store_bytes
-from megarl.errors import ConfigError, UnavailableError, UserError, count
 from megarl.launchers.bundles import MEETING, gpus_of_a_node
 from megarl.launchers.kubernetes_fields import RECIPE_FOLDER, check_fields, claims_of, mounts_of
 from megarl.launchers.relative_paths import relative_paths
+from megarl.system.credentials import CREDENTIAL
+from megarl.system.errors import ConfigError, UnavailableError, UserError, count
 
 RECIPE = "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from megarl.config.launch import KubernetesConfig
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 RECIPE_FOLDER = "/etc/megarl"
 #: Fields written here, and the keys that they come from.

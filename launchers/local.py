@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from megarl.errors import ConfigError
 from megarl.launchers.common import (
     Job,
     Workers,
@@ -21,8 +20,9 @@ from megarl.launchers.common import (
     warn_of_few_cores,
 )
 from megarl.launchers.output import pump
-from megarl.processes import JOB_BEGAN, LOOPBACK
-from megarl.rendezvous import LISTENER, listen
+from megarl.system.errors import ConfigError
+from megarl.system.processes import JOB_BEGAN, LOOPBACK
+from megarl.system.rendezvous import LISTENER, listen
 
 
 def start(job: Job) -> Workers:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TextIO
 
-from megarl.errors import printable
+from megarl.system.errors import printable
 
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _OF_BAR = (b"\x1b[2K", "━".encode())  # a progress bar erases its line before it draws it again

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.processes import write_atomically
+from megarl.system.processes import write_atomically
 
 _ANSWER_S = 30.0
 #: Errors of a GPU that its driver has counted since it was loaded, and whether memory could not be repaired: fields of

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.processes import write_atomically
+from megarl.system.processes import write_atomically
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -49,7 +49,7 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     from torch.distributed import TCPStore
 
     from megarl.launchers.preflight import node_name
-    from megarl.rendezvous import gloo_interface, listen
+    from megarl.system.rendezvous import gloo_interface, listen
 
     node, nodes, each = int(os.environ["NODE_RANK"]), int(os.environ["MEGARL_NODES"]), max(1, gpus)
     others = [_process(number) for number in range(1, each)] if local == 0 else []

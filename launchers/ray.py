@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.lock import ATTEMPT
-from megarl.credentials import PASSWORD, USER
 from megarl.dag.stage import Role
+from megarl.dag.staleness import StalenessSettings
 from megarl.disaggregated.buffer.size import LEAST, object_store_bytes, refuse_too_large
-from megarl.errors import WorkerError
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
 from megarl.launchers.common import Job, layout_environment, own_command, own_environment, process_environment
 from megarl.launchers.output import Follower
@@ -34,10 +33,11 @@ from megarl.launchers.ray_folder import INNER, make_ray_folder
 from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, lost_text, within
 from megarl.launchers.seats import Place, assign_seats_by_team, ranks_of
 from megarl.launchers.supervise import signal_rank
-from megarl.machine import available_cores
-from megarl.processes import BUFFER, CAUGHT, FINISHED, JOB_BEGAN, RESTARTS, TEAM, WORKER, shared_memory_free
-from megarl.simulators.parents import PARENTS, end_with_parents
-from megarl.staleness import StalenessSettings
+from megarl.system.credentials import PASSWORD, USER
+from megarl.system.errors import WorkerError
+from megarl.system.machine import available_cores
+from megarl.system.parents import PARENTS, end_with_parents
+from megarl.system.processes import BUFFER, CAUGHT, FINISHED, JOB_BEGAN, RESTARTS, TEAM, WORKER, shared_memory_free
 
 if TYPE_CHECKING:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -74,7 +74,7 @@ class Actor:
 
     def listen(self, host: str) -> int:
         """Listen for the team's ranks on a port of `host`, as rank 0 of the team; return the port."""
-        from megarl.rendezvous import LISTENER, listen
+        from megarl.system.rendezvous import LISTENER, listen
 
         listener = listen(host)
         port = int(listener.getsockname()[1])
@@ -428,7 +428,7 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
     if address is not None:
         within(limit_s, f"Ray at RAY_ADDRESS={address}", lambda: ray.init(address=address, **quiet))
         return None
-    from megarl.compat.ray_session import for_one_run
+    from megarl.system.compat.ray_session import for_one_run
 
     folder = make_ray_folder()
     with for_one_run():

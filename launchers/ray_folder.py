@@ -13,8 +13,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from megarl.errors import ConfigError, UnavailableError
-from megarl.leftovers import PREFIX, ray_parents
+from megarl.system.errors import ConfigError, UnavailableError
+from megarl.system.leftovers import PREFIX, ray_parents
 
 INNER = "r"
 #: The longest path of a socket that Ray makes in its folder; Linux takes paths of `_LONGEST` bytes.

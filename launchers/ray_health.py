@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from megarl.errors import UnavailableError, WorkerError
 from megarl.launchers.ray_folder import INNER
-from megarl.processes import oom_kills, signal_name
+from megarl.system.errors import UnavailableError, WorkerError
+from megarl.system.processes import oom_kills, signal_name
 
 _PARTS = {"gcs_server": "control store", "raylet": "node manager"}
 _LOGS = "logs"
@@ -41,7 +41,7 @@ class OwnRay:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._held = os.open(folder, os.O_RDONLY)  # to `megarl.leftovers` the folder is in use while this process runs
+        self._held = os.open(folder, os.O_RDONLY)  # `leftovers` keeps the folder while this process runs
         self._parts = [child for child in psutil.Process().children() if child.name() in _PARTS]
         self._names = {part.pid: part.name() for part in self._parts}
         self._oom_kills = oom_kills()

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megarl.errors import MegarlError, UnavailableError
+from megarl.system.errors import MegarlError, UnavailableError
 
 _LOOK_S = 0.5
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megarl.compat.ray_session import only_what_runs_ask
-from megarl.errors import MegarlError
 from megarl.launchers.ray_folder import INNER, make_ray_folder
+from megarl.system.compat.ray_session import only_what_runs_ask
+from megarl.system.errors import MegarlError
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.config.run import RunConfig
 from megarl.data.sources import TEXT
-from megarl.imports import is_file_reference, is_module_reference
+from megarl.system.imports import is_file_reference, is_module_reference
 
 #: Keys that describe the job itself, or hold names of libraries that may also be folders.
 _OTHERS = ("name", "launch", "cluster", "tracking", "model.hf_config")

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from megarl.dag.placement import begins_again
-from megarl.errors import count
 from megarl.runtime.health import RankFailure, set_aside
+from megarl.system.errors import count
 from megarl.tracking.restarts import note_restart
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from megarl.config.fields import fields_of, wrong_value
 from megarl.config.launch import SlurmConfig
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import read_yaml
-from megarl.errors import ConfigError, close_matches
+from megarl.system.errors import ConfigError, close_matches
 
 
 def clusters_file() -> Path:

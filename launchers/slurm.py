@@ -29,10 +29,10 @@ from typing import Any
 from megarl.artifacts.run_folder import LAUNCH_FOLDER
 from megarl.config.launch import NO_LIMIT, SlurmConfig, SlurmTeamConfig
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError, count
 from megarl.launchers.bundles import gpus_of_a_node
 from megarl.launchers.seats import NODES_OF, resource
 from megarl.launchers.slurm_job.files import excluded_by
+from megarl.system.errors import ConfigError, count
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
 PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"

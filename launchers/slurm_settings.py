@@ -8,9 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from megarl.config.launch import SlurmConfig, option_parts
 from megarl.config.run import RunConfig
-from megarl.credentials import CREDENTIAL
 from megarl.dag.shares import USUAL_GPUS
-from megarl.errors import ConfigError, count
 from megarl.launchers.bundles import MEETING
 from megarl.launchers.slurm import (
     Component,
@@ -22,6 +20,8 @@ from megarl.launchers.slurm import (
     gres_of,
     limit_minutes,
 )
+from megarl.system.credentials import CREDENTIAL
+from megarl.system.errors import ConfigError, count
 
 #: Seconds by which Slurm's signal may come early, and those of a job that tests nodes, loads a model and trains steps.
 _EARLY_S, _STEPS_S = 60, 300

@@ -20,7 +20,6 @@ from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.records import read_record
 from megarl.artifacts.run_folder import LAUNCH_FOLDER
 from megarl.config.load import dump_config
-from megarl.errors import ConfigError, UnavailableError, UserError, close_matches
 from megarl.launchers import slurm_job
 from megarl.launchers.common import process_of
 from megarl.launchers.slurm import (
@@ -42,7 +41,8 @@ from megarl.launchers.slurm import (
     saved_in_time,
 )
 from megarl.launchers.slurm_job.files import with_exclusion
-from megarl.processes import write_atomically
+from megarl.system.errors import ConfigError, UnavailableError, UserError, close_matches
+from megarl.system.processes import write_atomically
 
 _ANSWER_S = 60.0
 #: Text of sbatch, in lower case -> the key that it is about.

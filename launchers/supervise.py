@@ -11,11 +11,11 @@ import socket
 import time
 
 from megarl.artifacts.records import read_run
-from megarl.errors import WorkerError
 from megarl.launchers.common import ENDED_EARLY, Job, Workers
 from megarl.launchers.restarts import Restarts
-from megarl.processes import oom_kills, signal_name
 from megarl.runtime.health import RankFailure, Watch, read_beat, where_text
+from megarl.system.errors import WorkerError
+from megarl.system.processes import oom_kills, signal_name
 
 POLL_S = 0.1
 SETTLE_S = 1.0  # after the first failure: time for other ranks to show that they only lost a peer

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from megarl.errors import ConfigError
 from megarl.launchers.common import (
     ENDED_EARLY,
     Job,
@@ -30,10 +29,18 @@ from megarl.launchers.common import (
     warn_of_few_cores,
 )
 from megarl.launchers.output import Follower
-from megarl.processes import CAUGHT, JOB_BEGAN, LOOPBACK, die_with_parents, raise_descriptor_limit, write_atomically
-from megarl.rendezvous import LISTENER, given_listener, is_loopback, listen
 from megarl.runtime.health import read_beat
-from megarl.simulators.parents import PARENTS, as_parent
+from megarl.system.errors import ConfigError
+from megarl.system.parents import PARENTS, as_parent
+from megarl.system.processes import (
+    CAUGHT,
+    JOB_BEGAN,
+    LOOPBACK,
+    die_with_parents,
+    raise_descriptor_limit,
+    write_atomically,
+)
+from megarl.system.rendezvous import LISTENER, given_listener, is_loopback, listen
 
 GRACE_S = 3.0
 #: Ends the agent, and through it the workers. Batch systems send other signals to every process of a job, and the
@@ -200,7 +207,7 @@ def agent(arguments: list[str], report: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    from megarl.compat.torchrun import end_workers_with, serve_on
+    from megarl.system.compat.torchrun import end_workers_with, serve_on
 
     for number in CAUGHT:  # a handler, which its workers do not inherit
         signal.signal(number, _left_to_launcher)

@@ -22,11 +22,11 @@ from megarl.commands import cluster, init, job
 from megarl.commands import plan as planning
 from megarl.commands import simulate as simulation
 from megarl.commands.parser import Parser
-from megarl.credentials import mask
-from megarl.errors import MegarlError, UserError, describe, printable, shortened, text_of
-from megarl.imports import location
-from megarl.processes import Stopped, signals_raise
-from megarl.unread import reader_is_gone, run_quietly
+from megarl.system.credentials import mask
+from megarl.system.errors import MegarlError, UserError, describe, printable, shortened, text_of
+from megarl.system.imports import location
+from megarl.system.processes import Stopped, signals_raise
+from megarl.system.unread import reader_is_gone, run_quietly
 
 START = """\
 Start here:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.errors import ConfigError, UserError
-from megarl.imports import import_callable
 from megarl.recipes import dapo, grpo, ppo, preference, srpo
+from megarl.system.errors import ConfigError, UserError
+from megarl.system.imports import import_callable
 
 #: The included pipelines, and the functions that build their graphs.
 PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {

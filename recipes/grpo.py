@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Role, contract_of
-from megarl.errors import ConfigError
 from megarl.runtime.stages import advantage, correction, logprob, resampling, reward, rollout, shaping, update
 from megarl.runtime.stages.needs import filter_fields, needed_fields
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
-from megarl.errors import ConfigError
 from megarl.runtime.stages import kto, logprob, preference
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from megarl.processes import has_nvidia_device
+from megarl.system.processes import has_nvidia_device
 from tests import fork_servers
 
 if TYPE_CHECKING:
-    from megarl.comm import WorkerGroup
     from megarl.config.model import ParallelConfig
+    from megarl.system.comm import WorkerGroup
     from megarl.training.parallel import Layout
 
 _layouts: list[Layout] = []  # of this process; at most one
@@ -137,7 +137,7 @@ def _begin(priority: int, target: Callable[..., None], args: tuple) -> None:
 
 def world() -> WorkerGroup:
     """All ranks of this process's torch world; made for only this process where there is none."""
-    from megarl.comm import single_world
+    from megarl.system.comm import single_world
 
     return single_world("gloo", 120.0)
 
@@ -146,7 +146,7 @@ def join_team(teams: Mapping[str, Sequence[int]], ports: Mapping[str, int], run_
     """Leave the harness's group for the world of this rank's team, which meets at its port; the team's name."""
     import torch.distributed as dist
 
-    from megarl.rendezvous import join
+    from megarl.system.rendezvous import join
 
     rank = dist.get_rank()
     dist.destroy_process_group()  # that of the harness: a team is a world of its own

@@ -27,8 +27,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from megarl.processes import CAUGHT, die_with_parents, has_nvidia_device
-from megarl.simulators.parents import PARENTS, as_parent
+from megarl.system.parents import PARENTS, as_parent
+from megarl.system.processes import CAUGHT, die_with_parents, has_nvidia_device
 from tests import dist
 from tests.ray_forks.launcher import accept
 

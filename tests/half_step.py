@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.staleness import AsReady, ByVersion
+from megarl.dag.staleness import AsReady, ByVersion
 
 
 class HalfStep(AsReady):

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from megarl.processes import write_atomically
+from megarl.system.processes import write_atomically
 
 
 class FolderMail:

@@ -3,7 +3,7 @@
 import gc
 import importlib
 
-from megarl.compat import megatron
+from megarl.system.compat import megatron
 
 megatron.install()
 for name in (

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.processes import has_nvidia_device
+from megarl.system.processes import has_nvidia_device
 from tests import dist as harness
 from tests.dist import run_distributed, wait_for_ranks
 

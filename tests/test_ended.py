@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megarl.processes import how_it_ended
+from megarl.system.processes import how_it_ended
 
 
 @pytest.mark.parametrize(

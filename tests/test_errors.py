@@ -6,9 +6,9 @@ import pytest
 
 from megarl.cli import main
 from megarl.envs.tools.worker import DataError
-from megarl.errors import describe, text_of
-from megarl.imports import import_callable
 from megarl.runtime.health import failure_of
+from megarl.system.errors import describe, text_of
+from megarl.system.imports import import_callable
 
 
 class SilentError(Exception):

@@ -60,7 +60,7 @@ SETTINGS = (
 ROWS = """
 import os, time
 from pathlib import Path
-from megarl import tracing
+from megarl.system import tracing
 from megarl.recipes.grpo import build_graph as grpo
 from megarl.recipes.srpo import build_graph as srpo
 from megarl.recipes.arithmetic import make_rows

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.processes import write_atomically
+from megarl.system.processes import write_atomically
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o002, 0o664)])

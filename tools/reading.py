@@ -50,7 +50,7 @@ def called(frame, event, arg):
     if event != "call":
         return
     code = frame.f_code
-    if code.co_name == "set_step" and code.co_filename.endswith("megarl/tracing.py"):
+    if code.co_name == "set_step" and code.co_filename.endswith("megarl/system/tracing.py"):
         state["on"] = frame.f_locals[code.co_varnames[0]] == 2
     if state["on"] and code not in seen and code.co_filename.startswith(ROOTS):
         seen.add(code)

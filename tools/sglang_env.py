@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "constraints-sglang.txt"
 sys.path.insert(0, str(ROOT))
 
-from megarl.compat.cuda import (  # noqa: E402
+from megarl.system.compat.cuda import (  # noqa: E402
     MAJOR,
     driver_problem,
     nccl_wheel,
@@ -31,7 +31,7 @@ from megarl.compat.cuda import (  # noqa: E402
     toolkit_problem,
     version_in,
 )
-from megarl.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noqa: E402
+from megarl.system.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noqa: E402
 from tools import installer  # noqa: E402
 
 #: Version of NCCL that both interpreters get: that of the torch which SGLang asks for, the newer of the two.

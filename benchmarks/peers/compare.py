@@ -32,9 +32,9 @@ from megarl.benchmarks.program import run_program
 from megarl.benchmarks.report import host_class, save
 from megarl.benchmarks.throughput import RESULTS
 from megarl.config.load import load_config
-from megarl.errors import MegarlError, UserError
 from megarl.launchers.common import KEEP_FREED_MEMORY
-from megarl.machine import available_cores, machine_info
+from megarl.system.errors import MegarlError, UserError
+from megarl.system.machine import available_cores, machine_info
 
 SCRIPT = Path(__file__).parent / "trl_grpo.py"
 MICRO_BATCH_SEQUENCES = 16  # what TRL is fastest with in case M

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megarl.benchmarks.peers.work import NoSuch, Peer, Work, main, prompts
 from megarl.config.run import RunConfig
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 REWARDS = {"math": "math"}
 #: Files of scripts/models, by model.

@@ -23,7 +23,7 @@ from megarl.benchmarks.program import run_program
 from megarl.benchmarks.report import host_class, save
 from megarl.benchmarks.throughput import RESULTS
 from megarl.config.run import RunConfig
-from megarl.errors import MegarlError, UserError, WorkerError
+from megarl.system.errors import MegarlError, UserError, WorkerError
 
 _IMPORT_S = 120.0  # for the import of a peer, whose packages may lie on a slow disk
 
@@ -190,7 +190,7 @@ def _write(peer: Peer, work: Work) -> None:
 
 
 def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespace) -> int:
-    from megarl.machine import machine_info
+    from megarl.system.machine import machine_info
 
     _check_import(peer.name, arguments.python)
     _write(peer, work)

@@ -66,11 +66,11 @@ def _held(names: list[str]) -> dict[str, Held]:
 def _receiver(folder: Path) -> Iterator[SglangReceiver]:
     from transformers import LlamaConfig
 
-    from megarl.compat.sglang import CPU_MALLOC
     from megarl.rollout.sglang.api import ServerApi
     from megarl.rollout.sglang.fleet import Server
     from megarl.rollout.sglang.layout import ServerLayout
     from megarl.rollout.sglang.receiver import SglangReceiver
+    from megarl.system.compat.sglang import CPU_MALLOC
 
     port_file = folder / f"port-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "megarl.benchmarks.sync.receiver", str(port_file)]
@@ -162,10 +162,10 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
     """Return the rows of one transport."""
     import torch
 
-    from megarl.comm import WorkerGroup
     from megarl.sync.plan import TrainerRank, make_plan
     from megarl.sync.sender import BucketSender
     from megarl.sync.source import Source
+    from megarl.system.comm import WorkerGroup
 
     weights = _weights()
     plan = make_plan(_held(list(weights)), [TrainerRank()], [_HOST], bucket_bytes=BUCKET_MB * 10**6)
@@ -296,7 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _on_link(arguments: argparse.Namespace) -> int:
     """Run the benchmark again, in a network namespace of its own whose loopback interface is slow."""
-    from megarl.errors import UserError
+    from megarl.system.errors import UserError
 
     missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
     if missing or sys.platform != "linux":

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
-from megarl.compat.sglang import LOADER, LOADERS, PATCH_LOADER
+from megarl.system.compat.sglang import LOADER, LOADERS, PATCH_LOADER
 
 _ADMITTED = {
     ("types", "SimpleNamespace"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.rows import Rows
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 
 def local_counts(mask: Tensor, offsets: Tensor | None = None, *, copies: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.config.algorithm import DistillationConfig
-    from megarl.metrics import Metrics
+    from megarl.system.metrics import Metrics
 
 #: Log-probs of a teacher; or its most likely tokens, and the policy's log-probs of the same.
 Teacher: TypeAlias = "Tensor | Sequence[Tensor | None] | None"

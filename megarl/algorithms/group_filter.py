@@ -12,7 +12,7 @@ from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.algorithms.stats import group_index
 from megarl.algorithms.user_code import form, located, misfit
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.preference import log_ratios
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from megarl.algorithms.preference import Responses

@@ -12,7 +12,7 @@ from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.divergences import chosen_divergence
 from megarl.algorithms.group_filter import FILTERS
 from megarl.algorithms.losses import POLICY_LOSSES
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
     from megarl.config.algorithm import AlgorithmConfig

@@ -21,7 +21,7 @@ from megarl.algorithms.kl import chosen_estimator, kl_tokens
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, checked_loss, checked_preparation
 from megarl.algorithms.user_code import located
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megarl.algorithms.rows import Rows, at_least_float32
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from megarl.config.training import PreferenceConfig

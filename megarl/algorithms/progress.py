@@ -22,7 +22,7 @@ from pydantic import Field
 
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Settings
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np

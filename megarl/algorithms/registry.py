@@ -22,8 +22,8 @@ from pydantic import create_model
 
 from megarl.config.base import ComponentSection, Section, raise_problems
 from megarl.config.components import settle
-from megarl.errors import ConfigError, close_matches
-from megarl.imports import import_callable
+from megarl.system.errors import ConfigError, close_matches
+from megarl.system.imports import import_callable
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows, all_true
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

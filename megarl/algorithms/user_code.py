@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megarl.algorithms.lazy import torch
-from megarl.errors import ConfigError, MegarlError, means_out_of_memory, shortened
-from megarl.imports import location
+from megarl.system.errors import ConfigError, MegarlError, means_out_of_memory, shortened
+from megarl.system.imports import location
 
 #: Names of samples in a message.
 _SHOWN = 4

@@ -11,7 +11,7 @@ from __future__ import annotations
 from megarl.architectures import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.architectures.base import Architecture
 from megarl.architectures.vision_language import DECODERS
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 ARCHITECTURES: dict[str, Architecture] = {
     module.ARCHITECTURE.model_type: module.ARCHITECTURE for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)

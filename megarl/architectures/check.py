@@ -9,7 +9,7 @@ from megarl.architectures import architecture
 from megarl.architectures.base import Architecture, Refuse
 from megarl.architectures.generic import check_generic
 from megarl.architectures.values import KINDS, head_width, key_value_heads, layer_windows, read_keys, rope_scaling
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE scaling that are supported."""

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.base import ROPE_KEYS
 from megarl.architectures.generic import GENERIC
-from megarl.errors import close_matches
+from megarl.system.errors import close_matches
 
 OLDER = frozenset({"model_type", "output_attentions", "rope_scaling", "rope_theta", "torch_dtype"})
 """Keys that every class takes in addition to its fields: names that older versions wrote."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megarl.architectures import ARCHITECTURES
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 KINDS = ("full_attention", "sliding_attention")
 """The kinds of layers in `layer_types`."""

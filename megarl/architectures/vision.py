@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 #: Prefix of the tensors of a policy's language model in checkpoints.
 LANGUAGE_MODEL = "language_model."

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megarl.errors import ConfigError, DataError, close_matches
+from megarl.system.errors import ConfigError, DataError, close_matches
 
 #: The two statistics that are scaled to -1 and 1. `q99`: OpenVLA, and OpenVLA-OFT's for LIBERO; `minmax`: OpenVLA-OFT's
 #: the two-armed ALOHA and RoboTwin.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.model import LoraConfig
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 #: Settings with which PEFT computes more than the formula, and the values with which it does not.

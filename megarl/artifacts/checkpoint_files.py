@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.architectures.tensors import HEAD
 from megarl.architectures.vision import STATE_PROJECTOR, VisionShape
-from megarl.errors import ConfigError, count
+from megarl.system.errors import ConfigError, count
 
 _SHOWN = ("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme")
 _NAMED = 5  # tensors in a message

@@ -9,7 +9,7 @@ from typing import NoReturn
 from megarl.artifacts.facts import hub_snapshot, is_hub_name, model_facts, near_folder
 from megarl.artifacts.trained import steps_in
 from megarl.config.model import ModelConfig
-from megarl.errors import ConfigError, relative_path_fix
+from megarl.system.errors import ConfigError, relative_path_fix
 
 _WHERE = "megarl convert"
 _SOURCES = "a folder with config.json and *.safetensors, a hub name, a checkpoint (step_N), or a PEFT adapter"

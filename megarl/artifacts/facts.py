@@ -30,7 +30,7 @@ from megarl.artifacts.model_files import no_model
 from megarl.artifacts.pipes import refuse_pipes
 from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config
 from megarl.config.model import ModelConfig
-from megarl.errors import ConfigError, close_matches
+from megarl.system.errors import ConfigError, close_matches
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
-from megarl.errors import ConfigError, count
+from megarl.system.errors import ConfigError, count
 
 
 def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:

@@ -31,9 +31,9 @@ from typing import Any
 
 from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import refuse_if_gone
-from megarl.errors import UserError, WorkerError
-from megarl.processes import write_atomically
-from megarl.simulators.parents import began
+from megarl.system.errors import UserError, WorkerError
+from megarl.system.parents import began
+from megarl.system.processes import write_atomically
 
 #: Environment variable of a worker: its attempt. Empty or absent: that of the folder's record when it begins.
 ATTEMPT = "MEGARL_ATTEMPT"

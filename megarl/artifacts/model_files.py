@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from megarl.artifacts.trained import steps_in
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 #: Names of the files that a tokenizer may consist of.
 TOKENIZER_FILES = (

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 _DEPTH = 3  # folders inside one another: RUN_DIR/checkpoints/step_N
 

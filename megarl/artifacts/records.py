@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.processes import write_atomically
+from megarl.system.processes import write_atomically
 
 RUN = "run.json"
 Needs = Mapping[str, type | tuple[type, ...]]

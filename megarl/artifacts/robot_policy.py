@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.architectures.vision import STATE_PROJECTOR, state_size
 from megarl.artifacts.action_statistics import FILE, Bounds, DatasetStatistics, parse_statistics, read_statistics
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

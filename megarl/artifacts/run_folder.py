@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.artifacts.records import RUN, Needs, parse_object, set_aside
-from megarl.errors import UserError
-from megarl.processes import write_atomically
+from megarl.system.errors import UserError
+from megarl.system.processes import write_atomically
 
 CONFIG, NEXT_CONFIG = "config.yaml", "config.next.yaml"
 NEXT_REFERENCE = "reference.next"  # the reference of a start that may still be refused

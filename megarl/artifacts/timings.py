@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.artifacts.jsonl import STEP, read_jsonl
-from megarl.errors import DataError
-from megarl.offload_schedule import MOVES
+from megarl.system.errors import DataError
+from megarl.system.offload_schedule import MOVES
 
 #: Number of first steps that do not count: they allocate memory and load code.
 WARM_UP = 2

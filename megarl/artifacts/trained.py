@@ -11,8 +11,8 @@ from typing import Literal
 
 from megarl.artifacts.jsonl import STEP, read_jsonl
 from megarl.artifacts.records import RUN, read_run, setting
-from megarl.errors import UserError
-from megarl.processes import write_atomically
+from megarl.system.errors import UserError
+from megarl.system.processes import write_atomically
 
 Which = Literal["best", "last"]
 LAST, BEST = "hf", "hf_best"

@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.errors import choose
+from megarl.system.errors import choose
 
 FOLDER = Path("runs/certificate")
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megarl.certificate.catalogue import SECTIONS
     from megarl.certificate.harness import certify, machine_key, read_result
     from megarl.certificate.report import as_table, bug_report, write_reports
-    from megarl.processes import write_atomically
+    from megarl.system.processes import write_atomically
 
     if arguments.list:
         print("\n".join(f"{one.name:<14} {one.title}" for one in SECTIONS))

@@ -26,9 +26,9 @@ import psutil
 
 from megarl.benchmarks.sources import commit_now
 from megarl.certificate.findings import read_findings
-from megarl.imports import installed_version
-from megarl.machine import visible_gpus
-from megarl.processes import ending, has_nvidia_device, write_atomically
+from megarl.system.imports import installed_version
+from megarl.system.machine import visible_gpus
+from megarl.system.processes import ending, has_nvidia_device, write_atomically
 
 Status = Literal["passed", "failed", "skipped"]
 _SECTION_OF = "MEGARL_SECTION_OF"  # a variable of all processes of a section: its folder

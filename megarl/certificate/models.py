@@ -11,8 +11,8 @@ from torch import Tensor
 from megarl.config.model import ModelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.device import dist_backend
-from megarl.metrics import Metrics
+from megarl.system.device import dist_backend
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,8 +57,8 @@ _DEADLINE_S = 300.0
 
 def single_layout() -> Layout:
     """Return the layout of this one process."""
-    from megarl.comm import single_world
     from megarl.config.model import ParallelConfig
+    from megarl.system.comm import single_world
     from megarl.training.parallel import init_parallel
 
     return init_parallel(ParallelConfig(), single_world(dist_backend(), _DEADLINE_S))

@@ -8,8 +8,8 @@ import traceback
 from pathlib import Path
 
 from megarl.certificate.findings import Findings, Skipped
-from megarl.imports import import_callable
-from megarl.processes import signals_raise
+from megarl.system.imports import import_callable
+from megarl.system.processes import signals_raise
 
 _BEFORE_S = 5.0  # the deadline: the log then says where a section hangs
 

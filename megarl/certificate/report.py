@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.certificate.harness import CertificateSection, Result
-from megarl.credentials import CREDENTIAL, mask
-from megarl.processes import write_atomically
+from megarl.system.credentials import CREDENTIAL, mask
+from megarl.system.processes import write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -19,8 +19,8 @@ from megarl.benchmarks.program import run_program
 from megarl.config.load import find_recipe, load_config
 from megarl.config.model import ModelConfig
 from megarl.launchers.common import run_workers
-from megarl.machine import visible_gpus
-from megarl.processes import nvidia_devices, write_atomically
+from megarl.system.machine import visible_gpus
+from megarl.system.processes import nvidia_devices, write_atomically
 
 RECIPE = "grpo_quickstart"
 #: Only training: no cold start, no validation, nothing written but metrics; a score that differs between samples.

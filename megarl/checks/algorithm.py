@@ -19,7 +19,7 @@ from megarl.config.algorithm import DistillationConfig, KLConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import TeacherConfig
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, UserError
+from megarl.system.errors import ConfigError, UserError
 
 
 def check_algorithm(config: RunConfig, roles: Roles, checks: Checklist) -> None:

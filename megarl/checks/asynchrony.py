@@ -8,8 +8,8 @@ from megarl.config.run import RunConfig
 from megarl.dag.ahead import KEY, ORDER, experts_problems
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
-from megarl.errors import count
 from megarl.planning.shards import layout_key
+from megarl.system.errors import count
 
 
 def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:

@@ -6,7 +6,7 @@ import socket
 from urllib.parse import urlsplit
 
 from megarl.config.run import RunConfig, steps_of_epochs
-from megarl.errors import ConfigError, count
+from megarl.system.errors import ConfigError, count
 
 
 def with_steps(config: RunConfig, job: str = "train") -> RunConfig:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megarl.config.base import ConfigErrors
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, UserError
+from megarl.system.errors import ConfigError, UserError
 
 #: The role of each node of the task graph; None when there is no graph, or it cannot be built.
 Roles = Set[Role] | None

@@ -12,8 +12,8 @@ from megarl.checks.checklist import Checklist
 from megarl.checks.references import check_reference
 from megarl.config.base import ComponentSection, ConfigErrors
 from megarl.config.other_names import method_fix
-from megarl.errors import ConfigError, UserError
-from megarl.imports import is_file_reference, is_module_reference
+from megarl.system.errors import ConfigError, UserError
+from megarl.system.imports import is_file_reference, is_module_reference
 
 S = TypeVar("S", bound=Spec)
 

@@ -1,9 +1,9 @@
 """File descriptors of a rank: each gloo group of n ranks holds a socket to each of the other n - 1.
 
 Measured with torch 2.13 on 4 processes: a group of n costs n - 1 descriptors, since groups share a device
-(megarl/compat/gloo.py), and the first rank holds one more for each client of torch's store. With TORCH_GLOO_LAZY_INIT=1
-a connection costs one from its first use on. Every group has gloo, also on GPUs: metrics and other plain data travel as
-CPU tensors.
+(megarl/system/compat/gloo.py), and the first rank holds one more for each client of torch's store. With
+TORCH_GLOO_LAZY_INIT=1 a connection costs one from its first use on. Every group has gloo, also on GPUs: metrics and
+other plain data travel as CPU tensors.
 """
 
 from __future__ import annotations

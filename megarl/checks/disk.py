@@ -9,8 +9,8 @@ from megarl.artifacts.trained import steps_in
 from megarl.checks.checklist import Checklist, Roles
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
-from megarl.errors import count
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes
+from megarl.system.errors import count
 
 
 def check_disk(

@@ -12,25 +12,25 @@ from megarl.checks.layout import divides_devices
 from megarl.checks.machine import gpu_room
 from megarl.checks.recipe import Checked, check_config
 from megarl.checks.rows import is_readable_here
-from megarl.components import COMPONENTS
 from megarl.config.correction import describe_correction
 from megarl.config.load import changed_keys
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig, steps_text
 from megarl.config.yamlio import to_yaml
-from megarl.credentials import hide
 from megarl.dag.draw import as_text
 from megarl.dag.graph import TaskGraph
 from megarl.dag.measured import read_measured
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
+from megarl.dag.staleness import policy_of
 from megarl.data.sources import load_rows
 from megarl.disaggregated.buffer.size import handover_bytes, object_store_bytes, steps_held
-from megarl.errors import ConfigError, UserError, count
-from megarl.machine import Machine, this_machine
 from megarl.planning.memory import Memory, device_memory, server_bytes
 from megarl.planning.terms import taken
-from megarl.staleness import policy_of
+from megarl.recipes.components import COMPONENTS
+from megarl.system.credentials import hide
+from megarl.system.errors import ConfigError, UserError, count
+from megarl.system.machine import Machine, this_machine
 
 ROWS_SHOWN = 64
 

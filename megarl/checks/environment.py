@@ -9,10 +9,10 @@ from pathlib import Path
 from megarl.checks.checklist import Checklist
 from megarl.config.other_values import value_fix
 from megarl.config.run import RunConfig
-from megarl.credentials import MASK, PASSWORD, USER, hide, mask, put_back, take_out
 from megarl.dag.placement import Placement
-from megarl.imports import is_file_reference, is_module_reference, source_file
 from megarl.rewards import REWARDS
+from megarl.system.credentials import MASK, PASSWORD, USER, hide, mask, put_back, take_out
+from megarl.system.imports import is_file_reference, is_module_reference, source_file
 from megarl.tracking.loggers import LOGGERS
 
 

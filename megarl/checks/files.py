@@ -38,12 +38,12 @@ from megarl.data.sources import (
 from megarl.data.templates import check_chat_template as parse_chat_template
 from megarl.data.templates import check_template_kwargs, read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
-from megarl.errors import ConfigError, count, relative_path_fix
-from megarl.imports import is_file_reference, is_module_reference
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located, raise_part_problems
 from megarl.rewards.references import gives_images
 from megarl.rewards.registry import refuse_images, reward_settings
+from megarl.system.errors import ConfigError, count, relative_path_fix
+from megarl.system.imports import is_file_reference, is_module_reference
 
 # Models of one family round vocab_size up to different multiples; their tokenizers are compared when the run starts.
 _PADDING = 1024

@@ -8,8 +8,8 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.dag.shares import USUAL_GPUS
 from megarl.dag.stage import Role
-from megarl.errors import count
 from megarl.planning.step import occupied
+from megarl.system.errors import count
 
 
 def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks: Checklist) -> None:

@@ -22,10 +22,10 @@ from megarl.dag.edges import MissingFieldError
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Role
 from megarl.data.fields import FIELDS
-from megarl.errors import UserError, close_matches
 from megarl.recipes.build import PIPELINES, build_task_graph
 from megarl.runtime.stages.advantage import OFFERED
 from megarl.runtime.stages.resampling import COPIES
+from megarl.system.errors import UserError, close_matches
 
 
 def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:

@@ -9,12 +9,12 @@ from megarl.artifacts.facts import ModelFacts, local_folder
 from megarl.artifacts.layout import divisors, image_problems
 from megarl.artifacts.robot_policy import read_preprocessor
 from megarl.checks.checklist import Checklist
-from megarl.compat.cuda import version_in
-from megarl.compat.sglang import find_python, install_fix
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.dag.placement import Placement
-from megarl.errors import ConfigError
+from megarl.system.compat.cuda import version_in
+from megarl.system.compat.sglang import find_python, install_fix
+from megarl.system.errors import ConfigError
 
 _NAME = "images"
 #: Numbers of a patch of Qwen2.5-VL that SGLang 0.5.23 takes for pixels.

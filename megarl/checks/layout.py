@@ -21,8 +21,8 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.shares import USUAL_GPUS, settings_of_workers
 from megarl.dag.stage import Role
-from megarl.errors import count
 from megarl.planning.shards import Sizes, layout_key
+from megarl.system.errors import count
 
 
 def devices_key(config: RunConfig, team: TeamPlan) -> str:

@@ -10,10 +10,10 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.shares import settings_of_workers
-from megarl.errors import count
 from megarl.launchers.bundles import lends, whole
 from megarl.launchers.seats import seats
 from megarl.rollout.sglang.gpus import most_servers
+from megarl.system.errors import count
 
 
 def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan) -> list[int]:

@@ -18,12 +18,12 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.size import LEAST, refuse_too_large
-from megarl.errors import count
-from megarl.machine import Machine
 from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory, server_bytes
 from megarl.planning.outcome import ROOM_KEYS
 from megarl.planning.shards import Sizes, key_value_bytes
 from megarl.planning.terms import Moment, held
+from megarl.system.errors import count
+from megarl.system.machine import Machine
 
 TIGHT = 0.9
 _START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers

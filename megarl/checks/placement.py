@@ -9,8 +9,8 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement, place, together
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, count
 from megarl.launchers.bundles import lends
+from megarl.system.errors import ConfigError, count
 
 
 def check_placement(

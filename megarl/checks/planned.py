@@ -13,9 +13,9 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import place
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
 from megarl.launchers.bundles import lends
 from megarl.planning.step import model_sizes
+from megarl.system.errors import ConfigError
 
 
 def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:

@@ -16,7 +16,7 @@ from megarl.checks.checklist import Checklist
 from megarl.config.robot import RobotConfig
 from megarl.config.run import RunConfig
 from megarl.data.demonstration_sources import EXPERTS
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 _LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
 

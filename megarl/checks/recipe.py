@@ -48,8 +48,8 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
-from megarl.machine import Machine, this_machine
 from megarl.planning.shards import Sizes
+from megarl.system.machine import Machine, this_machine
 
 
 class ConfigWarning(UserWarning):

@@ -15,11 +15,11 @@ from typing import Any
 from megarl.config.data import DataConfig
 from megarl.config.run import RunConfig
 from megarl.data.sources import check_loader_kwargs, is_function
-from megarl.errors import ConfigError, close_files, close_matches, relative_path_fix
-from megarl.imports import is_file_reference
 from megarl.rewards.preflight import ask
 from megarl.rewards.registry import kwargs_error
 from megarl.rewards.signatures import bind
+from megarl.system.errors import ConfigError, close_files, close_matches, relative_path_fix
+from megarl.system.imports import is_file_reference
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)

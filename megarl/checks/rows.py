@@ -37,12 +37,12 @@ from megarl.data.sources import SUFFIXES, TEXT, files_of_folder, is_saved_set, l
 from megarl.data.split import split_rows
 from megarl.data.teachers import check_teachers
 from megarl.data.templates import no_chat_template, prompt_formatter
-from megarl.errors import ConfigError, DataError, UserError, close_matches
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located
 from megarl.rewards.references import check_answers, explained_scoring, reads_answers, uses_reward
 from megarl.rewards.registry import KWARGS, reward_settings
 from megarl.rewards.signatures import OWN, columns_of, form_of
+from megarl.system.errors import ConfigError, DataError, UserError, close_matches
 
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
 _TOKENIZE_S = 2.0

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
-from megarl.errors import count
-from megarl.processes import nvidia_devices
+from megarl.system.errors import count
+from megarl.system.processes import nvidia_devices
 
 NAME = "servers"
 

@@ -16,9 +16,9 @@ from megarl.config.training import CriticConfig, OptimConfig
 from megarl.dag.placement import Placement
 from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
-from megarl.errors import close_matches
 from megarl.evaluation.metrics import metric_names
 from megarl.recipes.build import PIPELINES
+from megarl.system.errors import close_matches
 
 #: Lowest temperature except 0: logits of hundreds, divided by it, keep their differences in float32.
 _COLDEST = 1e-3

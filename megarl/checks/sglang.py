@@ -13,16 +13,15 @@ from megarl.checks.checklist import Checklist
 from megarl.checks.layout import check_deadline
 from megarl.checks.server_places import NAME as _NAME
 from megarl.checks.server_places import check_colocated, check_gpus
-from megarl.compat.cuda import check_same_nccl, driver_problem, toolkit_problem, version_in
-from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
 from megarl.config.run import RunConfig
 from megarl.config.sglang import url_problem
 from megarl.dag.placement import Placement
-from megarl.dag.stage import Role
-from megarl.errors import ConfigError, count
-from megarl.imports import installed_version
-from megarl.processes import nvidia_devices
+from megarl.system.compat.cuda import check_same_nccl, driver_problem, toolkit_problem, version_in
+from megarl.system.compat.sglang import find_python, sglang_version
+from megarl.system.errors import ConfigError, count
+from megarl.system.imports import installed_version
+from megarl.system.processes import nvidia_devices
 
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
 #: Server arguments that megarl sets itself; the last one counts, so another of these would undo a check.
@@ -52,7 +51,7 @@ def check_servers(
     *,
     here: bool = True,
 ) -> None:
-    """Check the servers, or that none is configured without use.
+    """Check the servers, if the recipe has some.
 
     Args:
         facts: of the model; None: unknown.
@@ -60,8 +59,6 @@ def check_servers(
     """
     checks = checks.of(_NAME)
     if config.rollout.engine != "sglang":
-        generating = None if placement is None else placement.of_role(Role.ROLLOUT)
-        _check_unused(config, checks, pushes=generating is not None and Role.ACTOR not in generating.roles)
         return
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)
@@ -80,19 +77,6 @@ def check_servers(
     _check_abilities(config, checks)
     check_colocated(config, checks)
     _check_sync(config, checks)
-
-
-def _check_unused(config: RunConfig, checks: Checklist, *, pushes: bool) -> None:
-    """Warn of server keys without servers. `pushes`: an engine in another team is sent weights, too."""
-    keys = _changed("rollout.sglang", config.rollout.sglang)
-    keys += [] if pushes else _changed("sync", config.sync)
-    if keys:
-        checks.warn(
-            "rollout.engine",
-            f"no server takes part, so nothing uses {', '.join(keys)}",
-            found=config.rollout.engine,
-            fix=f"set rollout.engine=sglang, or leave {'these keys' if len(keys) > 1 else 'this key'} out",
-        )
 
 
 def _changed(path: str, section: Section) -> list[str]:

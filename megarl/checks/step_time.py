@@ -8,12 +8,12 @@ from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
-from megarl.errors import ConfigError, duration
-from megarl.machine import Machine
 from megarl.planning.hardware import Hardware, typical_cpu, with_memory
 from megarl.planning.passes import total
 from megarl.planning.shards import Sizes
 from megarl.planning.step import occupied, plan_step
+from megarl.system.errors import ConfigError, duration
+from megarl.system.machine import Machine
 
 _LONG_S = 3600.0
 

@@ -127,7 +127,7 @@ OWNERS = (
     ),
     Owner(
         "validation.sampling",
-        lambda j: j.config.data.held_out,
+        lambda j: bool(j.config.data.held_out),
         "there are no held-out prompts",
         "set data.val_files or data.val_split",
     ),

@@ -20,7 +20,7 @@ from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config, projector_file, read_projector
 from megarl.artifacts.stacked_experts import cuts_of
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones
 _AGAIN = "copy or download it again"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megarl.artifacts.conversion import check_conversion
 from megarl.artifacts.pipes import refuse_pipes
 from megarl.config.model import ModelConfig, ParallelConfig
-from megarl.errors import ConfigError, count
+from megarl.system.errors import ConfigError, count
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,14 +63,14 @@ def describe(folder: Path) -> str:
 def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard_gb: float) -> None:
     """Load a checkpoint of any layout into one process and export it."""
     from megarl.artifacts.action_statistics import FILE, read_statistics
-    from megarl.comm import single_world
     from megarl.config.load import load_config
     from megarl.data.tokenizer import load_tokenizer
-    from megarl.device import DTYPES, dist_backend
     from megarl.models.weights import export_weights
     from megarl.runtime.frozen_models import check_base
     from megarl.runtime.robots import model_statistics
     from megarl.runtime.setup import build_engine, weights_of
+    from megarl.system.comm import single_world
+    from megarl.system.device import DTYPES, dist_backend
     from megarl.training import checkpoint
     from megarl.training.parallel import init_parallel
 

@@ -11,10 +11,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megarl.algorithms.kl import KL
-from megarl.components import COMPONENTS
 from megarl.config.base import ComponentSection, Section
 from megarl.config.fields import Key, describe_allowed, entries_of, iter_keys
 from megarl.config.run import RunConfig
+from megarl.recipes.components import COMPONENTS
 
 BEGIN = "<!-- keys: written by python -m megarl.commands.describe docs/recipes.md, do not edit below -->"
 END = "<!-- end of keys -->"

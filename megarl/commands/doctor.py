@@ -9,10 +9,10 @@ import platform
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megarl.compat.cuda import compiler_version, driver_problem, driver_version, toolkit_home, toolkit_problem
-from megarl.errors import ConfigError
-from megarl.imports import installed_version
-from megarl.leftovers import remove_leftovers
+from megarl.system.compat.cuda import compiler_version, driver_problem, driver_version, toolkit_home, toolkit_problem
+from megarl.system.errors import ConfigError
+from megarl.system.imports import installed_version
+from megarl.system.leftovers import remove_leftovers
 
 REQUIRED = (
     "torch",
@@ -96,7 +96,7 @@ def _cuda() -> list[str]:
     driver = driver_version()
     if driver is None:
         return ["no NVIDIA driver is loaded"]
-    from megarl.compat.sglang import find_python
+    from megarl.system.compat.sglang import find_python
 
     try:
         python = find_python(None, cuda=True)
@@ -110,7 +110,7 @@ def _cuda() -> list[str]:
 
 
 def _servers() -> str:
-    from megarl.compat.sglang import find_python, sglang_version
+    from megarl.system.compat.sglang import find_python, sglang_version
 
     try:
         python = find_python(None, cuda=None)
@@ -124,7 +124,7 @@ def _devices() -> list[str]:
         return ["unknown: torch is missing"]
     import torch
 
-    from megarl.device import has_cuda
+    from megarl.system.device import has_cuda
 
     if not has_cuda():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import ConfigError, UserError, count
-from megarl.machine import Machine, this_machine
+from megarl.system.errors import ConfigError, UserError, count
+from megarl.system.machine import Machine, this_machine
 
 if TYPE_CHECKING:
     from megarl.checks.recipe import Checked
@@ -215,8 +215,8 @@ def _write_first_fit(
         The recipe with the layout that was tried last, and the checks of the written one.
     """
     from megarl.checks.recipe import check_config
-    from megarl.components import COMPONENTS
     from megarl.config.load import load_config
+    from megarl.recipes.components import COMPONENTS
 
     kept: tuple[str, Checked] | None = None
     for layout in layouts:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.commands.translate import Translation, read_settings, translate
-from megarl.errors import ConfigError, UserError, shortened
-from megarl.machine import Machine
+from megarl.system.errors import ConfigError, UserError, shortened
+from megarl.system.machine import Machine
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -134,9 +134,9 @@ def write_fitting(
         The recipe, and its problems that leaving out settings does not solve.
     """
     from megarl.checks.recipe import check_config
-    from megarl.components import COMPONENTS
     from megarl.config.base import ConfigErrors
     from megarl.config.load import load_config
+    from megarl.recipes.components import COMPONENTS
 
     job = "sft" if made.algorithm == "sft" else "train"
     while True:

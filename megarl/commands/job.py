@@ -15,8 +15,8 @@ from megarl.artifacts.pipes import refuse_pipes
 from megarl.artifacts.records import read_run
 from megarl.artifacts.trained import steps_in
 from megarl.checks import before_start
-from megarl.credentials import mask
-from megarl.errors import ConfigError, UserError
+from megarl.system.credentials import mask
+from megarl.system.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from megarl.artifacts.trained import Which
@@ -61,8 +61,8 @@ def add_job(parser: argparse.ArgumentParser, job: str) -> None:
 
 def read_recipe(arguments: argparse.Namespace) -> RunConfig:
     """Return the recipe with its overrides, or that of the run folder named in its place; without credentials."""
-    from megarl.components import COMPONENTS
     from megarl.config.load import find_recipe, hide_credentials, load_config
+    from megarl.recipes.components import COMPONENTS
 
     if getattr(arguments, "console", None) is not None:
         arguments.overrides, arguments.console = [*arguments.overrides, f"tracking.console={arguments.console}"], None

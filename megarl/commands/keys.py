@@ -13,14 +13,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megarl.commands.describe import as_yaml, default_values
-from megarl.components import COMPONENTS, REGISTRIES
 from megarl.config.base import ComponentSection
 from megarl.config.fields import alternatives, describe_allowed, entries_of, find_key, iter_keys, section_of
 from megarl.config.other_names import METHODS, meaning_of
 from megarl.config.other_values import values_elsewhere
 from megarl.envs.registry import ENVIRONMENTS, environment_class
-from megarl.errors import UserError, close_matches
 from megarl.recipes.build import PIPELINES
+from megarl.recipes.components import COMPONENTS, REGISTRIES
+from megarl.system.errors import UserError, close_matches
 
 _WIDEST = 100  # columns
 

@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.comm import WorkerGroup, single_world
-from megarl.compat.sglang import find_python
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.config.training import EngineConfig
-from megarl.device import DTYPES, device, dist_backend, has_cuda
-from megarl.errors import count
+from megarl.system.comm import WorkerGroup, single_world
+from megarl.system.compat.sglang import find_python
+from megarl.system.device import DTYPES, device, dist_backend, has_cuda
+from megarl.system.errors import count
 
 if TYPE_CHECKING:
     from rich.table import Table

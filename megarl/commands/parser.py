@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megarl.errors import UserError, close_matches
+from megarl.system.errors import UserError, close_matches
 
 _CHOICE = re.compile(r"(?s)argument (?P<what>.+?): invalid choice: (?P<found>.+) \(choose from (?P<allowed>.+)\)")
 _NEEDED = re.compile(r"one of the arguments (?P<names>.+) is required")

@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.errors import ConfigError, UserError, count
+from megarl.system.errors import ConfigError, UserError, count
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan and show; returns the exit code."""
     from megarl.checks.planned import refuse_lengths, refuse_plan
-    from megarl.components import COMPONENTS
     from megarl.config.load import load_config
     from megarl.planning.assumptions import CPU, OF_ZERO, PlanAssumptions, assume, pairs
     from megarl.recipes.build import build_task_graph
+    from megarl.recipes.components import COMPONENTS
 
     if arguments.assumptions:
         print(f"{'':<18}{'GPU':>8}{'CPU':>8}")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from megarl.checks.descriptors import descriptors, group_sizes
 from megarl.checks.host import host_memory
 from megarl.checks.machine import TIGHT
-from megarl.components import COMPONENTS
 from megarl.config.load import differences, dump_config, find_recipe, load_config, recipe_names
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import to_yaml
@@ -19,6 +18,7 @@ from megarl.planning.search import FoundPlan, SearchResult, describe_layout
 from megarl.planning.shards import Sizes
 from megarl.planning.terms import Moment, Term
 from megarl.planning.workload import Workload
+from megarl.recipes.components import COMPONENTS
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,8 +13,8 @@ from megarl.artifacts.facts import is_hub_name
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.records import read_run
 from megarl.config.yamlio import to_yaml
-from megarl.credentials import mask, mask_yaml
-from megarl.errors import ConfigError, MegarlError
+from megarl.system.credentials import mask, mask_yaml
+from megarl.system.errors import ConfigError, MegarlError
 
 _WHERE = "--push-to-hub"
 

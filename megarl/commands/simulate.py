@@ -19,7 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,7 +18,7 @@ from megarl.config.fields import alternatives, find_key
 from megarl.config.other_names import METHODS, key_of, meaning_of
 from megarl.config.other_values import VALUES, lora_targets, value_fix
 from megarl.config.yamlio import parse_value, read_yaml
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 _KEY_VALUE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")

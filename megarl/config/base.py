@@ -9,7 +9,7 @@ import annotated_types
 from pydantic import BaseModel, ConfigDict, field_validator
 from pydantic_core import PydanticCustomError
 
-from megarl.errors import ConfigError, UserError
+from megarl.system.errors import ConfigError, UserError
 
 #: Largest integer of a recipe: beyond it JSON and floating-point numbers lose digits, and no count is as large.
 LARGEST = 2**53

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import ValidationError
 
 from megarl.config.base import Section, raise_problems
-from megarl.errors import ConfigError, close_matches
+from megarl.system.errors import ConfigError, close_matches
 
 M = TypeVar("M", bound=Section)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megarl.config.base import Section
-from megarl.errors import count
+from megarl.system.errors import count
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from megarl.config.base import Section
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 #: Keys that an embedding reads; `name` belongs to all.
 _READ = {

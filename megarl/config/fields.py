@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from megarl.config.base import LARGEST, ComponentSection, Section
 from megarl.config.other_values import value_fix
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError, close_matches
+from megarl.system.errors import ConfigError, close_matches
 
 #: An integer as text.
 INTEGER = re.compile(r"[-+]?[0-9]+")

@@ -38,9 +38,9 @@ from megarl.config.precision import with_precision
 from megarl.config.run import RunConfig
 from megarl.config.training import ADAPTER_LR, FRESH_LR, TRAINED_LR
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
-from megarl.credentials import take_out
-from megarl.errors import ConfigError, close_files, close_matches
-from megarl.imports import is_file_reference
+from megarl.system.credentials import take_out
+from megarl.system.errors import ConfigError, close_files, close_matches
+from megarl.system.imports import is_file_reference
 
 _PATHS = (
     *(("model", "path"), ("model", "tokenizer"), ("reference", "path"), ("reward_model", "path")),

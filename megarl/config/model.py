@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.architectures.tensors import ModelPart
 from megarl.config.base import Section
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16", "auto"]
 Target = Literal["attention", "mlp", "experts"]

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.config.fields import fields_of, find_key, iter_keys, nearest_keys
 from megarl.config.other_values import NO_SUCH_PREFERENCE
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError, close_matches
+from megarl.system.errors import ConfigError, close_matches
 
 _SIZES = "actor.engine.micro_batch_tokens (micro-batches are filled by tokens)"
 _KL_COEF = "algorithm.kl.coef, with algorithm.kl.use=loss or reward"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import read_yaml
-from megarl.errors import UserError
-from megarl.machine import bf16_products, visible_gpus
-from megarl.processes import has_nvidia_device
+from megarl.system.errors import UserError
+from megarl.system.machine import bf16_products, visible_gpus
+from megarl.system.processes import has_nvidia_device
 
 
 def with_precision(config: RunConfig, run_dir: Path | None) -> tuple[RunConfig, str]:

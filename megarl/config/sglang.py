@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megarl.config.base import Seconds, Section
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 
 def url_problem(url: str, key: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megarl.errors import ConfigError, encoding_fix
+from megarl.system.errors import ConfigError, encoding_fix
 
 _DEEPEST = 64  # mappings and lists inside one another
 _MOST = 1_000_000  # values, each alias counted as what it stands for: a few lines of aliases make thousands of millions

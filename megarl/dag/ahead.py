@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
-from megarl.staleness import policy_of
+from megarl.dag.staleness import policy_of
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 
 from megarl.dag.node import Node
 from megarl.dag.stage import Role
-from megarl.errors import UserError, close_matches
+from megarl.system.errors import UserError, close_matches
 
 
 class MissingFieldError(UserError):

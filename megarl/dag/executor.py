@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
-from megarl.errors import MegarlError
-from megarl.tracing import phase
+from megarl.system.errors import MegarlError
+from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
@@ -103,7 +103,7 @@ class Executor:
     def _call(self, node: Node, context: Any, batch: Batch, more: Iterator[Batch] | None) -> Batch:
         """Return the samples after the node."""
         from megarl.dag.guard import GuardedBatch, settle, writes_in_place
-        from megarl.device import ProcessState
+        from megarl.system.device import ProcessState
 
         before, state = writes_in_place(node, batch), ProcessState.now()
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from megarl.dag.edges import Inputs, derive
 from megarl.dag.node import Node
 from megarl.dag.stage import LOADER_FIELDS, ROLES, Role
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 
 class TaskGraph:

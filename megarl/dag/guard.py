@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.dag.node import Node
 from megarl.data.batch import Batch, Jagged
 from megarl.data.fields import known
-from megarl.errors import MegarlError
+from megarl.system.errors import MegarlError
 
 
 class ContractError(MegarlError):

@@ -17,7 +17,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node, team_of
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 _KEY = "placement.measured"
 

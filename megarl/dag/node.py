@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.dag.stage import ROLES, Contract, Kind, Role, contract_of
-from megarl.errors import ConfigError, UserError, close_matches
-from megarl.imports import import_callable
+from megarl.system.errors import ConfigError, UserError, close_matches
+from megarl.system.imports import import_callable
 
 _WITH_MODEL = (Role.ACTOR, Role.CRITIC, Role.ROLLOUT, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL)
 _TRAINED = tuple(role.value for role in _WITH_MODEL if role is not Role.ROLLOUT)

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.stage import LOADER_FIELDS, Contract
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 
 class Pipeline:

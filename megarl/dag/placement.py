@@ -23,7 +23,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node, team_of
 from megarl.dag.shares import settings_of_workers, share_out, workers_of_machine
 from megarl.dag.stage import ROLES, Role
-from megarl.errors import ConfigError, count
+from megarl.system.errors import ConfigError, count
 
 #: Roles that hold a model, in the order in which teams are named and counted.
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL, Role.ROLLOUT)

@@ -12,7 +12,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.measured import read_measured
 from megarl.dag.node import Node, team_of
 from megarl.dag.stage import Kind, Role
-from megarl.errors import ConfigError, count
+from megarl.system.errors import ConfigError, count
 
 Roles = tuple[Role, ...]
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.compat import torch_compile
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
 from megarl.data.wire import Block, Packer, Parts, Span, gather, open_block, pack
-from megarl.errors import close_matches
+from megarl.system.compat import torch_compile
+from megarl.system.errors import close_matches
 
 __all__ = ["Batch", "Jagged"]
 

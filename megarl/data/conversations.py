@@ -19,7 +19,7 @@ from megarl.data.messages import ASSISTANT, Message, extra_keys, is_learnt, with
 from megarl.data.rows import Row
 from megarl.data.templates import ChatTemplate
 from megarl.data.turns import MARK
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _MARKED: Message = {"role": ASSISTANT, "content": MARK}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megarl.data.demonstrations import LIBERO_CAMERAS, OpenDemonstration, open_demonstrations, open_libero
 from megarl.data.lerobot import cameras_of, is_lerobot, open_lerobot
-from megarl.errors import ConfigError, DataError, choose, close_matches
 from megarl.simulators.protocol import TaskSpec
+from megarl.system.errors import ConfigError, DataError, choose, close_matches
 
 #: The entry that replaces files where scripted experts show the tasks.
 EXPERTS = "experts"

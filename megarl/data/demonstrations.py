@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megarl.errors import DataError, UnavailableError
+from megarl.system.errors import DataError, UnavailableError
 
 FORM = "megarl.demonstration/1"
 #: Camera of the LIBERO simulator to its name in LIBERO's files.

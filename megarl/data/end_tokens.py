@@ -17,7 +17,7 @@ from megarl.data.render import uses_chat
 from megarl.data.rows import Row
 from megarl.data.templates import chat_renderer
 from megarl.data.turns import after_turn
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

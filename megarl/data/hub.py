@@ -17,8 +17,8 @@ from urllib.parse import quote
 
 from megarl.artifacts.facts import hub_paths, is_hub_name
 from megarl.data.sources import HUB, SUFFIXES, TEXT
-from megarl.errors import ConfigError
-from megarl.imports import is_module_reference
+from megarl.system.errors import ConfigError
+from megarl.system.imports import is_module_reference
 
 ASK_S = 4.0  # for all questions together; a hub that is there answers in a fraction of a second
 _TRUE = ("1", "ON", "YES", "TRUE")

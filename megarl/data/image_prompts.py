@@ -27,7 +27,7 @@ from megarl.data.images import Patches, fitting_size, image_folder, image_size, 
 from megarl.data.jagged import Jagged
 from megarl.data.row_images import MARK, check_marks, row_images
 from megarl.data.rows import Row
-from megarl.errors import ConfigError, DataError, count
+from megarl.system.errors import ConfigError, DataError, count
 
 if TYPE_CHECKING:
     from PIL.Image import Image

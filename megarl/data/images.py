@@ -25,7 +25,7 @@ import numpy.typing as npt
 from megarl.architectures.vision_language import ImageSettings
 from megarl.artifacts.pipes import is_special
 from megarl.config.data import DataConfig
-from megarl.errors import ConfigError, DataError, MegarlError
+from megarl.system.errors import ConfigError, DataError, MegarlError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

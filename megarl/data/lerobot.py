@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from megarl.data.demonstrations import OpenDemonstration
 from megarl.data.images import readable
-from megarl.errors import ConfigError, DataError, UnavailableError, choose
+from megarl.system.errors import ConfigError, DataError, UnavailableError, choose
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from megarl.data.batch import Batch
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 
 
 class Indexed(Protocol):

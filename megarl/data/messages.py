@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.data.row_images import MARK, is_image
 from megarl.data.rows import MEDIA_FIX, Row
-from megarl.errors import DataError, shortened
+from megarl.system.errors import DataError, shortened
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"

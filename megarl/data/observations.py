@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.row_images import is_image, own_image
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImagePrompts

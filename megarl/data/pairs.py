@@ -19,7 +19,7 @@ from megarl.config.data import DataConfig
 from megarl.config.training import PreferenceConfig
 from megarl.data.messages import ASSISTANT, read_messages
 from megarl.data.rows import Row
-from megarl.errors import DataError, count
+from megarl.system.errors import DataError, count
 
 
 def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig) -> list[Row]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megarl.data.jpeg import through_jpeg
 from megarl.data.resampling import KERNELS, crop_centre, resize
-from megarl.errors import ConfigError, DataError, choose
+from megarl.system.errors import ConfigError, DataError, choose
 
 #: Frames that are worked on at a time: on CPUs as many as stay in their caches.
 _AT_A_TIME = {"cpu": 4}

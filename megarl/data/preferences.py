@@ -16,7 +16,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.pairs import as_examples, differing_pairs, label_of
 from megarl.data.prompts import dropped, fingerprint, read_split, tokens_text
 from megarl.data.sft import SFTDataset, within_tokens
-from megarl.errors import count
+from megarl.system.errors import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from megarl.data.row_images import without_images
 from megarl.data.rows import Row, hidden_columns, reference_of
 from megarl.data.sources import load_rows
 from megarl.data.split import split_rows
-from megarl.errors import ConfigError, count
+from megarl.system.errors import ConfigError, count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from megarl.data.continuation import to_continue
 from megarl.data.messages import SYSTEM_ROLES, Message, prompt_messages
 from megarl.data.rows import Row, check_text, refuse_media
 from megarl.data.templates import ChatTemplate, chat_renderer, no_template_for_tools, prompt_formatter
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 Split = Literal["train", "val"]
 Chat = Callable[[list[Message], Row], str]

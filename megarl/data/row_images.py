@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.data.rows import Row
-from megarl.errors import DataError, count
+from megarl.system.errors import DataError, count
 
 #: Stands for an image in the text of a prompt.
 MARK = "<image>"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Container, Mapping
 from typing import Any
 
-from megarl.errors import DataError, close_matches
+from megarl.system.errors import DataError, close_matches
 
 MAX_DEPTH = 64  # lists and objects inside one another; rows are walked recursively, and Python's stack is finite
 #: The columns that every sample has for a reward function. `data_source` is the row's own where it has one.

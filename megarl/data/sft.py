@@ -17,7 +17,7 @@ from megarl.data.prompts import PromptDataset, dropped, fingerprint, tokens_text
 from megarl.data.render import Split, uses_chat
 from megarl.data.responses import Response, response_tokens
 from megarl.data.rows import Row
-from megarl.errors import DataError, count
+from megarl.system.errors import DataError, count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.artifacts.pipes import is_special
 from megarl.config.data import DataConfig
 from megarl.data.rows import MAX_DEPTH, PROMPT, Row, make_row, without_nulls
-from megarl.errors import (
+from megarl.system.errors import (
     ConfigError,
     DataError,
     UserError,
@@ -28,7 +28,7 @@ from megarl.errors import (
     encoding_fix,
     text_of,
 )
-from megarl.imports import import_module
+from megarl.system.imports import import_module
 
 if TYPE_CHECKING:
     import pyarrow

@@ -11,7 +11,7 @@ from megarl.config.data import DataConfig
 from megarl.data.images import readable
 from megarl.data.render import Split
 from megarl.data.rows import Row
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 
 _KEY = "data.val_split"
 _BITS = 64

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.rows import Row
-from megarl.errors import DataError, close_matches
+from megarl.system.errors import DataError, close_matches
 
 if TYPE_CHECKING:
     from megarl.config.training import TeacherConfig

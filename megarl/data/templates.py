@@ -15,7 +15,7 @@ from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.messages import ASSISTANT, SYSTEM_ROLES, Message, extra_keys
 from megarl.data.rows import Row, without_nulls
 from megarl.data.turns import after_turn
-from megarl.errors import ConfigError, DataError, encoding_fix
+from megarl.system.errors import ConfigError, DataError, encoding_fix
 
 _OVERRIDE = "data.override_chat_template"
 #: The variables that a run gives every chat template.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.model_files import check_tokenizer_files
-from megarl.compat import transformers
 from megarl.config.model import ModelConfig
-from megarl.errors import ConfigError
+from megarl.system.compat import transformers
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

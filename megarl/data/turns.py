@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 from megarl.data.continuation import inside, to_continue
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]

@@ -24,7 +24,7 @@ from megarl.data.groups import group_places
 from megarl.data.trajectory import Trajectory
 from megarl.disaggregated.buffer.channel import FinishedGroups, merge_handovers, split_handovers, unused_groups
 from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

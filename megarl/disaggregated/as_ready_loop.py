@@ -31,20 +31,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
+from megarl.dag.staleness import policy_of
 from megarl.data.batch import Batch
 from megarl.disaggregated.as_ready_checkpoint import BufferedGroups, files_of_flow, read_buffered_groups
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_loop import buffer_of
 from megarl.disaggregated.pace import Pace
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
-from megarl.metrics import Metrics
 from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 from megarl.runtime.stages import sampling
 from megarl.runtime.stages.reward import is_scored
 from megarl.runtime.stages.rollout import record_samples, refuse_broken_logprobs
 from megarl.runtime.validate import validates
-from megarl.staleness import policy_of
-from megarl.tracing import phase, set_step
+from megarl.system.metrics import Metrics
+from megarl.system.tracing import phase, set_step
 from megarl.training.checkpoint import read_state
 
 if TYPE_CHECKING:

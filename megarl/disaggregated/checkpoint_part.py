@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
 from megarl.runtime.checkpoints import FOLDER, teams_of
-from megarl.tracing import phase
+from megarl.system.tracing import phase
 from megarl.training import checkpoint
 from megarl.training.multi_team_commit import begin_part
 from megarl.training.saving import UnderWay
 
 if TYPE_CHECKING:
-    from megarl.metrics import Metrics
     from megarl.runtime.rank_state import RankState
+    from megarl.system.metrics import Metrics
 
 
 class CheckpointPart:

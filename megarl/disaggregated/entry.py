@@ -30,8 +30,6 @@ from megarl.disaggregated.in_order_loop import InOrderLoop, buffer_of, find_buff
 from megarl.disaggregated.recorder import TeamRecorder
 from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader, tell_last
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
-from megarl.errors import ConfigError
-from megarl.processes import BUFFER, FINISHED, RESTARTS, TEAM
 from megarl.runtime.checkpoints import Checkpoints, SavedRun, settling
 from megarl.runtime.export import show_export
 from megarl.runtime.frozen_models import RunStart, drop_refused_start
@@ -50,7 +48,9 @@ from megarl.runtime.loop import (
 from megarl.runtime.rank_state import OwnTeam, RankState
 from megarl.runtime.stages.reward import PENDING
 from megarl.runtime.validate import validates
-from megarl.tracing import phase, set_step
+from megarl.system.errors import ConfigError
+from megarl.system.processes import BUFFER, FINISHED, RESTARTS, TEAM
+from megarl.system.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph

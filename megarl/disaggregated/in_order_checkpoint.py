@@ -23,7 +23,7 @@ from megarl.data.batch import Batch
 from megarl.data.groups import group_places
 from megarl.disaggregated.buffer.channel import SentSamples, merge_handovers, split_handovers
 from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Handover

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
+from megarl.dag.staleness import StalenessPolicy, policy_of
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_checkpoint import BufferedStep, files_ahead, read_buffered_step
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
-from megarl.metrics import Metrics
 from megarl.runtime.resume_compatibility import steps_held
 from megarl.runtime.validate import may_be_last, validates
-from megarl.staleness import StalenessPolicy, policy_of
-from megarl.tracing import phase, set_step
+from megarl.system.metrics import Metrics
+from megarl.system.tracing import phase, set_step
 from megarl.training.checkpoint import read_state
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
-from megarl.metrics import Metrics
 from megarl.runtime.recorder import Recorder
-from megarl.tracing import PhaseEvent, phase
+from megarl.system.metrics import Metrics
+from megarl.system.tracing import PhaseEvent, phase
 
 if TYPE_CHECKING:
     from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel

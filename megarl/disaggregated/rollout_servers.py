@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
 from megarl.disaggregated.rollout_team import WEIGHTS
-from megarl.rendezvous import run_key
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.tracing import phase
+from megarl.system.rendezvous import run_key
+from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
-    from megarl.comm import WorkerGroup
     from megarl.config.run import RunConfig
     from megarl.runtime.rank_state import RankState
+    from megarl.system.comm import WorkerGroup
     from megarl.training.multi_team_commit import Mail
 
 SERVERS, RUN = "servers", "run"

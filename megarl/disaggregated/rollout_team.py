@@ -19,27 +19,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
+from megarl.dag.staleness import StalenessPolicy, policy_of
 from megarl.data.loader import refuse_other_data
-from megarl.device import has_cuda
-from megarl.errors import ConfigError, ServerError, WorkerError
-from megarl.metrics import Metrics
-from megarl.processes import LOOPBACK
-from megarl.rendezvous import run_key
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.inbox import PushedWeights, WeightInbox
 from megarl.rollout.embedded.receiver import EngineReceivers
 from megarl.runtime.recorder import VALIDATE, Recorder
 from megarl.runtime.validate import evaluate, may_be_last, validate
-from megarl.staleness import StalenessPolicy, policy_of
 from megarl.sync.updater import SyncReport, WeightSync
-from megarl.tracing import phase
+from megarl.system.device import has_cuda
+from megarl.system.errors import ConfigError, ServerError, WorkerError
+from megarl.system.metrics import Metrics
+from megarl.system.processes import LOOPBACK
+from megarl.system.rendezvous import run_key
+from megarl.system.tracing import phase
 from megarl.training.checkpoint import read_state
 
 if TYPE_CHECKING:
-    from megarl.comm import WorkerGroup
     from megarl.config.run import RunConfig
     from megarl.runtime.context import StepContext
     from megarl.runtime.rank_state import RankState
+    from megarl.system.comm import WorkerGroup
     from megarl.training.multi_team_commit import Mail
 
 ENGINES, LAST, LOADER, VALIDATION, WEIGHTS = "engines", "last", "loader", "validation", "weights"

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
+from megarl.dag.staleness import policy_of
 from megarl.disaggregated.as_ready_loop import OPEN, SAVES, UPDATE, WANTED
 from megarl.disaggregated.buffer.core import FORMED
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_loop import GENERATED, buffer_of
 from megarl.models.copies import ParameterCopies
 from megarl.runtime.validate import may_be_last, validates
-from megarl.staleness import policy_of
-from megarl.tracing import phase
+from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.observations import are_parts, taken_apart
 from megarl.envs.protocol import Action, Environment, Step
-from megarl.errors import MegarlError, UserError, describe
-from megarl.imports import is_of_user
-from megarl.tracing import beat
+from megarl.system.errors import MegarlError, UserError, describe
+from megarl.system.imports import is_of_user
+from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImagePrompts

@@ -13,9 +13,9 @@ from megarl.config.fields import wrong_value
 from megarl.config.rollout import ON_ERROR, env_section
 from megarl.data.templates import no_template_for_tools, read_template, reads_tools, unwritten_tools
 from megarl.envs.protocol import Environment
-from megarl.errors import ConfigError, close_matches, describe, relative_path_fix
-from megarl.imports import import_file, import_module, of_user
 from megarl.rewards.preflight import KEYS_LIMIT_S, ask
+from megarl.system.errors import ConfigError, close_matches, describe, relative_path_fix
+from megarl.system.imports import import_file, import_module, of_user
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

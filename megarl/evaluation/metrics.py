@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any
 
-from megarl.errors import ConfigError
-from megarl.metrics import Metrics
+from megarl.system.errors import ConfigError
+from megarl.system.metrics import Metrics
 
 CORRECT_ABOVE = 0.5  # pass@k counts a sample as correct when its value is above this
 _ACCURACY_PARTS = ("acc", "accuracy", "overall")  # a reward function's accuracy part, else its score

@@ -18,7 +18,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megarl.device import device
 from megarl.models.attention import PackedAttention
 from megarl.models.config import PolicyConfig
 from megarl.models.deepep import DeepEPDispatcher
@@ -28,6 +27,7 @@ from megarl.models.lora import attach
 from megarl.models.norm import RMSNorm
 from megarl.models.policy import PolicyModel
 from megarl.models.swiglu import SwiGLU
+from megarl.system.device import device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

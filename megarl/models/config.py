@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megarl import device
 from megarl.architectures import ARCHITECTURES
-from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.deepep import Dispatch, dispatch_of
@@ -29,6 +27,8 @@ from megarl.models.hf import (
 )
 from megarl.models.layer_forms import Form, layer_form, refuse_fp8
 from megarl.models.rope import Rope
+from megarl.system import device
+from megarl.system.comm import WorkerGroup
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -14,13 +14,13 @@ from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
-from megarl.device import DTYPES
-from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config, stacks_experts, vision_of
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
 from megarl.models.weights.peft import AdapterReader
 from megarl.models.weights.plan import hf_tensors
+from megarl.system.device import DTYPES
+from megarl.system.errors import ConfigError
 
 
 def convert(source: Path | str, target: Path | str, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:

@@ -23,13 +23,13 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl import device
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import dispatch_problem
-from megarl.comm import WorkerGroup
 from megarl.config.model import ParallelConfig
-from megarl.errors import ConfigError
 from megarl.models.rows import route_of_slots
+from megarl.system import device
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ConfigError
 
 Dispatch = Literal["alltoall", "deepep"]
 

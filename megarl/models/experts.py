@@ -28,9 +28,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from megarl.device import device
 from megarl.models.rows import route_by_expert, route_of_slots
 from megarl.models.swiglu import SwiGLU
+from megarl.system.device import device
 
 _ALIGNED = 16  # bytes of a row, a multiple of which `grouped_mm` asks for
 

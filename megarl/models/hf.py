@@ -24,11 +24,11 @@ from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.model_files import no_model
 from megarl.artifacts.robot_policy import PREPROCESSOR, ROBOT_POLICY, read_preprocessor
-from megarl.compat import transformers
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
-from megarl.errors import ConfigError
-from megarl.processes import is_first_process
+from megarl.system.compat import transformers
+from megarl.system.errors import ConfigError
+from megarl.system.processes import is_first_process
 
 if TYPE_CHECKING:
     from transformers import AutoConfig, PretrainedConfig

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from megarl import device
-from megarl.compat.transformer_engine import BELOW, SINCE, is_tested, other_arguments, too_old
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
-from megarl.errors import ConfigError
 from megarl.models.hf import head_dim, num_experts
+from megarl.system import device
+from megarl.system.compat.transformer_engine import BELOW, SINCE, is_tested, other_arguments, too_old
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -21,10 +21,10 @@ from megarl.config.placement import TeamConfig
 from megarl.config.run import RunConfig
 from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, count
+from megarl.dag.staleness import policy_of
 from megarl.planning.hardware import Hardware
 from megarl.planning.step import server_devices
-from megarl.staleness import policy_of
+from megarl.system.errors import ConfigError, count
 
 _MICRO_BATCHES = (0.5, 1, 2, 4)
 """Of the recipe's budget."""

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError, UserError, choose, close_matches
+from megarl.system.errors import ConfigError, UserError, choose, close_matches
 
 _SPEC = re.compile(r"([a-z]+\d*[a-z]*)(?:x(\d+)x(\d+))?")
 _WHERE = "--hardware"
@@ -265,7 +265,7 @@ def this_cpu(
         rates: rates of one core, as `measure_cores` gives them; None: measured now, which takes about a second.
         cores: cores of the machine; None: as many as this process may use.
     """
-    from megarl.machine import available_cores, host_memory
+    from megarl.system.machine import available_cores, host_memory
 
     cores = cores or available_cores()
     used = min(threads or cores / processes, cores / processes)  # more threads than cores work in turn
@@ -291,7 +291,7 @@ def typical_cpu(processes: int, threads: int | None = None, cores: int | None = 
 
     Nothing is measured, which takes no time and no torch: rates may be wrong by a factor of two.
     """
-    from megarl.machine import processor_flags
+    from megarl.system.machine import processor_flags
 
     flags = processor_flags()
     fp32 = next((rate for flag, rate in _TYPICAL_FP32.items() if flag in flags), _LEAST_FP32)
@@ -324,7 +324,7 @@ def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_S
     """
     import torch
 
-    from megarl import device
+    from megarl.system import device
 
     if dtype not in device.DTYPES:
         raise UserError("unknown dtype", where="peak_flops", found=dtype, allowed=sorted(device.DTYPES))
@@ -354,7 +354,7 @@ def best_seconds(call: Callable[[], object], seconds: float, repeats: int = 1) -
     Args:
         repeats: calls between two looks at the clock.
     """
-    from megarl.device import synchronize
+    from megarl.system.device import synchronize
 
     call()
     synchronize()

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 _EULER = 0.5772156649015329
 _NORMAL = NormalDist()

@@ -17,20 +17,6 @@ from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
-from megarl.offload_schedule import (
-    ACTOR,
-    ALWAYS,
-    CRITIC,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    REFERENCE,
-    REWARD_MODEL,
-    SERVERS,
-    TEACHER,
-    WEIGHTS,
-    needed,
-)
 from megarl.planning.activations import Activations, Needed, Passes
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.robot import call_columns, encoder_bytes, tower_bytes
@@ -47,6 +33,20 @@ from megarl.planning.shards import (
 from megarl.planning.terms import Moment, Term, held, term
 from megarl.planning.vision import image_patches, patch_bytes, patch_tokens
 from megarl.planning.weight_sync import WeightSyncMemory, weights_travel
+from megarl.system.offload_schedule import (
+    ACTOR,
+    ALWAYS,
+    CRITIC,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    REFERENCE,
+    REWARD_MODEL,
+    SERVERS,
+    TEACHER,
+    WEIGHTS,
+    needed,
+)
 
 SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
 PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
@@ -416,7 +416,7 @@ class _Models:
         self._offloads = dict.fromkeys(self.state, config.actor.engine.offload) | others
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
-        """Return the parts on the device in a phase (`megarl.offload_schedule`). On a CPU only gradients can leave."""
+        """Return the parts on the device in a phase (see `offload_schedule`). On a CPU only gradients can leave."""
         wanted = needed(phase, role)
         return self._always + [
             part

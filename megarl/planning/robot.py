@@ -13,8 +13,8 @@ from megarl.config.components import settings_at
 from megarl.config.embedding import EmbeddingSettings
 from megarl.config.robot import RobotConfig
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
 from megarl.simulators.registry import SIMULATORS, simulator_class
+from megarl.system.errors import ConfigError
 
 #: Tokens of an instruction, of environment steps and pixels where the recipe does not say them: LIBERO's.
 PROMPT, _STEPS, _SIDE = 32, 512, 256

@@ -18,7 +18,6 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement, place, roles_of
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.candidates import RECOMPUTE, Choice, Space, Spread
 from megarl.planning.decoding import Decoder
@@ -30,6 +29,7 @@ from megarl.planning.passes import Cost, total
 from megarl.planning.shards import Sizes, state_bytes
 from megarl.planning.step import StepFormulas
 from megarl.planning.workload import Workload
+from megarl.system.errors import ConfigError
 
 _FRACTIONS = 20  # memory_fraction is a multiple of 1 / 20
 _MOST = 0.9

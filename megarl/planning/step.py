@@ -19,7 +19,6 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.placement import Placement, TeamPlan, place
 from megarl.dag.stage import Kind, Role
-from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.decoding import Decoder
 from megarl.planning.flops import FlopCounter
@@ -33,6 +32,7 @@ from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_byt
 from megarl.planning.terms import held
 from megarl.planning.vision import image_flops
 from megarl.planning.workload import Share, Workload, token_bytes
+from megarl.system.errors import ConfigError
 
 #: Results that do not depend on the memory use of engines and servers.
 _KEPT = (

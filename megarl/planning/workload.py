@@ -10,11 +10,11 @@ from megarl.architectures.vision_language import VisionEncoder
 from megarl.artifacts.facts import model_facts
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.lengths import Lengths, refuse_longer
 from megarl.planning.shards import BYTES
 from megarl.planning.vision import image_patches
+from megarl.system.errors import ConfigError
 
 _NUMBER = 8  # a token id is int64; a log-prob or a value is float32
 _WIDE = 8192  # hidden size of a teacher that nothing here describes: that of the largest dense models

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megarl.algorithms.registry import Settings
-from megarl.errors import ConfigError
 from megarl.rewards.registry import KWARGS, REWARDS
 from megarl.rewards.scoring import Sample, ScoringFailure
+from megarl.system.errors import ConfigError
 
 
 class ClassifierSettings(Settings):

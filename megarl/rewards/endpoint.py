@@ -19,10 +19,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from megarl.algorithms.registry import Settings
 from megarl.config.base import Seconds
 from megarl.config.sglang import url_problem
-from megarl.credentials import mask
-from megarl.errors import ConfigError
 from megarl.rewards.registry import KWARGS
 from megarl.rewards.scoring import ScoringFailure
+from megarl.system.credentials import mask
+from megarl.system.errors import ConfigError
 
 T = TypeVar("T")
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses that another attempt may change

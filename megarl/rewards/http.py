@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from megarl.errors import ConfigError
 from megarl.rewards.endpoint import EndpointSettings, ask_all
 from megarl.rewards.registry import KWARGS, REWARDS
 from megarl.rewards.scoring import Sample
+from megarl.system.errors import ConfigError
 
 
 class HttpSettings(EndpointSettings):

@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from megarl.errors import ConfigError
-from megarl.processes import write_atomically
 from megarl.rewards.endpoint import EndpointSettings, NoAnswer, ScoreServer, ask_all
 from megarl.rewards.registry import REWARDS
 from megarl.rewards.scoring import Sample
+from megarl.system.errors import ConfigError
+from megarl.system.processes import write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from megarl.config.base import ConfigErrors
 from megarl.config.data import BY_MODEL
-from megarl.errors import ConfigError, UserError
 from megarl.rewards.runner import RESERVED_PARTS, RewardHandle, RewardRunner
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Result, Sample
 from megarl.rewards.signatures import IMAGES
+from megarl.system.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig

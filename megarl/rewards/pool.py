@@ -21,12 +21,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.errors import ConfigError, RewardError, WorkerError
-from megarl.processes import how_it_ended
 from megarl.rewards.pool_process import PoolProcess
 from megarl.rewards.registry import REWARDS, Mode
 from megarl.rewards.scoring import Outcome, Reading, Result, Sample, ScoringFailure, outcome_of, read_reward
-from megarl.simulators.plain import Malformed, cut, flag, short, whole
+from megarl.system.errors import ConfigError, RewardError, WorkerError
+from megarl.system.plain import Malformed, cut, flag, short, whole
+from megarl.system.processes import how_it_ended
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # a user's file may import heavy packages

@@ -15,8 +15,8 @@ from typing import Any
 from megarl.rewards.images import packed
 from megarl.rewards.process_output import ProcessOutput
 from megarl.rewards.scoring import Sample
-from megarl.simulators.parents import as_parent
-from megarl.simulators.plain import PlainInbox, pack
+from megarl.system.parents import as_parent
+from megarl.system.plain import PlainInbox, pack
 
 _EXIT_S = 10.0  # from SIGTERM to the end of the guardian, which kills for up to 5 s
 _READ = 1 << 16  # bytes at a time
@@ -123,7 +123,7 @@ class PoolProcess:
     def kill(self) -> None:
         """Kill the process and its children in any state."""
         self._socket.close()
-        self.process.terminate()  # its guardian, which finds children outside the group (megarl.simulators.reaper)
+        self.process.terminate()  # its guardian, which finds children outside the group (megarl.system.reaper)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_S)
         with contextlib.suppress(OSError):  # the group is empty

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from megarl.simulators.plain import PlainInbox, pack
-from megarl.simulators.reaper import guarded
+from megarl.system.plain import PlainInbox, pack
+from megarl.system.reaper import guarded
 
 #: Type of a work function: (samples, stop at the first failure) to (index, outcome) of each.
 Work = Callable[[list[Any], bool], Iterable[tuple[int, Any]]]
@@ -46,9 +46,9 @@ def run(load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
 
 def serve(parent: socket.socket, load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
     """Load the function, report it, then score chunk after chunk, one message per sample, until the parent hangs up."""
-    from megarl.errors import UserError
     from megarl.rewards.images import unpacked
     from megarl.rewards.scoring import plain_outcome
+    from megarl.system.errors import UserError
 
     messages = _messages(parent)
     setup = next(messages, None)

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from megarl.errors import ConfigError, UserError
-from megarl.processes import ending
 from megarl.rewards.parts import located
 from megarl.rewards.registry import REWARDS, Mode, load_scorer, own_keys
-from megarl.simulators.parents import as_parent, end_with_parents
-from megarl.simulators.plain import Malformed, parsed
+from megarl.system.errors import ConfigError, UserError
+from megarl.system.parents import as_parent, end_with_parents
+from megarl.system.plain import Malformed, parsed
+from megarl.system.processes import ending
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig

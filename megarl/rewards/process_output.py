@@ -7,7 +7,7 @@ import os
 import threading
 from typing import IO
 
-from megarl.errors import printable
+from megarl.system.errors import printable
 
 LIMIT = 1 << 16  # bytes of a process until `renew`
 _CHUNK = 1 << 16

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.rows import MissingColumnError, Row
-from megarl.errors import DataError, shortened
-from megarl.imports import source_file
 from megarl.rewards.answers import answer_texts
 from megarl.rewards.registry import REWARDS
+from megarl.system.errors import DataError, shortened
+from megarl.system.imports import source_file
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig

@@ -20,8 +20,8 @@ from typing import Any, Literal
 from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.config.base import raise_problems
 from megarl.config.components import settle
-from megarl.errors import ConfigError
 from megarl.rewards import signatures
+from megarl.system.errors import ConfigError
 
 Mode = Literal["batch", "sequential"]
 KWARGS = "reward.kwargs"

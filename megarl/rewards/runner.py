@@ -19,12 +19,12 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
 from megarl.config.data import BY_MODEL
-from megarl.errors import ConfigError, RewardError, printable, shortened
-from megarl.metrics import Metrics
 from megarl.rewards.pool import ScorerPool
 from megarl.rewards.registry import REWARDS, Scorer, load_scorer, mode_of, time_limit_s
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Outcome, Result, Sample, ScoringFailure, score
-from megarl.tracing import beat
+from megarl.system.errors import ConfigError, RewardError, printable, shortened
+from megarl.system.metrics import Metrics
+from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megarl.errors import ConfigError, describe, shortened
-from megarl.imports import location
 from megarl.rewards.registry import REWARDS, Scorer
-from megarl.simulators.plain import Malformed, cut, flag, number, short, text
+from megarl.system.errors import ConfigError, describe, shortened
+from megarl.system.imports import location
+from megarl.system.plain import Malformed, cut, flag, number, short, text
 
 Sample = dict[str, Any]
 Result = dict[str, Any]

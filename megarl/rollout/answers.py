@@ -16,7 +16,7 @@ from megarl.data.trajectory import Trajectory
 from megarl.data.turns import Turns
 from megarl.envs.host import Host, HostSession, Reply
 from megarl.envs.protocol import Action
-from megarl.errors import UserError, count
+from megarl.system.errors import UserError, count
 
 #: What ends an episode whose environment is not done, by how its last turn was cut.
 _ENDED_BY = {"length": "tokens", "abort": "seconds"}

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import PLAIN, Trajectory
-from megarl.errors import MegarlError
 from megarl.rollout.answers import Answer, Answers, EpisodeRules, apply_answer
 from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine, ignore_progress
+from megarl.system.errors import MegarlError
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImageSet

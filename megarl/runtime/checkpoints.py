@@ -16,9 +16,6 @@ from megarl.artifacts.trained import forget_exported, steps_in
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
-from megarl.errors import ConfigError, UserError, close_matches
-from megarl.metrics import Metrics
-from megarl.processes import JOB_BEGAN
 from megarl.runtime.early_stop import EarlyStop
 from megarl.runtime.files_read import FilesRead, changes_in_place, files_read
 from megarl.runtime.frozen_models import put_aside, take_up_reference
@@ -35,7 +32,10 @@ from megarl.runtime.resume_compatibility import (
 from megarl.runtime.robots import check_same_statistics, statistics_file
 from megarl.runtime.stages.rollout import generated_fields
 from megarl.runtime.validate import due, validates
-from megarl.tracing import phase
+from megarl.system.errors import ConfigError, UserError, close_matches
+from megarl.system.metrics import Metrics
+from megarl.system.processes import JOB_BEGAN
+from megarl.system.tracing import phase
 from megarl.training import checkpoint
 from megarl.training.checksums import few
 from megarl.training.multi_team_commit import Teams

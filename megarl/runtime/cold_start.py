@@ -14,7 +14,7 @@ from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.run_folder import COLD_START, LAUNCH_FOLDER, SAVE_REQUEST
 from megarl.runtime.resume_compatibility import announcements, refuse_other_batches
 from megarl.runtime.validate import due
-from megarl.tracing import phase
+from megarl.system.tracing import phase
 from megarl.training import checkpoint
 from megarl.training.shards import CheckpointError, FormatError
 

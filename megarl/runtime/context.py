@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
 from megarl.data.image_prompts import image_features
-from megarl.metrics import Metrics
 from megarl.models.hf import facts_of
-from megarl.offload_schedule import OffloadSchedule
 from megarl.planning.flops import FlopCounter
 from megarl.planning.vision import image_flops, picture_flops
 from megarl.rollout.seeds import Seeds
+from megarl.system.metrics import Metrics
+from megarl.system.offload_schedule import OffloadSchedule
 from megarl.training.sequence_layout import TEXT, SequenceLayout
 
 if TYPE_CHECKING:

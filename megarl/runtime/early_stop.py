@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import ConfigError, close_matches
+from megarl.system.errors import ConfigError, close_matches
 
 if TYPE_CHECKING:
     from megarl.config.run import EarlyStopConfig

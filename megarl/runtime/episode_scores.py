@@ -14,9 +14,9 @@ from megarl.algorithms.progress import ProgressReport, ProgressScorer, ProgressS
 from megarl.config.components import settings_at
 from megarl.config.embedding import EmbeddingSettings
 from megarl.data.batch import Batch
-from megarl.device import device
-from megarl.errors import ConfigError
-from megarl.tracing import phase
+from megarl.system.device import device
+from megarl.system.errors import ConfigError
+from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.config.run import RunConfig
-    from megarl.metrics import Metrics
     from megarl.models.episodes import EpisodeEmbedder
     from megarl.simulators.protocol import Recording
+    from megarl.system.metrics import Metrics
     from megarl.training.parallel import Layout
 
 FILE = "episode_scores.safetensors"

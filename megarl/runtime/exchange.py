@@ -28,14 +28,14 @@ from megarl.dag.stage import Kind
 from megarl.data.balance import max_over_mean, share_groups
 from megarl.data.batch import Batch
 from megarl.data.groups import ORDINAL, group_places, tokens_of
-from megarl.errors import ConfigError
-from megarl.tracing import phase
+from megarl.system.errors import ConfigError
+from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
-    from megarl.comm import WorkerGroup
     from megarl.dag.graph import TaskGraph
     from megarl.dag.node import Node
     from megarl.runtime.context import StepContext
+    from megarl.system.comm import WorkerGroup
 
 
 class TokenExchange:

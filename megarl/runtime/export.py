@@ -11,8 +11,8 @@ from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.trained import BEST, LAST, Exported, exported, write_exported
 from megarl.models.weights import export_weights
 from megarl.models.weights.peft import export_adapter
-from megarl.offload_schedule import ACTOR
-from megarl.tracing import phase
+from megarl.system.offload_schedule import ACTOR
+from megarl.system.tracing import phase
 from megarl.training import checkpoint
 from megarl.training.shards import CheckpointError
 

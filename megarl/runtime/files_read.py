@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError
 from megarl.runtime.resume_compatibility import COLD_START, Command, Plain, value_at
+from megarl.system.errors import ConfigError
 from megarl.training.checksums import FileChecksum, checksum_of, few, text_checksum
 
 #: Checksums by key of the recipe and by file.

@@ -24,20 +24,20 @@ from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file
 from megarl.artifacts.run_folder import NEXT_REFERENCE, START_WEIGHTS, drop_start
 from megarl.artifacts.trained import steps_in
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
 from megarl.models.lora import largest_up
 from megarl.models.weights import export_weights
 from megarl.models.weights.files import resolve_folder
-from megarl.offload_schedule import ACTOR, CRITIC
-from megarl.processes import write_atomically
-from megarl.tracing import keep_beating, phase
+from megarl.system.errors import ConfigError
+from megarl.system.offload_schedule import ACTOR, CRITIC
+from megarl.system.processes import write_atomically
+from megarl.system.tracing import keep_beating, phase
 from megarl.training.checkpoint import read_state
 from megarl.training.checksums import FileChecksum, checksums_of, faults, few
 
 if TYPE_CHECKING:
-    from megarl.comm import WorkerGroup
     from megarl.config.run import RunConfig
     from megarl.runtime.rank_state import RankState
+    from megarl.system.comm import WorkerGroup
 
 
 FOLDER = "reference"

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
 from megarl.data.image_prompts import image_fields
-from megarl.device import DTYPES, has_cuda
-from megarl.errors import ConfigError, ServerError
 from megarl.models.hf import encoder_of, facts_of, image_settings
 from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.block_fp8 import write_block_fp8
@@ -31,7 +29,9 @@ from megarl.rollout.sglang.probe import probe_gap, probe_servers
 from megarl.rollout.sglang.receiver import SglangReceivers
 from megarl.sync.protocol import version_tag
 from megarl.sync.updater import SyncReport, WeightSync
-from megarl.tracing import keep_beating, phase
+from megarl.system.device import DTYPES, has_cuda
+from megarl.system.errors import ConfigError, ServerError
+from megarl.system.tracing import keep_beating, phase
 
 if TYPE_CHECKING:
     from megarl.rollout.sglang.fleet import Fleet

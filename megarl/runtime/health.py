@@ -1,11 +1,11 @@
 """Heartbeats and failure reports of a worker, and how a launcher reads them.
 
     worker                         RUN_DIR                          launcher
-    megarl.tracing -> Heartbeat ->   heartbeats/rank_K   -> read_beat -> Watch   no beat for too long: a hang
+    megarl.system.tracing -> Heartbeat ->   heartbeats/rank_K   -> read_beat -> Watch   no beat for too long: a hang
     exception    -> write_error -> errors/rank_K.json  -> read_errors          which rank failed first, and where
 
 A heartbeat is progress of the work, not a sign of life: it changes when a phase opens or closes and when long work
-inside a phase says that it moves on (`megarl.tracing.beat`: decode steps, micro-batches, tensors read or written), so a
+inside a phase says that it moves on (`tracing.beat`: decode steps, micro-batches, tensors read or written), so a
 rank that waits for ever looks stuck although its process is healthy. Each beat is a copy into a memory-mapped file of
 one block (about 2 microseconds), so every one is recorded and none has to be rate-limited.
 """
@@ -29,16 +29,16 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megarl import tracing
 from megarl.artifacts import records
 from megarl.artifacts.lock import is_taken
 from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import folder_gone
-from megarl.credentials import mask
-from megarl.errors import MegarlError, UserError, is_full, means_out_of_memory, no_room, text_of
-from megarl.imports import is_of_user
-from megarl.processes import write_atomically
-from megarl.rendezvous import ranks_text
+from megarl.system import tracing
+from megarl.system.credentials import mask
+from megarl.system.errors import MegarlError, UserError, is_full, means_out_of_memory, no_room, text_of
+from megarl.system.imports import is_of_user
+from megarl.system.processes import write_atomically
+from megarl.system.rendezvous import ranks_text
 
 _HEADER = struct.Struct("<QQqQdH?")  # sequence (odd: being written), changes, step, pid, unix time, text length, over
 _SIZE = 512

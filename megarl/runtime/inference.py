@@ -12,8 +12,6 @@ from megarl.artifacts.lock import refuse_if_taken
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.data.sources import TEXT
-from megarl.errors import printable
-from megarl.offload_schedule import ACTOR
 from megarl.rewards.references import explained_scoring
 from megarl.runtime import validate
 from megarl.runtime.frozen_models import check_base
@@ -22,7 +20,9 @@ from megarl.runtime.recorder import Recorder
 from megarl.runtime.role_models import make_reward_model
 from megarl.runtime.setup import build_rank_state
 from megarl.runtime.stages import rollout
-from megarl.tracing import phase, set_step
+from megarl.system.errors import printable
+from megarl.system.offload_schedule import ACTOR
+from megarl.system.tracing import phase, set_step
 from megarl.training.checkpoint import load
 
 if TYPE_CHECKING:

@@ -21,8 +21,6 @@ from megarl.dag.draw import as_svg
 from megarl.dag.executor import Executor
 from megarl.dag.node import Role
 from megarl.dag.placement import place
-from megarl.offload_schedule import ACTOR
-from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun, settling
 from megarl.runtime.cold_start import ColdStartCheckpoints
@@ -42,7 +40,9 @@ from megarl.runtime.role_models import (
 )
 from megarl.runtime.setup import build_rank_state
 from megarl.runtime.validate import evaluate, validates
-from megarl.tracing import phase, set_step
+from megarl.system.offload_schedule import ACTOR
+from megarl.system.processes import write_atomically
+from megarl.system.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph

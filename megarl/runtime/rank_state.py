@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megarl.dag.placement import Placement, TeamPlan, together
 from megarl.dag.stage import Role
 from megarl.runtime.roles import ActorRole, ModelRole, ReferenceRole, RolloutRole, ScorerRole
-from megarl.tracing import phase
+from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from megarl.data.prompts import PromptDataset
     from megarl.disaggregated.buffer.client import BufferClient
     from megarl.disaggregated.rollout_team import LoaderElsewhere
-    from megarl.offload_schedule import OffloadSchedule
     from megarl.rollout.robots.trials import Trials
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
     from megarl.sync.updater import NullSync, WeightSync
+    from megarl.system.offload_schedule import OffloadSchedule
     from megarl.training.engine import MegatronEngine
     from megarl.training.multi_team_commit import Mail
     from megarl.training.parallel import Layout

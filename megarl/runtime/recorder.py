@@ -11,25 +11,25 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from megarl import tracing
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.dag.stage import Role
-from megarl.device import peak_memory_gb
-from megarl.metrics import Metrics
-from megarl.offload_schedule import MEETING, MOVES
-from megarl.processes import own_worker_name, worker_number
 from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
 from megarl.runtime.malloc_trim import make_malloc_trim, resident_bytes
 from megarl.runtime.training_samples import group_rows, shows_groups
+from megarl.system import tracing
+from megarl.system.device import peak_memory_gb
+from megarl.system.metrics import Metrics
+from megarl.system.offload_schedule import MEETING, MOVES
+from megarl.system.processes import own_worker_name, worker_number
 from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.rank_state import RankState
-    from megarl.tracing import PhaseEvent
+    from megarl.system.tracing import PhaseEvent
     from megarl.tracking.tracker import Part, Status, Tracker
 
 log = logging.getLogger(__name__)

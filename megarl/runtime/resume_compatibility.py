@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config.fields import find_key, iter_keys, names_component
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, count
-from megarl.staleness import policy_of
+from megarl.dag.staleness import policy_of
+from megarl.system.errors import ConfigError, count
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

@@ -24,9 +24,7 @@ from megarl.artifacts.robot_policy import no_statistics, policy_statistics, refu
 from megarl.config.components import settings_at
 from megarl.data.demonstration_sources import find_demonstrations
 from megarl.data.pictures import PIPELINES, policy_normalisation
-from megarl.device import device, has_cuda
 from megarl.envs.robots import SimulatorPool, SimulatorSettings
-from megarl.errors import ConfigError, choose
 from megarl.models.hf import vision_of
 from megarl.models.vla.actions import ActionCodec, ActionTokens, gripper_rule
 from megarl.models.vla.calls import PolicyFamily, policy_family, prompt_ids
@@ -37,7 +35,9 @@ from megarl.rollout.robots.policy import SampleTokens, SamplingPolicy
 from megarl.rollout.robots.trials import Trials, limited, part_trials, val_sets
 from megarl.rollout.robots.view import View
 from megarl.simulators.wire import plain_spec, spec_of
-from megarl.tracing import keep_beating, phase
+from megarl.system.device import device, has_cuda
+from megarl.system.errors import ConfigError, choose
+from megarl.system.tracing import keep_beating, phase
 from megarl.training.vla_sequences import VLALayout
 
 if TYPE_CHECKING:

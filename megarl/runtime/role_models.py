@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl import offload_schedule
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.config.data import BY_MODEL
 from megarl.data.tokenizer import load_tokenizer
-from megarl.device import DTYPES
-from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.hf import check_trainable, checkpoint_name
 from megarl.models.weights import init_random, load_weights
@@ -28,7 +25,10 @@ from megarl.models.weights.files import CheckpointReader
 from megarl.runtime.frozen_models import SHARED_BASE, Frozen, RunStart, now_at, record_base, record_frozen
 from megarl.runtime.roles import BaseReferenceRole, CriticRole, ReferenceRole, RewardModelRole, TeacherRole
 from megarl.runtime.setup import build_frozen, check_embeddings, read_other_config, sequence_layout_of
-from megarl.tracing import phase
+from megarl.system import offload_schedule
+from megarl.system.device import DTYPES
+from megarl.system.errors import ConfigError
+from megarl.system.tracing import phase
 from megarl.training.engine import MegatronEngine
 
 if TYPE_CHECKING:

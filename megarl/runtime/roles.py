@@ -1,6 +1,6 @@
 """The roles that stages name in their signatures: the models of a run, where samples come from, and who scores them.
 
-    role         has on the device while it works (megarl.offload_schedule)   gives
+    role         has on the device while it works (megarl.system.offload_schedule)   gives
     actor        parameters; in an update also optimizer state and gradients  log_probs, train_step
     critic       the same                                                     values, train_step
     reference    parameters                                                   log_probs
@@ -23,21 +23,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl import offload_schedule, tracing
 from megarl.config.data import BY_MODEL
 from megarl.data.batch import Batch, Jagged
 from megarl.data.messages import PromptColumn
 from megarl.data.teachers import choose_teacher
-from megarl.errors import RewardError
 from megarl.models.lora import adapters_off
 from megarl.rewards.classifier import shown_text
+from megarl.system import offload_schedule, tracing
+from megarl.system.errors import RewardError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config.training import OptimConfig
-    from megarl.metrics import Metrics
     from megarl.models.policy import PolicyModel
     from megarl.rewards.parts import Rewards
     from megarl.rollout.embedded.inbox import PushedWeights
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
     from megarl.runtime.episodes import Episodes
     from megarl.runtime.robots import Robots
+    from megarl.system.metrics import Metrics
     from megarl.training.engine import Divisor, LossFn, MegatronEngine, Taught
 
 

@@ -13,11 +13,11 @@ from megarl.config.rollout import SamplingConfig, env_section
 from megarl.data.batch import Batch, Jagged
 from megarl.data.image_prompts import image_sets, pil_images
 from megarl.data.trajectory import Trajectory, add_fields
-from megarl.errors import shortened
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, Groups
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts
+from megarl.system.errors import shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,6 @@ import torch
 from megarl.algorithms.kl import KLController
 from megarl.architectures.vision_language import DECODERS
 from megarl.artifacts.layout import image_problems
-from megarl.comm import team_world
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig, steps_text
 from megarl.dag.ahead import experts_problems
@@ -28,13 +27,9 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
 from megarl.data.teachers import check_teachers
 from megarl.data.tokenizer import load_tokenizer
-from megarl.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
-from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_layers, visual_tensors
 from megarl.models.weights import init_random, load_weights
-from megarl.offload_schedule import ACTOR, REWARD_MODEL, OffloadSchedule
-from megarl.rendezvous import join
 from megarl.rewards.parts import Rewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
@@ -46,7 +41,12 @@ from megarl.runtime.rank_state import OwnTeam, RankState
 from megarl.runtime.robots import Robots, open_robots, vla_layout
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 from megarl.sync.updater import NullSync
-from megarl.tracing import keep_beating, phase
+from megarl.system.comm import team_world
+from megarl.system.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
+from megarl.system.errors import ConfigError
+from megarl.system.offload_schedule import ACTOR, REWARD_MODEL, OffloadSchedule
+from megarl.system.rendezvous import join
+from megarl.system.tracing import keep_beating, phase
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
 from megarl.training.rng import seed_generators

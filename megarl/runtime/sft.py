@@ -17,9 +17,7 @@ from megarl.data.demonstration_sources import EXPERTS, find_demonstrations
 from megarl.data.demonstrations import write_demonstrations
 from megarl.data.loader import PromptLoader, rounds
 from megarl.data.sft import SFTDataset, open_examples
-from megarl.errors import ConfigError, DataError
 from megarl.models.vla.cloning import CloningExamples
-from megarl.offload_schedule import ACTOR
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, settling
 from megarl.runtime.cold_start import ColdStartCheckpoints
@@ -28,7 +26,9 @@ from megarl.runtime.frozen_models import record_base
 from megarl.runtime.recorder import VALIDATE, Recorder
 from megarl.runtime.setup import build_rank_state, image_prompts, open_loader
 from megarl.runtime.validate import due, evaluate
-from megarl.tracing import keep_beating, phase, set_step
+from megarl.system.errors import ConfigError, DataError
+from megarl.system.offload_schedule import ACTOR
+from megarl.system.tracing import keep_beating, phase, set_step
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch

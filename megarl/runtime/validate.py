@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.data.fields import PATCHES
 from megarl.data.image_prompts import image_sets, pixels_of
 from megarl.data.loader import rounds
-from megarl.errors import MegarlError
 from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
-from megarl.metrics import Metrics
 from megarl.rewards.parts import with_model_scores
 from megarl.rewards.scoring import ERROR_KEY
 from megarl.runtime.recorder import VALIDATE, Recorder
@@ -19,7 +17,9 @@ from megarl.runtime.stages.kto import measure_examples
 from megarl.runtime.stages.preference import measure_pairs
 from megarl.runtime.stages.reward import collect, submit
 from megarl.runtime.stages.rollout import generate
-from megarl.tracing import phase
+from megarl.system.errors import MegarlError
+from megarl.system.metrics import Metrics
+from megarl.system.tracing import phase
 from megarl.tracking.films import film_rows
 from megarl.tracking.sample_images import write_images
 

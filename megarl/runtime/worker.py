@@ -4,7 +4,7 @@
 
 RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment, so
 `torchrun ... -m megarl.runtime.worker --entry ... --config ...` works without any launcher of ours. In a run with
-several teams they are those of the team, and `megarl.processes` names the variables that tell the rest.
+several teams they are those of the team, and `megarl.system.processes` names the variables that tell the rest.
 
 Signals that end a run are its launcher's to decide on; a worker that gets one itself asks for a checkpoint. Batch
 systems and containers may signal every process of a job at once (`scancel`, systemd, `kill -- -GROUP`). The launcher
@@ -28,11 +28,11 @@ from types import FrameType, ModuleType
 
 from megarl.artifacts.lock import ATTEMPT, FolderLock, FolderTaken, join_attempt, refuse_if_taken
 from megarl.artifacts.run_folder import SAVE_REQUEST, discard_config, held, next_config
-from megarl.errors import UserError
-from megarl.imports import import_callable
-from megarl.processes import die_with_parents, own_worker_name, raise_descriptor_limit, worker_number
 from megarl.runtime.health import Heartbeat, report
-from megarl.tracing import beat, current, phase
+from megarl.system.errors import UserError
+from megarl.system.imports import import_callable
+from megarl.system.processes import die_with_parents, own_worker_name, raise_descriptor_limit, worker_number
+from megarl.system.tracing import beat, current, phase
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

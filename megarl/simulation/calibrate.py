@@ -19,14 +19,14 @@ from typing import Any
 from megarl.artifacts.jsonl import STEP, read_jsonl
 from megarl.artifacts.records import read_record
 from megarl.artifacts.timings import WARM_UP, read_timings
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
-from megarl.errors import DataError
 from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
 from megarl.simulation.replica import ReplicaClock
 from megarl.simulation.seconds import Line, Table
 from megarl.simulation.system import SimTeam, System, read_system
+from megarl.system.errors import DataError
 
 _TRIALS = 20  # steps of samples that are generated to find what a decoding step takes
 _FOLLOWS = 0.25  # share of the variance that tokens have to explain for a node to count as growing with them

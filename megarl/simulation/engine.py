@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import simpy
 
+from megarl.dag.staleness import StalenessSettings, make_policy
 from megarl.planning.lengths import Lengths
 from megarl.simulation.outcome import Simulated
 from megarl.simulation.replica import ReplicaClock
 from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import SimTeam, System
-from megarl.staleness import StalenessSettings, make_policy
 
 Steps: TypeAlias = Generator[simpy.Event, Any, None]
 _BLOCK = 256  # groups whose lengths are sampled at once

@@ -9,21 +9,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.components import COMPONENTS
 from megarl.config.fields import fields_of
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.errors import ConfigError
 from megarl.planning.assumptions import assume, pairs
 from megarl.planning.lengths import Lengths, refuse_longer
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
 from megarl.simulation.calibrate import Calibration, calibrate
 from megarl.simulation.engine import Faults, Simulation
 from megarl.simulation.outcome import Simulated
 from megarl.simulation.planned import Assumptions, plan_seconds
 from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import System, read_system
+from megarl.system.errors import ConfigError
 
 RECIPE, WHAT_IF = "as it is", "--what-if"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.placement import place
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import plain
-from .plain import Malformed
+from megarl.system import plain
+from megarl.system.plain import Malformed
+
 from .protocol import Recording, TaskSpec
 
 #: Header and arrays.

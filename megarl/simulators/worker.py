@@ -32,8 +32,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.system.parents import end_with_parents
+
 from .clip import ClipRecorder
-from .parents import end_with_parents
 from .protocol import Observation, Outcome, Recording, Simulator, TaskSpec
 from .registry import simulator_class
 from .wire import Inbox, clip_places, pack, places, plain_spec

@@ -6,9 +6,9 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from megarl.comm import WorkerGroup, address_for_others
-from megarl.errors import ConfigError
-from megarl.processes import LOOPBACK, is_address_here
+from megarl.system.comm import WorkerGroup, address_for_others
+from megarl.system.errors import ConfigError
+from megarl.system.processes import LOOPBACK, is_address_here
 
 
 def choose_transport(

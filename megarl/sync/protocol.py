@@ -17,8 +17,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from megarl.errors import ServerError
 from megarl.sync.receiver import PauseMode, Receiver, UpdateStep
+from megarl.system.errors import ServerError
 
 
 class State(Enum):

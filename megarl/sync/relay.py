@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.processes import die_with_parents
 from megarl.sync.delta import Delta, apply_delta
 from megarl.sync.messages import Refused, answer
 from megarl.sync.plan import ITEMSIZE, Entry
 from megarl.sync.shared import handle_of, shared_buffer
+from megarl.system.processes import die_with_parents
 
 KEY_VARIABLE = "MEGARL_RELAY_KEY"
 _HOST = torch.device("cpu")

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megarl.errors import ServerError
 from megarl.sync.plan import Bucket
 from megarl.sync.source import Source
 from megarl.sync.transports.base import Target, Transport
+from megarl.system.errors import ServerError
 
 
 @dataclass

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.comm import WorkerGroup
-from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.fill import weight_readers
 from megarl.models.weights.plan import TensorRegion, as_index, region_numel
 from megarl.sync.plan import FP8_BLOCK, ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan
-from megarl.tracing import beat
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import WorkerError
+from megarl.system.tracing import beat
 
 HeldTensors = Mapping[tuple[str, TensorRegion], Tensor]
 HOST = torch.device("cpu")

@@ -24,10 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from megarl.comm import WorkerGroup
 from megarl.config.sync import SyncConfig
-from megarl.device import DTYPES, device, gpu_name
-from megarl.errors import ServerError, WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_on_all_ranks, layout_of_all
 from megarl.models.weights.fill import coordinate
@@ -44,7 +41,10 @@ from megarl.sync.transports.delta import DeltaTransport, relays_of_all
 from megarl.sync.transports.disk import DiskTransport
 from megarl.sync.transports.distributed import DistributedTransport
 from megarl.sync.transports.tensor import TensorTransport
-from megarl.tracing import phase
+from megarl.system.comm import WorkerGroup
+from megarl.system.device import DTYPES, device, gpu_name
+from megarl.system.errors import ServerError, WorkerError
+from megarl.system.tracing import phase
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.comm import WorkerGroup
-from megarl.errors import ServerError
 from megarl.sync.checksum import Checksum
 from megarl.sync.receiver import Checksums, Receiver, ReceiverLayout
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ServerError
 
 PHASE = "verification"
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from megarl.artifacts.jsonl import STEP, read_jsonl
 from megarl.artifacts.lock import is_held
 from megarl.artifacts.records import RUN, Needs, has_fields, read_run, setting, write_record
-from megarl.credentials import mask
-from megarl.processes import has_ended
+from megarl.system.credentials import mask
+from megarl.system.processes import has_ended
 
 if TYPE_CHECKING:
     from megarl.tracking.tracker import Status

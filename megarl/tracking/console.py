@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.artifacts.jsonl import finite
-from megarl.errors import duration, printable
+from megarl.system.errors import duration, printable
 from megarl.tracking.names import FINAL_TABLE, STEP_LINE, Shown, number
 from megarl.tracking.teams import BOTTLENECK, bounding_team
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megarl.data.batch import Batch
 from megarl.data.frames import END_FRAMES, FRAMES
-from megarl.processes import write_atomically
+from megarl.system.processes import write_atomically
 
 FOLDER = "videos"
 #: Height of a film in pixels: small pictures are enlarged to be visible, large ones reduced.

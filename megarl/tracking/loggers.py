@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import megarl
-from megarl.credentials import mask
-from megarl.errors import ConfigError, describe
-from megarl.imports import import_callable
-from megarl.processes import COMMAND
+from megarl.system.credentials import mask
+from megarl.system.errors import ConfigError, describe
+from megarl.system.imports import import_callable
+from megarl.system.processes import COMMAND
 
 log = logging.getLogger(__name__)
 _KEY = "tracking.loggers"

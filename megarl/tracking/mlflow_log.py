@@ -19,9 +19,9 @@ from typing import Any
 
 from megarl.artifacts.jsonl import COLUMNS
 from megarl.artifacts.records import Needs, read_record, write_record
-from megarl.credentials import MASK, PASSWORD, mask, put_back
-from megarl.errors import ConfigError
-from megarl.tracing import beat
+from megarl.system.credentials import MASK, PASSWORD, mask, put_back
+from megarl.system.errors import ConfigError
+from megarl.system.tracing import beat
 from megarl.tracking.loggers import LoggedRun
 from megarl.tracking.mlflow_store import down_text, unreachable
 from megarl.tracking.names import SafeNames

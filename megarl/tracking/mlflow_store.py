@@ -14,8 +14,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from megarl.credentials import mask
-from megarl.errors import ConfigError
+from megarl.system.credentials import mask
+from megarl.system.errors import ConfigError
 
 _FILE = "mlflow.db"
 _KEY = "tracking.mlflow_uri"

@@ -7,9 +7,9 @@ import json
 import os
 from pathlib import Path
 
-from megarl import device
 from megarl.planning.hardware import measure_peak
-from megarl.processes import write_atomically
+from megarl.system import device
+from megarl.system.processes import write_atomically
 
 # Dense matrix TFLOP/s from the vendors' data sheets (no sparsity): (bf16, tf32, fp32). First match wins, so a longer
 # name stands before a shorter one.
@@ -75,7 +75,7 @@ def peak_flops(dtype: str, stated_tflops: float | None = None) -> float:
 def _remembered_peak(dtype: str) -> float:
     import torch
 
-    from megarl.machine import processor_name
+    from megarl.system.machine import processor_name
 
     key = f"{processor_name()}|threads={torch.get_num_threads()}|{dtype}|torch={torch.__version__}"
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "peak_flops.json"

@@ -16,7 +16,7 @@ from typing import Any
 import megarl
 from megarl.artifacts.records import set_aside
 from megarl.artifacts.trained import exported
-from megarl.errors import duration
+from megarl.system.errors import duration
 from megarl.tracking import teams
 from megarl.tracking.names import number
 from megarl.tracking.report_charts import groups, shown

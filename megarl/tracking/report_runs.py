@@ -11,7 +11,7 @@ from typing import Any
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.records import read_run
 from megarl.artifacts.trained import run_folder_fix
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 
 MAX_POINTS = 1500  # per line; more are averaged in bins
 _NOT_METRICS = ("step", "stage", "time")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from megarl.errors import ConfigError, MegarlError
+from megarl.system.errors import ConfigError, MegarlError
 from megarl.tracking.close import close_if_killed
 from megarl.tracking.report import render, report_data
 from megarl.tracking.report_runs import load_run

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.processes import write_atomically
+from megarl.system.processes import write_atomically
 
 FOLDER = "images"
 #: Longest side in pixels: small images are enlarged to be visible, large ones reduced.

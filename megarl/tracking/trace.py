@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from megarl.artifacts.jsonl import JsonlWriter
 from megarl.artifacts.records import Needs, parse_object, warn_once
-from megarl.tracing import PhaseEvent
+from megarl.system.tracing import PhaseEvent
 from megarl.tracking.restarts import read_restarts
 
 #: Bytes of the ranks' files that trace.json uses: about 300,000 phases, in some seconds and 200 MB of memory.

@@ -24,10 +24,10 @@ from megarl.artifacts.jsonl import COLUMNS, STEP, JsonlWriter, read_jsonl, rewri
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.records import RUN, read_run, write_record
 from megarl.artifacts.run_folder import accept_config
-from megarl.errors import ConfigError
-from megarl.machine import machine_info
-from megarl.processes import COMMAND, identity
-from megarl.tracing import keep_beating
+from megarl.system.errors import ConfigError
+from megarl.system.machine import machine_info
+from megarl.system.processes import COMMAND, identity
+from megarl.system.tracing import keep_beating
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.loggers import LoggedRun, LoggerThread, describe_run
 from megarl.tracking.mlflow_log import STATUS, MlflowLog

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import megarl
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.trained import best_step, steps_in, steps_of
-from megarl.comm import WorkerGroup
+from megarl.system.comm import WorkerGroup
 from megarl.training.checksums import FileChecksum, faults, few, size_at, text_checksum
 from megarl.training.multi_team_commit import Part, Teams, folder_of, own_files, refuse_folder, rng_name, size_of
 from megarl.training.rng import load_rng

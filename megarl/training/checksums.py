@@ -14,8 +14,8 @@ from typing import BinaryIO, TypeAlias
 
 import xxhash
 
-from megarl.comm import WorkerGroup
-from megarl.tracing import beat
+from megarl.system.comm import WorkerGroup
+from megarl.system.tracing import beat
 
 #: Bytes and checksum of a file.
 FileChecksum: TypeAlias = list[int | str]

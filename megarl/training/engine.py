@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.device import device
-from megarl.metrics import Metrics
 from megarl.models.build import build_policy
 from megarl.models.config import transformer_config
 from megarl.models.hf import facts_of
 from megarl.models.layer_forms import fp8_unit
 from megarl.models.lora import freeze_base, init_adapters
 from megarl.models.policy import PolicyModel
-from megarl.offload_schedule import PARAMETERS, PARTS
 from megarl.planning.vision import patch_tokens
-from megarl.tracing import beat, phase
+from megarl.system.comm import WorkerGroup
+from megarl.system.device import device
+from megarl.system.metrics import Metrics
+from megarl.system.offload_schedule import PARAMETERS, PARTS
+from megarl.system.tracing import beat, phase
 from megarl.training import microbatch, offload, optimizer
 from megarl.training.guard import check_finite
 from megarl.training.heads import Head, LogProbs, SampledTokens, Values
@@ -459,7 +459,7 @@ class MegatronEngine:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The parts of `megarl.offload_schedule.PARTS` that the engine has; a frozen one has parameters only."""
+        """The parts of `megarl.system.offload_schedule.PARTS` that the engine has; a frozen one has parameters only."""
         return frozenset((PARAMETERS,) if self.optimizer is None else PARTS)
 
     @property
@@ -496,7 +496,7 @@ class MegatronEngine:
         if missing:
             raise RuntimeError(
                 f"the {self.name} engine's {' and '.join(missing)} are not on the device: this belongs into a phase of "
-                "megarl.offload_schedule that needs them"
+                "megarl.system.offload_schedule that needs them"
             )
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl import tracing
-from megarl.comm import WorkerGroup
-from megarl.device import device
-from megarl.errors import MegarlError
+from megarl.system import tracing
+from megarl.system.comm import WorkerGroup
+from megarl.system.device import device
+from megarl.system.errors import MegarlError
 
 _SHOWN = 4
 

@@ -13,11 +13,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from megarl.comm import WorkerGroup
-from megarl.compat import megatron as compat
 from megarl.models.head import head_logits
 from megarl.models.noise import race
 from megarl.models.policy import PolicyModel
+from megarl.system.comm import WorkerGroup
+from megarl.system.compat import megatron as compat
 from megarl.training.logprob import linear_logprob
 from megarl.training.microbatch import MicroBatch
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.device import has_cuda
-from megarl.errors import UserError
+from megarl.system.device import has_cuda
+from megarl.system.errors import UserError
 
 _ALIGNED = 512  # bytes; where copies begin
 

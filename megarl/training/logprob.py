@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.comm import WorkerGroup
 from megarl.kernels.gpu import triton_kernels
 from megarl.models.head import head_logits, wide_product
+from megarl.system.comm import WorkerGroup
 
 if TYPE_CHECKING:
     from types import ModuleType

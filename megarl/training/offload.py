@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.device import empty_cache, synchronize
-from megarl.offload_schedule import GRADIENTS, PARAMETERS
+from megarl.system.device import empty_cache, synchronize
+from megarl.system.offload_schedule import GRADIENTS, PARAMETERS
 from megarl.training.host_memory import HostArena
 from megarl.training.optimizer import parts
 
@@ -63,7 +63,7 @@ class Parked:
 
 
 def park(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena: HostArena) -> Parked:
-    """Empty the storages of one part (see `megarl.offload_schedule`) of (DDP-wrapped) model chunks and their optimizer.
+    """Empty the storages of one part (see `offload_schedule`) of (DDP-wrapped) model chunks and their optimizer.
 
     The parameters are there when another part leaves. `arena` holds the copies until they are restored.
     """

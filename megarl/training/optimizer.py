@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.compat import megatron as compat
-from megarl.compat import torch_compile
 from megarl.config.training import EngineConfig, OptimConfig
-from megarl.device import DTYPES
-from megarl.errors import ConfigError
 from megarl.models.layer_forms import te_problem
+from megarl.system.compat import megatron as compat
+from megarl.system.compat import torch_compile
+from megarl.system.device import DTYPES
+from megarl.system.errors import ConfigError
 
 compat.install()
 torch_compile.install()

@@ -2,7 +2,7 @@
 
 Megatron keeps its groups in a module, one set per process, and talks over torch's default group in places. Both are
 right here because a process belongs to one team, and a team is one torch world: several teams, each with a layout of
-its own, are several worlds side by side (`megarl.rendezvous.join`).
+its own, are several worlds side by side (`megarl.system.rendezvous.join`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megarl.comm import WorkerGroup
-from megarl.compat import megatron as compat
 from megarl.config.model import ParallelConfig
-from megarl.device import device
-from megarl.errors import ConfigError, count
+from megarl.system.comm import WorkerGroup
+from megarl.system.compat import megatron as compat
+from megarl.system.device import device
+from megarl.system.errors import ConfigError, count
 
 compat.install()
 

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save as to_bytes
 
-from megarl.compat import megatron as compat
-from megarl.device import has_cuda
+from megarl.system.compat import megatron as compat
+from megarl.system.device import has_cuda
 
 compat.install()
 

@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 
-from megarl.comm import WorkerGroup
-from megarl.errors import WorkerError
-from megarl.processes import write_atomically
-from megarl.tracing import beat, current, phase
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import WorkerError
+from megarl.system.processes import write_atomically
+from megarl.system.tracing import beat, current, phase
 from megarl.training.checksums import FileChecksum, few, size_at
 from megarl.training.shards import CheckpointError, Snapshot, write_file
 

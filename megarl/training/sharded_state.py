@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from megarl.architectures.adapters import is_adapter
-from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig
 from megarl.models.lora import local_adapters
 from megarl.models.weights.adapters import adapter_tensors
-from megarl.offload_schedule import OPTIMIZER, PARAMETERS
+from megarl.system.comm import WorkerGroup
+from megarl.system.offload_schedule import OPTIMIZER, PARAMETERS
 from megarl.training.checksums import few
 from megarl.training.host_memory import HostArena
 from megarl.training.optimizer import holds_masters, parts

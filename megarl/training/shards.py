@@ -18,9 +18,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megarl.device import synchronize
-from megarl.errors import UserError
-from megarl.tracing import beat
+from megarl.system.device import synchronize
+from megarl.system.errors import UserError
+from megarl.system.tracing import beat
 from megarl.training.checksums import FileChecksum, opened_size, size_at
 from megarl.training.host_memory import HostArena
 from megarl.training.tensor_slices import Shape, TensorSlice, overlap

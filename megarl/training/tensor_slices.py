@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.compat import megatron as compat
+from megarl.system.compat import megatron as compat
 
 compat.install()
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.divergences import EMPTY
-from megarl.comm import WorkerGroup
 from megarl.data.batch import Jagged
 from megarl.models.head import head_logits
 from megarl.models.policy import PolicyModel
+from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
 from megarl.training.logprob import local_columns
 from megarl.training.microbatch import MicroBatch

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.comm import WorkerGroup
 from megarl.data.batch import Jagged
 from megarl.models.policy import PolicyModel
+from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
 from megarl.training.microbatch import MicroBatch
 from megarl.training.topk import chunks, log_partition, of_rows, scaled_logits

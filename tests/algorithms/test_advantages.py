@@ -26,7 +26,7 @@ from megarl.algorithms.advantages import (
     rloo,
     tir_optimal_token_baseline,
 )
-from megarl.errors import ConfigError, UserError
+from megarl.system.errors import ConfigError, UserError
 from tests.algorithms import oracle
 from tests.algorithms.cases import Case, cases, close, make_case, poisoned
 

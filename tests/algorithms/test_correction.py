@@ -19,7 +19,7 @@ from megarl.algorithms.losses import pg_is, ppo
 from megarl.algorithms.losses.base import DualClipSettings
 from megarl.algorithms.objective import actor_loss
 from megarl.config.algorithm import KLConfig, PolicyLossConfig
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 from tests.algorithms import correction_oracle as oracle
 from tests.algorithms.cases import cases, close, make_case, poisoned
 

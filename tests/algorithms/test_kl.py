@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.kl import KLController, kl_in_reward, kl_tokens
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 from tests.algorithms import oracle
 from tests.algorithms.cases import cases, close, poisoned
 

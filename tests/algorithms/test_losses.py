@@ -15,8 +15,8 @@ from megarl.algorithms.losses import POLICY_LOSSES, ppo, value_loss
 from megarl.algorithms.losses.base import DualClipSettings
 from megarl.algorithms.objective import actor_loss
 from megarl.config.algorithm import KLConfig, PolicyLossConfig
-from megarl.errors import ConfigError
-from megarl.metrics import Metrics
+from megarl.system.errors import ConfigError
+from megarl.system.metrics import Metrics
 from tests.algorithms import oracle
 from tests.algorithms.cases import cases, close, make_case, poisoned
 

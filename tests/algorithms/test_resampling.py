@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.aggregation import aggregation_weights, local_counts
 from megarl.algorithms.resampling import RESAMPLING, resampled
 from megarl.config.algorithm import Aggregation, ResamplingConfig
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 from tests.algorithms.cases import cases, close
 
 MODES = list(Aggregation.__args__)

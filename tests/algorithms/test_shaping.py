@@ -22,11 +22,11 @@ from megarl.algorithms.overlong import overlong_penalty
 from megarl.config.run import RunConfig
 from megarl.dag.pipeline import Pipeline
 from megarl.data.batch import Batch, Jagged
-from megarl.errors import UserError
-from megarl.metrics import Metrics
 from megarl.runtime.samples import record_episodes
 from megarl.runtime.stages.sampling import dynamic_sampling, signal
 from megarl.runtime.stages.shaping import filter_samples, overlong, own_filter
+from megarl.system.errors import UserError
+from megarl.system.metrics import Metrics
 
 
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 40), st.floats(0.1, 3))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.progress import SuccessBank
 from megarl.data.batch import Batch
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 EPISODE = st.tuples(st.sampled_from(["a", "b", "c"]), st.booleans(), st.sampled_from([0.0, math.nan, 1.0, 2.0, 3.0]))
 

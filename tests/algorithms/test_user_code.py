@@ -12,7 +12,7 @@ from megarl.algorithms.objective import Objective, TokenInputs, actor_loss
 from megarl.algorithms.resampling import resampled
 from megarl.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig, PolicyLossConfig, ResamplingConfig
 from megarl.config.correction import RolloutCorrectionConfig
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 MASK = torch.tensor([True, True, False])
 NUMBERS = torch.tensor([-1.0, -2.0, -3.0])
@@ -21,7 +21,7 @@ from megarl.algorithms.advantages import ADVANTAGES, Estimate
 from megarl.algorithms.kl import KL
 from megarl.algorithms.divergences import DivergenceSettings
 from megarl.algorithms.losses import POLICY_LOSSES
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 """
 #: Line of the component in these files.
 LINE = HEAD.count("\n") + 1

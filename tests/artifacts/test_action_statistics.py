@@ -16,7 +16,7 @@ from megarl.artifacts.action_statistics import (
     read_statistics,
     write_statistics,
 )
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 
 def values(count: int = 100, dim: int = 7, seed: int = 0) -> np.ndarray:

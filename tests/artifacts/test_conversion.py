@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.artifacts.conversion import check_conversion
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from megarl.artifacts import facts
 from megarl.artifacts.facts import model_facts
 from megarl.config.model import ModelConfig
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 # Parameter counts as published with the models.
 PUBLISHED = {

@@ -20,7 +20,7 @@ import pytest
 
 from megarl.artifacts import lock
 from megarl.artifacts.lock import ATTEMPT, FolderLock, FolderTaken, is_held, join_attempt, refuse_if_taken
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 HOLDER = """
 import errno, fcntl, pathlib, sys, time

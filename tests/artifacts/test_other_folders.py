@@ -10,7 +10,7 @@ import pytest
 from megarl.artifacts.facts import model_facts
 from megarl.config.model import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megarl.checks.files import check_source
 from megarl.cli import main
 from megarl.config.model import ModelConfig
 from megarl.data.sources import files_of_folder, load_rows
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.artifacts.timings import read_timings
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 
 
 def write_run(folder: Path, rollout: list[float], teams: dict[str, Any] | None = None, workers: int = 4) -> Path:

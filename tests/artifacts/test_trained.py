@@ -17,7 +17,7 @@ from megarl.artifacts.trained import (
     untrained_best_note,
     write_exported,
 )
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.benchmarks import envs
-from megarl.errors import WorkerError
+from megarl.system.errors import WorkerError
 
 LINE = f"{Path(__file__).resolve().parents[1] / 'simulators/line.py'}:Line"
 

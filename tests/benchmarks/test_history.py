@@ -14,7 +14,7 @@ import pytest
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks import history, sources, throughput
 from megarl.benchmarks.throughput import add_arguments, add_compare_arguments
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 
 def result(seconds: float, nproc: int = 2, gpus: tuple[str, ...] = ()) -> dict[str, Any]:

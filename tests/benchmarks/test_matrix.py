@@ -14,7 +14,7 @@ import pytest
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks import case, history, matrix, published
 from megarl.benchmarks.throughput import MATRICES, add_arguments, add_compare_arguments
-from megarl.errors import ConfigError, UserError, WorkerError
+from megarl.system.errors import ConfigError, UserError, WorkerError
 from tests.benchmarks.test_bench import CASES, MINI, bench
 from tests.benchmarks.test_history import result
 

@@ -15,7 +15,7 @@ from megarl.benchmarks.case import case_file
 from megarl.benchmarks.peers import slime, verl, work
 from megarl.benchmarks.peers.work import Peer, main, work_of
 from megarl.config.load import load_config
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 CASE = "llama31_8b_h100x16"
 GIVEN = Namespace(python="python3", slime_root=Path("/a checkout"), checkpoint=Path("/dist"))

@@ -13,8 +13,8 @@ from megarl.benchmarks import plan_truth
 from megarl.benchmarks.plan_truth import LAYOUTS, RECIPE, SIZES, empty_of, fullest, settings_of
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
-from megarl.errors import UserError
-from megarl.machine import this_machine
+from megarl.system.errors import UserError
+from megarl.system.machine import this_machine
 
 RESULT = json.loads((Path(plan_truth.__file__).parent / "results" / "plan-2x-amd-epyc.json").read_text())
 DOCS = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()

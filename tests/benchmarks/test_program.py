@@ -14,7 +14,7 @@ import pytest
 
 from megarl.benchmarks import program
 from megarl.benchmarks.program import run_program
-from megarl.errors import WorkerError
+from megarl.system.errors import WorkerError
 
 
 def test_output_and_share() -> None:

@@ -18,7 +18,7 @@ from megarl.certificate.findings import worst
 from megarl.certificate.harness import CertificateSection, certify, read_result
 from megarl.certificate.report import bug_report, page, write_reports
 from megarl.cli import main
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 from tests.certificate import planted
 
 

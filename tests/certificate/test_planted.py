@@ -91,7 +91,7 @@ def test_sessions_that_are_kept_are_found_by_the_generation_section(tmp_path, le
 @pytest.mark.parametrize(("servers", "passed"), [("2.29.7", True), ("2.30.7", False)])
 def test_another_nccl_is_found_by_the_environment_section(tmp_path, servers, passed):
     from megarl.certificate.sections import environment
-    from tests.compat.test_cuda import interpreter
+    from tests.system.compat.test_cuda import interpreter
 
     pythons = {name: interpreter(tmp_path / name, nccl) for name, nccl in (("trainer", "2.29.7"), ("servers", servers))}
     environment.nccl(Findings(tmp_path / "f"), **pythons)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.certificate.runs import reason_of
-from megarl.errors import WorkerError
+from megarl.system.errors import WorkerError
 
 COMMAND = "python -m megarl train grpo_quickstart ended with exit code 1:"
 IDLE = "megarl: rank 0 failed in phase idle at step 0: ModuleNotFoundError: No module named 'xxhash'"

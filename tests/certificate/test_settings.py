@@ -8,9 +8,9 @@ from megarl.certificate.catalogue import SECTIONS
 from megarl.certificate.runs import RECIPE, gpu_count
 from megarl.certificate.sections import layouts, servers, steps
 from megarl.checks.planned import refuse_plan
-from megarl.components import COMPONENTS
 from megarl.config.load import find_recipe, load_config
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
 from megarl.runtime.validate import validates
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.algorithms.advantages import ADVANTAGES
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 GDPO = "algorithm.advantage.name=gdpo"
 PARTS = "algorithm.advantage.parts={right: 1.0}"

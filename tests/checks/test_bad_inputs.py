@@ -10,13 +10,13 @@ from megarl.checks.recipe import check_config
 from megarl.checks.references import check_arguments
 from megarl.checks.rows import check_rows
 from megarl.cli import main
-from megarl.components import COMPONENTS
 from megarl.config.base import raise_problems
 from megarl.config.load import load_config
-from megarl.errors import UserError
-from megarl.machine import Machine
+from megarl.recipes.components import COMPONENTS
 from megarl.rewards.registry import Scorer
 from megarl.rewards.scoring import ScoringFailure, score
+from megarl.system.errors import UserError
+from megarl.system.machine import Machine
 from tests.checks.bad_inputs import INPUTS, REWARDS, rows, write_files
 from tests.config.conftest import RECIPE
 

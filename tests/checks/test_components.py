@@ -6,16 +6,16 @@ import pytest
 
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.registry import Registry, Spec
-from megarl.components import COMPONENTS
-from megarl.components import REGISTRIES as BY_SECTION
 from megarl.config.algorithm import PolicyLossConfig
 from megarl.config.load import dump_config, load_config
 from megarl.envs import registry as of_envs
-from megarl.errors import ConfigError, UserError
-from megarl.imports import import_callable
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
+from megarl.recipes.components import REGISTRIES as BY_SECTION
 from megarl.rewards import REWARDS
 from megarl.rewards import preflight as of_rewards
+from megarl.system.errors import ConfigError, UserError
+from megarl.system.imports import import_callable
 from tests.config.conftest import RECIPE
 from tests.house.test_docs import code_with
 

@@ -6,9 +6,9 @@ from megarl.checks.dry_run import make_plan
 from megarl.config.correction import PRESETS, ResolvedCorrection, RolloutCorrectionConfig, describe_correction
 from megarl.config.load import dump_config, load_config
 from megarl.dag.pipeline import Pipeline
-from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
 from megarl.runtime.stages import logprob, rollout
+from megarl.system.errors import ConfigError
 
 CORRECTION = "rollout_correction"
 AHEAD = (

@@ -81,7 +81,7 @@ def test_connections_are_lazy_where_there_are_many_ranks(monkeypatch: pytest.Mon
 
 def test_a_process_raises_its_limit_to_the_hard_one() -> None:
     code = (
-        "import resource as r; from megarl.processes import raise_descriptor_limit as up;"
+        "import resource as r; from megarl.system.processes import raise_descriptor_limit as up;"
         "r.setrlimit(r.RLIMIT_NOFILE, (256, 512)); up(); print(r.getrlimit(r.RLIMIT_NOFILE))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,12 +7,12 @@ import pytest
 
 from megarl.artifacts.facts import model_facts
 from megarl.checks.dry_run import ROWS_SHOWN, coordinates, make_plan
-from megarl.compat import sglang
 from megarl.config.load import load_config
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.planning.memory import server_bytes
 from megarl.planning.shards import stage_parameters, state_bytes
+from megarl.system.compat import sglang
 
 LAYOUTS = [
     (8, ParallelConfig(tp=2)),
@@ -26,7 +26,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("nproc", "parallel"), LAYOUTS)
 def test_coordinates_are_megatrons(nproc, parallel):
-    from megarl.compat import megatron as compat
+    from megarl.system.compat import megatron as compat
 
     compat.install()
     from megatron.core.parallel_state import RankGenerator

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.checks.before_start import with_steps
-from megarl.errors import ConfigError, DataError
 from megarl.runtime.setup import check_epochs
 from megarl.runtime.sft import check_sft_epochs
+from megarl.system.errors import ConfigError, DataError
 
 
 @pytest.fixture

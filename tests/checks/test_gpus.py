@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.checks.recipe import check_config
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
+from megarl.recipes.components import COMPONENTS
 
 #: Three machines that train and one with eight servers, eight GPUs each.
 RECIPE = "grpo_async_qwen3_8b_32gpu"

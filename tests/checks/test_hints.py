@@ -10,7 +10,7 @@ from megarl.commands.keys import show_keys
 from megarl.config.other_values import VALUES, value_fix
 from megarl.data.sources import load_rows
 from megarl.envs.registry import load_environment
-from megarl.errors import DataError, UserError
+from megarl.system.errors import DataError, UserError
 from tests.checks.test_other_names import is_a_key, message
 
 

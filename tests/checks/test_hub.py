@@ -20,8 +20,8 @@ from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.data import hub
 from megarl.data.hub import HubSource, advice
-from megarl.errors import ConfigError
-from megarl.processes import free_port
+from megarl.system.errors import ConfigError
+from megarl.system.processes import free_port
 
 MODEL = ["model.path=org/model", "model.hf_config=null", "model.tokenizer=null"]
 

@@ -13,9 +13,9 @@ from megarl.checks import server_places
 from megarl.checks import sglang as server_checks
 from megarl.checks.checklist import Checklist
 from megarl.checks.recipe import check_config
-from megarl.compat.sglang import TESTED
 from megarl.config.load import load_config
 from megarl.config.sglang import SGLangConfig
+from megarl.system.compat.sglang import TESTED
 from tests.models.vlm_tiny import config_of
 
 #: Patches of 14 pixels, as servers want them.

@@ -6,8 +6,8 @@ from megarl.artifacts.facts import model_facts
 from megarl.checks.checklist import Checklist
 from megarl.checks.files import check_end_tokens
 from megarl.checks.recipe import check_config
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
+from megarl.recipes.components import COMPONENTS
 
 
 def test_an_end_token_beyond_the_vocabulary(config_of, tmp_path):

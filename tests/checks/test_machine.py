@@ -12,10 +12,10 @@ from megarl.config.load import load_config
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import MODEL_ROLES, place, together
 from megarl.dag.stage import Role
-from megarl.machine import Machine
 from megarl.planning.memory import device_memory
 from megarl.planning.shards import parameter_bytes
 from megarl.recipes.build import build_task_graph
+from megarl.system.machine import Machine
 
 LAPTOP = Machine(cores=2, memory=24e9)
 SERVER = Machine(cores=64, memory=2e12, has_gpu=True, gpu_memory=85e9)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.components import COMPONENTS, REGISTRIES
 from megarl.config.fields import iter_keys
 from megarl.config.load import load_config
 from megarl.config.other_names import ABSENT, KEYS, METHODS, meaning_of, unknown_keys
-from megarl.errors import ConfigError
+from megarl.recipes.components import COMPONENTS, REGISTRIES
+from megarl.system.errors import ConfigError
 
 _OWN = {key.path for key in iter_keys()}
 

@@ -11,11 +11,11 @@ from megarl.checks import dry_run as plan_module
 from megarl.checks import environment
 from megarl.checks.dry_run import make_plan
 from megarl.checks.recipe import check_config
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
-from megarl.machine import Machine
+from megarl.recipes.components import COMPONENTS
+from megarl.system.errors import ConfigError
+from megarl.system.machine import Machine
 
 PPO = ("algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "algorithm.kl.use=reward", "cluster.nproc=4")
 FOUR = (
@@ -163,7 +163,7 @@ DRAWS = (
 
 def test_weights_are_sent_to_an_engine_in_another_team(warned):
     assert [check.key for check in warned(*DRAWS, "sync.timeout_s=60", SAVED)] == []
-    assert [check.key for check in warned("sync.timeout_s=60")] == ["rollout.engine"]
+    assert [check.key for check in warned("sync.timeout_s=60")] == ["sync.timeout_s"]
     (check,) = warned(*DRAWS, "sync.timeout_s=60", "rollout.sglang.servers=2", SAVED)
     assert "sync" not in check.message
 

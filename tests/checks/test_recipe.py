@@ -9,7 +9,7 @@ from megarl.checks.rows import check_rows
 from megarl.config.base import ConfigErrors
 from megarl.config.load import load_config
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 from tests.config.conftest import RECIPE
 
 MOE = ModelFacts("test", "qwen3_moe", 8, 64, 8, 4, 16, 96, 1000, 512, False, experts=12, experts_per_token=2)

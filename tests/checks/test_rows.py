@@ -23,7 +23,7 @@ from megarl.config.base import ConfigErrors
 from megarl.config.load import load_config
 from megarl.data.light_tokenizer import FileTokenizer, WrittenTokenizer
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import ConfigError, DataError, UserError
+from megarl.system.errors import ConfigError, DataError, UserError
 
 RECIPE = """
 name: case

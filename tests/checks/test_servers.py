@@ -10,8 +10,8 @@ from megarl.checks.before_start import silent_servers
 from megarl.config.rollout import RolloutConfig
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError, ServerError
 from megarl.runtime.generation import _addresses_are_the_users
+from megarl.system.errors import ConfigError, ServerError
 
 
 def config(*urls: str) -> RunConfig:

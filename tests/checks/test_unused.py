@@ -4,9 +4,9 @@ import pytest
 
 from megarl.checks.recipe import check_config
 from megarl.checks.unused import OWNERS
-from megarl.components import COMPONENTS
 from megarl.config.fields import find_key
 from megarl.config.load import load_config, recipe_names
+from megarl.recipes.components import COMPONENTS
 from tests.config.conftest import RECIPE
 
 

@@ -11,7 +11,7 @@ import pytest
 from megarl.artifacts.checkpoint_files import INDEX
 from megarl.artifacts.facts import facts_from_config
 from megarl.checks.weights import check_weights, expected_tensors, read_header
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 SMALL = {
     "hidden_size": 8,

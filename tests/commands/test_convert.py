@@ -12,7 +12,7 @@ from megarl.commands.convert import convert, describe
 from megarl.config.load import dump_config
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 from tests.models.tiny import save_tiny, tiny_dict
 
 

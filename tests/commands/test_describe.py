@@ -2,8 +2,8 @@ from pathlib import Path
 
 from megarl.algorithms.registry import Settings
 from megarl.commands.describe import reference, write_reference
-from megarl.components import COMPONENTS
 from megarl.config.fields import iter_keys
+from megarl.recipes.components import COMPONENTS
 
 DOC = Path(__file__).parents[2] / "docs" / "recipes.md"
 

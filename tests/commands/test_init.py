@@ -6,9 +6,9 @@ import pytest
 from megarl.checks.dry_run import make_plan
 from megarl.cli import main
 from megarl.commands.init import _COMMENTS, ALGORITHMS
-from megarl.components import COMPONENTS
 from megarl.config.fields import find_key
 from megarl.config.load import load_config
+from megarl.recipes.components import COMPONENTS
 
 SUMS = {"question": "2+2?", "answer": "4"}
 STORY = {"problem": "Anna has two apples.", "solution": "She has two.\n#### 2"}
@@ -112,7 +112,7 @@ def test_comments_are_about_keys_that_exist():
 
 
 def test_the_time_of_a_step_is_said_and_a_small_model_for_a_slow_cpu(init, capsys, monkeypatch):
-    monkeypatch.setattr("megarl.machine.processor_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("megarl.system.machine.processor_flags", lambda: frozenset({"avx2"}))
     init("--gpus", "0")
     shown = capsys.readouterr().out
     assert "min a step" in shown

@@ -7,9 +7,9 @@ import pytest
 from megarl.checks.dry_run import make_plan
 from megarl.cli import main
 from megarl.commands.translate import OtherSettings, read_settings, translate
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
-from megarl.errors import UserError
+from megarl.recipes.components import COMPONENTS
+from megarl.system.errors import UserError
 
 TRL_GRPO = """#!/bin/bash
 export CUDA_VISIBLE_DEVICES=0,1,2,3

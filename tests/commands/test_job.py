@@ -12,7 +12,7 @@ from megarl.artifacts.trained import Exported, write_exported
 from megarl.checks.checklist import Checklist
 from megarl.checks.files import check_data
 from megarl.commands import job
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 
 @pytest.mark.parametrize("console", ["plain", "json"])

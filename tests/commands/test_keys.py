@@ -11,7 +11,7 @@ from megarl.commands.completion import script
 from megarl.commands.keys import all_entries, find_entries
 from megarl.config.fields import iter_keys
 from megarl.config.load import recipe_names, recipe_titles
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 ENTRIES = all_entries()
 

@@ -12,8 +12,8 @@ import pytest
 from megarl import cli
 from megarl.checks import server_places, sglang
 from megarl.commands.plan_report import write_recipe
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
+from megarl.recipes.components import COMPONENTS
 from tests.planning.planned import H100
 from tests.planning.test_search import AHEAD, LARGEST, search
 

@@ -17,8 +17,8 @@ from huggingface_hub import constants
 
 from megarl.cli import main
 from megarl.commands.push import check_push, push, write_card
-from megarl.credentials import mask_argument
-from megarl.errors import ConfigError, MegarlError
+from megarl.system.credentials import mask_argument
+from megarl.system.errors import ConfigError, MegarlError
 from tests.models.tiny import save_tiny
 
 TOKEN = "hf_only_in_a_header"

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
+from megarl.recipes.components import COMPONENTS
 
 RECIPE = """
 name: case

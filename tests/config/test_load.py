@@ -3,11 +3,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.components import COMPONENTS
 from megarl.config.base import ConfigErrors
 from megarl.config.load import changed_keys, dump_config, find_recipe, load_config, recipe_names
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
+from megarl.recipes.components import COMPONENTS
+from megarl.system.errors import ConfigError
 
 TEAMS = ["placement.teams.train={roles: [actor], devices: 1}", "placement.teams.draw={roles: [rollout], devices: 1}"]
 

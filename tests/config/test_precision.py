@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config import precision
 from megarl.config.load import dump_config, load_config
-from megarl.machine import bf16_products
+from megarl.system.machine import bf16_products
 from tests.config.conftest import RECIPE
 
 AUTO = "model.dtype=auto"

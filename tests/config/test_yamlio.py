@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from megarl.config.yamlio import parse_tagged, parse_texts, parse_value, read_yaml
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 LISTS = "[" * 400 + "]" * 400
 MAPPINGS = "{a: " * 400 + "1" + "}" * 400

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.dag.ahead import refuse_ahead
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import Placement, place
 from megarl.dag.stage import Kind, Role, stage
-from megarl.errors import ConfigError
+from megarl.dag.staleness import policy_of
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
 from megarl.runtime.stages.rollout import rollout
-from megarl.staleness import policy_of
+from megarl.system.errors import ConfigError
 
 APART = {"train": ["actor", "critic", "reference", "teacher"], "draw": ["rollout"]}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megarl.dag.graph import TaskGraph
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Contract, Kind, Role
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 
 def same(worker, batch):

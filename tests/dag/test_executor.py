@@ -10,9 +10,9 @@ from megarl.dag.guard import ContractError
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Contract, stage
 from megarl.data.batch import Batch, Jagged
-from megarl.device import ProcessState
-from megarl.errors import ConfigError, UserError
-from megarl.tracing import drain, failed_at
+from megarl.system.device import ProcessState
+from megarl.system.errors import ConfigError, UserError
+from megarl.system.tracing import drain, failed_at
 
 
 def prompts(n: int = 3) -> Batch:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Contract, contract_of, stage
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 
 def same(worker, batch):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.dag.placement import place, settled
-from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
+from megarl.system.errors import ConfigError
 from tests.dag.test_shares import shares_of, small
 
 MEASURED = "placement.auto=measured"

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import MODEL_ROLES, Placement, place, roles_of, together
 from megarl.dag.stage import Contract, Kind, Role, stage
-from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
+from megarl.system.errors import ConfigError
 
 RECIPES = {
     "grpo": ("grpo_quickstart", "algorithm.kl.use=loss"),

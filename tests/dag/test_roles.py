@@ -10,7 +10,7 @@ from megarl.dag.executor import Executor, NodeError
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.batch import Batch
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 
 SEEN: dict[str, Any] = {}
 

@@ -10,15 +10,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import place
 from megarl.dag.shares import share_out, whole_replicas
 from megarl.dag.stage import Contract, Role
-from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
+from megarl.system.errors import ConfigError
 
 TEAM = st.tuples(st.integers(1, 6), st.floats(0.1, 100), st.sampled_from([0, 1, 4, 12]))
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
-from megarl import tracing
-from megarl.comm import WorkerGroup, team_world
-from megarl.errors import WorkerError
-from megarl.metrics import Metrics
+from megarl.system import tracing
+from megarl.system.comm import WorkerGroup, team_world
+from megarl.system.errors import WorkerError
+from megarl.system.metrics import Metrics
 from tests.dist import run_distributed
 
 

@@ -9,7 +9,7 @@ import pytest
 from megarl.config.data import DataConfig
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789*=[]")
 TEMPLATE = (

@@ -13,7 +13,7 @@ from megarl.config.model import ModelConfig
 from megarl.data.end_tokens import end_tokens, turn_end
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import character_tokenizer, load_tokenizer
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 EOS, TURN, LETTER = 2, 17, 5
 TEMPLATE = (

@@ -18,8 +18,8 @@ from megarl.data.preferences import PairDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import DataError, UserError
 from megarl.runtime.setup import _prompts
+from megarl.system.errors import DataError, UserError
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?$+=[]<>|/{}\\-'\n"
 CHAT = (

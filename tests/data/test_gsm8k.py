@@ -9,8 +9,8 @@ from megarl.data.loader import PromptLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import load_rows
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import DataError
 from megarl.rewards.gsm8k import gsm8k
+from megarl.system.errors import DataError
 
 FOLDER = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="no GSM8K at ../shared/data/gsm8k")

@@ -22,7 +22,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.render import given_prompts
 from megarl.data.rows import Row
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 from tests.models.vlm_tiny import config_of
 
 SETTINGS = ImageSettings(14, 2, 56 * 56, 28 * 28 * 64, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from megarl.data.demonstration_sources import find_demonstrations
-from megarl.errors import ConfigError, DataError
 from megarl.simulators.protocol import TaskSpec
+from megarl.system.errors import ConfigError, DataError
 
 LENGTHS, TEXTS, FPS = (5, 3, 4), ("Push the disc", "open the door", "Push the disc"), 10
 SIZE = 32

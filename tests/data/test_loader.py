@@ -10,7 +10,7 @@ from hypothesis import given
 
 from megarl.data.batch import Batch
 from megarl.data.loader import PromptLoader, rounds
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 
 
 class Numbers:

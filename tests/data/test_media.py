@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.data.rows import Row, refuse_media
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.rows import Row
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 # Writes thinking and calls, as Qwen3's does; leaves out what an assistant says beside a call, as Llama 3's does.
 CHAT = """

@@ -16,7 +16,7 @@ from megarl.data.pictures import (
     VideoPipeline,
     policy_normalisation,
 )
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 from tests.data.golden_pictures import CROPPED, FILE, SHRUNK, THIN, frame
 
 

@@ -11,7 +11,7 @@ from megarl.data.pairs import as_examples, as_pairs, label_of
 from megarl.data.preferences import LabelledDataset, PairDataset
 from megarl.data.rows import Row
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 
 USER = {"role": "user", "content": "2+2="}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}

@@ -10,7 +10,7 @@ from megarl.data.rows import Row
 from megarl.data.sources import as_prompts
 from megarl.data.templates import chat_renderer, prompt_formatter
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 CHAT = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

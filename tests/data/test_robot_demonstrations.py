@@ -17,8 +17,8 @@ from megarl.data.demonstrations import (
     open_libero,
     write_demonstrations,
 )
-from megarl.errors import ConfigError, DataError, UnavailableError
 from megarl.simulators.protocol import TaskSpec
+from megarl.system.errors import ConfigError, DataError, UnavailableError
 
 
 def demonstration(task: str = "push", steps: int = 4, seed: int = 0) -> Demonstration:

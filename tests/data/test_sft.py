@@ -9,7 +9,7 @@ from megarl.data.loader import PromptLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 from tests.same import same
 
 

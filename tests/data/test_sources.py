@@ -11,7 +11,7 @@ from megarl.checks.files import check_source
 from megarl.config.data import DataConfig
 from megarl.data.rows import make_row, refuse_media
 from megarl.data.sources import as_prompts, check_loader_kwargs, load_rows, system_messages
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 ROWS = [
     {"question": "2+2?", "answer": "4", "level": 1, "tags": ["a", None], "meta": {"ok": True}},

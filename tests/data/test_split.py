@@ -15,7 +15,7 @@ from megarl.config.data import DataConfig
 from megarl.data.prompts import read_split
 from megarl.data.rows import Row
 from megarl.data.split import split_rows
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 from tests.data.test_images import picture
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]

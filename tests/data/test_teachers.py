@@ -5,8 +5,8 @@ import pytest
 from megarl.config.training import TeacherConfig
 from megarl.data.rows import Row
 from megarl.data.teachers import check_teachers, choose_teacher
-from megarl.errors import DataError
 from megarl.rollout.seeds import Seeds
+from megarl.system.errors import DataError
 
 
 def config(math=1.0, code=1.0, **more) -> TeacherConfig:

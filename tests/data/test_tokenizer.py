@@ -7,7 +7,7 @@ from hypothesis import given
 from megarl.config.model import ModelConfig
 from megarl.data.light_tokenizer import WrittenTokenizer
 from megarl.data.tokenizer import character_tokenizer, load_tokenizer, word_tokenizer
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 ALPHABET = "0123456789+-=? \n<>aä"
 TOKENIZER = character_tokenizer(ALPHABET)

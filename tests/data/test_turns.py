@@ -10,7 +10,7 @@ from megarl.data.rows import Row
 from megarl.data.templates import chat_renderer
 from megarl.data.tokenizer import character_tokenizer
 from megarl.data.turns import Turns
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 
 EOS = 2
 TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz-:;0123456789")

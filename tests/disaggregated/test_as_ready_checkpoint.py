@@ -13,7 +13,7 @@ from megarl.data.trajectory import Trajectory
 from megarl.disaggregated.as_ready_checkpoint import flow_files, read_buffered_groups
 from megarl.disaggregated.buffer.channel import FinishedGroups
 from megarl.disaggregated.buffer.core import GroupInfo
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 HANDOVERS = (
     Handover("rollout", "draw", ("response_ids", "note"), ("frozen", "train"), "rollout"),

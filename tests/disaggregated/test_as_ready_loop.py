@@ -18,7 +18,7 @@ import pytest
 from megarl.artifacts.trained import steps_in
 from megarl.data.batch import Batch
 from megarl.data.loader import PromptLoader
-from megarl.rendezvous import write_token
+from megarl.system.rendezvous import write_token
 from tests.disaggregated.test_in_order_loop import wait_for
 from tests.runtime import harness
 

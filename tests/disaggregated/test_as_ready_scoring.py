@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch
 from megarl.disaggregated import as_ready_loop as flow
@@ -19,8 +18,9 @@ from megarl.disaggregated import pace
 from megarl.disaggregated.as_ready_loop import AsReadyLoop
 from megarl.disaggregated.buffer.channel import FinishedGroups
 from megarl.disaggregated.pace import Pace
-from megarl.metrics import Metrics
 from megarl.runtime.stages.reward import PENDING, Pending
+from megarl.system.comm import WorkerGroup
+from megarl.system.metrics import Metrics
 
 LIMIT_S = 30.0
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.comm import WorkerGroup
 from megarl.config.rollout import AsyncConfig
 from megarl.config.run import RunConfig, TrainerConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.checkpoint_part import CheckpointPart
-from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.checkpoints import Checkpoints, teams_of
 from megarl.runtime.rank_state import OwnTeam
+from megarl.system.comm import WorkerGroup
+from megarl.system.offload_schedule import OffloadSchedule
 from megarl.training import checkpoint, multi_team_commit
 from megarl.training.host_memory import HostArena
 from megarl.training.shards import CheckpointError, Snapshot

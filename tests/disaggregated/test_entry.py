@@ -8,10 +8,10 @@ from megarl.config.run import ClusterConfig, RunConfig
 from megarl.dag.placement import place
 from megarl.dag.stage import Role
 from megarl.disaggregated.entry import join_run
-from megarl.errors import ConfigError
-from megarl.processes import TEAM
 from megarl.recipes.build import build_task_graph
 from megarl.runtime.rank_state import OwnTeam
+from megarl.system.errors import ConfigError
+from megarl.system.processes import TEAM
 
 
 def config(**teams: list[str]) -> RunConfig:

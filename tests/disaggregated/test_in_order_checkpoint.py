@@ -15,9 +15,9 @@ from megarl.data.batch import Batch, Jagged
 from megarl.disaggregated.buffer.channel import SentSamples
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.in_order_checkpoint import BufferedStep, read_buffered_step
-from megarl.errors import ConfigError
-from megarl.metrics import Metrics
 from megarl.runtime.resume_compatibility import describe_buffered, refuse_other_sampling, steps_held
+from megarl.system.errors import ConfigError
+from megarl.system.metrics import Metrics
 
 GROUPS, SAMPLES = 5, 2
 SAVED, STEP = 3, 5  # the checkpoint of step 3 has what was drawn for step 5

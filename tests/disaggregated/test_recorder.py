@@ -13,9 +13,9 @@ from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated import recorder
 from megarl.disaggregated.recorder import AllTeams, TeamTime
-from megarl.metrics import Metrics
 from megarl.runtime.rank_state import OwnTeam
-from megarl.tracing import PhaseEvent
+from megarl.system.metrics import Metrics
+from megarl.system.tracing import PhaseEvent
 
 PLANS = tuple(
     TeamPlan(name, roles, devices, first, ParallelConfig(), ())

@@ -9,10 +9,10 @@ import pytest
 
 from megarl.config.run import RunConfig
 from megarl.disaggregated import rollout_servers
-from megarl.errors import ServerError
-from megarl.rendezvous import write_token
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.system.errors import ServerError
+from megarl.system.rendezvous import write_token
 from tests.disaggregated.test_rollout_team import Letters
 from tests.dist import single_process, world
 

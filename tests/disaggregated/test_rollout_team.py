@@ -13,14 +13,14 @@ import torch
 
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
+from megarl.dag.staleness import InOrder
 from megarl.data.batch import Batch
 from megarl.data.loader import PromptLoader
 from megarl.disaggregated import entry, rollout_team
 from megarl.disaggregated.checkpoint_part import CheckpointPart
-from megarl.errors import DataError, WorkerError
-from megarl.metrics import Metrics
-from megarl.rendezvous import write_token
-from megarl.staleness import InOrder
+from megarl.system.errors import DataError, WorkerError
+from megarl.system.metrics import Metrics
+from megarl.system.rendezvous import write_token
 from tests.dist import single_process, world
 from tests.rollout import cases
 

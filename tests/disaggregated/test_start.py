@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.entry import all_ready, announce_start, follow_start
-from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import frozen_models
 from megarl.runtime.frozen_models import RunStart, keep_run_start
 from megarl.runtime.rank_state import OwnTeam
+from megarl.system.comm import WorkerGroup
+from megarl.system.offload_schedule import OffloadSchedule
 from tests.mail import FolderMail
 
 PARALLEL = RunConfig(name="run").actor.parallel

@@ -14,7 +14,7 @@ from megarl.data.rows import Row
 from megarl.data.tokenizer import character_tokenizer
 from megarl.envs.registry import check_environment, check_tool_template
 from megarl.envs.tools import Tools, ToolSettings
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 TOOL = "megarl.recipes.calculator:multiply"
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

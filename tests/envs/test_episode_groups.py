@@ -168,7 +168,7 @@ REASONS = {
 
 @pytest.mark.parametrize("kind", REASONS)
 def test_a_failing_environment_ends_the_run_for_good_and_is_named(player, kind, monkeypatch):
-    monkeypatch.setattr("megarl.imports._of_user", {__name__})  # as where a recipe names it
+    monkeypatch.setattr("megarl.system.imports._of_user", {__name__})  # as where a recipe names it
     begin = group("train-0-5", {"prompt": kind}, ids("1+1="), 0, lambda turn: turn)
     with pytest.raises(
         EpisodeError, match=rf"sample train-0-5#0 failed[\s\S]*{REASONS[kind]}[\s\S]*env.on_error=mark"

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.envs.registry import load_environment
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 RECIPE = "grpo_tools_quickstart"
 

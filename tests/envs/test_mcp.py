@@ -16,8 +16,8 @@ from megarl.envs import Action
 from megarl.envs.registry import load_environment
 from megarl.envs.tools.environment import Tools
 from megarl.envs.tools.mcp_servers import McpServer, McpServers
-from megarl.errors import ConfigError
-from megarl.processes import free_port
+from megarl.system.errors import ConfigError
+from megarl.system.processes import free_port
 
 if importlib.util.find_spec("mcp") is None:
     pytest.skip("the extra mcp is not installed", allow_module_level=True)

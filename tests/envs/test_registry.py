@@ -9,7 +9,7 @@ import pytest
 from megarl.config.data import RewardConfig
 from megarl.config.run import RunConfig
 from megarl.envs.registry import check_environment, load_environment
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 JUDGED = "\n\nclass Judged(Guess):\n    scores = False\n"
 GUESS = f"{Path(__file__).parent / 'guess.py'}:Guess"

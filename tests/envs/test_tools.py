@@ -22,7 +22,7 @@ from megarl.envs.tools.functions import load_tools
 from megarl.envs.tools.parsers import PARSERS, Call
 from megarl.envs.tools.schema import tool_of
 from megarl.envs.tools.worker import _answer
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 from tests.envs import some_tools
 
 FILE = str(Path(__file__).parent / "some_tools.py")

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.errors import ConfigError
 from megarl.evaluation import (
     Scored,
     best_at_k,
@@ -16,6 +15,7 @@ from megarl.evaluation import (
     worst_at_k,
 )
 from megarl.evaluation.metrics import metric_names, selected_at_k
+from megarl.system.errors import ConfigError
 
 
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7), st.data())

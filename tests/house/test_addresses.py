@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.processes import address_towards, is_address_here
+from megarl.system.processes import address_towards, is_address_here
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -16,8 +16,8 @@ import pytest
 
 from megarl import cli
 from megarl.commands import job
-from megarl.errors import DataError, UserError, WorkerError
-from megarl.processes import Stopped
+from megarl.system.errors import DataError, UserError, WorkerError
+from megarl.system.processes import Stopped
 
 HEAVY = ("ray", "sglang", "megatron", "mlflow", "torch", "transformers")
 

@@ -18,12 +18,12 @@ from PIL import Image
 
 from megarl.benchmarks.matrix import read_matrix
 from megarl.cli import build_parser
-from megarl.components import COMPONENTS
 from megarl.config.fields import find_key, iter_keys
 from megarl.config.load import load_config, recipe_names
-from megarl.errors import ConfigError
 from megarl.launchers.site import with_site
 from megarl.planning.hardware import read_hardware
+from megarl.recipes.components import COMPONENTS
+from megarl.system.errors import ConfigError
 from tests.campaigns import CAMPAIGNS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,7 +194,7 @@ def test_example_pipeline_builds_the_graph_that_the_page_shows() -> None:
 
 def test_example_stage_takes_the_price_off_every_token() -> None:
     from megarl.data.batch import Batch, Jagged
-    from megarl.metrics import Metrics
+    from megarl.system.metrics import Metrics
 
     worker = types.SimpleNamespace(metrics=Metrics())
     samples = Batch({"token_rewards": Jagged.from_list([[0.0, 1.0], [0.5]])})

@@ -17,8 +17,8 @@ COLLECTIVES = {
 MAKERS = {"init_process_group", "new_group"}
 #: file: what it may do, and why
 ALLOWED = {
-    "megarl/comm.py": (MAKERS | {"group.WORLD"}, "it makes WorkerGroups"),
-    "megarl/rendezvous.py": ({"init_process_group"}, "a process joins its team there"),
+    "megarl/system/comm.py": (MAKERS | {"group.WORLD"}, "it makes WorkerGroups"),
+    "megarl/system/rendezvous.py": ({"init_process_group"}, "a process joins its team there"),
     "launchers/preflight_links.py": (
         {"init_process_group", "group.WORLD"},
         "a program of its own: each pair of nodes is a world for the length of a measurement",
@@ -62,7 +62,7 @@ def test_every_call_that_talks_to_other_ranks_is_given_its_group():
         name = str(path.relative_to(ROOT))
         allowed, _ = ALLOWED.get(name, (set(), ""))
         wrong += [f"{name}:{line}: {what}" for what, line in findings(parse(path)) if what not in allowed]
-    assert wrong == [], "give it a WorkerGroup (megarl/comm.py), and call its method or pass group="
+    assert wrong == [], "give it a WorkerGroup (megarl/system/comm.py), and call its method or pass group="
 
 
 def test_what_is_allowed_is_used():

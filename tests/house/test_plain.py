@@ -38,7 +38,7 @@ ALLOWED = {
     "megarl/data/wire.py": "how Ray copies a block of bytes: nothing is read",
     "megarl/sync/shared.py": "torch's functions for handles, which travel as JSON",
     "megarl/rollout/sglang/wire.py": "writes what SGLang's servers read; reads nothing",
-    "megarl/compat/sglang_server/serve.py": "how SGLang starts its own processes",
+    "megarl/system/compat/sglang_server/serve.py": "how SGLang starts its own processes",
     "benchmarks/sync/limits.py": "a measurement of shared memory",
     "benchmarks/sync/receiver.py": "stands for a server of SGLang, with its list of admitted classes",
 }

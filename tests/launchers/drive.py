@@ -15,8 +15,8 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.errors import UserError
 from megarl.launchers.common import run_workers
+from megarl.system.errors import UserError
 from tests.ray_forks.launcher import accept
 
 

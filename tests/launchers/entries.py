@@ -16,11 +16,11 @@ import psutil
 from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.config.run import RunConfig
 from megarl.disaggregated.buffer.client import BufferClient
-from megarl.errors import UserError
-from megarl.processes import BUFFER, TEAM, WORKER, worker_number
-from megarl.rendezvous import join
 from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
-from megarl.tracing import beat, phase, set_step
+from megarl.system.errors import UserError
+from megarl.system.processes import BUFFER, TEAM, WORKER, worker_number
+from megarl.system.rendezvous import join
+from megarl.system.tracing import beat, phase, set_step
 
 HERE_FOR_LONG_S = 600.0  # far beyond every deadline of the tests
 

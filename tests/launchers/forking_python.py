@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from megarl.processes import CAUGHT, has_nvidia_device
+from megarl.system.processes import CAUGHT, has_nvidia_device
 from tests.forked import fork_programs, in_child
 from tests.forker import forker, received
 from tests.ray_forks.launcher import FORKER, choose_worker

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megarl.config.run import ClusterConfig, RunConfig, TrainerConfig
-from megarl.errors import ConfigError, UnavailableError, WorkerError
 from megarl.launchers import attempts, supervise
 from megarl.launchers.common import Job, run_workers
-from megarl.processes import Stopped
 from megarl.runtime.health import Heartbeat, RankFailure, read_beat, read_errors, write_error
+from megarl.system.errors import ConfigError, UnavailableError, WorkerError
+from megarl.system.processes import Stopped
 from megarl.tracking.restarts import read_restarts
 
 Attempt = Callable[[Path], dict[int, int] | Stopped]

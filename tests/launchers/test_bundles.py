@@ -13,10 +13,10 @@ from megarl.config.run import ClusterConfig, RunConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
 from megarl.launchers import bundles
 from megarl.launchers.bundles import gpus_of_a_node, reserve, whole
 from megarl.launchers.seats import resource
+from megarl.system.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

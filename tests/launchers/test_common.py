@@ -19,12 +19,12 @@ from megarl.config.rollout import RolloutConfig
 from megarl.config.run import ClusterConfig, RunConfig, TrackingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.dag.placement import Placement, TeamPlan
-from megarl.errors import ConfigError
 from megarl.launchers import common, supervise
 from megarl.launchers.common import Job, layout_environment, make_run_dir, process_environment, run_workers
 from megarl.launchers.output import OutputLog
-from megarl.processes import Stopped
 from megarl.runtime.health import RankFailure, write_error
+from megarl.system.errors import ConfigError
+from megarl.system.processes import Stopped
 
 
 def config(tmp_path: Path | None = None, **cluster: object) -> RunConfig:

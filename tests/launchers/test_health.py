@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl import tracing
 from megarl.config.load import dump_config
 from megarl.config.run import RunConfig
-from megarl.errors import DataError, MegarlError
-from megarl.imports import import_callable
-from megarl.processes import oom_kills
 from megarl.runtime import health, worker
 from megarl.runtime.health import Heartbeat, RankFailure, Watch, failure_of, read_beat, read_errors, write_error
+from megarl.system import tracing
+from megarl.system.errors import DataError, MegarlError
+from megarl.system.imports import import_callable
+from megarl.system.processes import oom_kills
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,13 @@ import pytest
 
 from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.config.run import ClusterConfig, RunConfig
-from megarl.errors import WorkerError
 from megarl.launchers import interrupt
 from megarl.launchers.attempts import next_start
 from megarl.launchers.common import Job
 from megarl.launchers.output import OutputLog
-from megarl.processes import Stopped
 from megarl.runtime.health import Beat
+from megarl.system.errors import WorkerError
+from megarl.system.processes import Stopped
 
 
 class Run:

@@ -19,10 +19,10 @@ import pytest
 import yaml
 
 from megarl import cli
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
-from megarl.errors import ConfigError, UserError
 from megarl.launchers import kubernetes
+from megarl.recipes.components import COMPONENTS
+from megarl.system.errors import ConfigError, UserError
 from tests.forked import run
 
 STAMP = "20260102-030405"

@@ -20,9 +20,9 @@ import pytest
 
 from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.config.run import ClusterConfig, RunConfig
-from megarl.errors import ConfigError
 from megarl.launchers.common import run_workers
-from megarl.processes import free_port
+from megarl.system.errors import ConfigError
+from megarl.system.processes import free_port
 from tests.forked import Forked, become, fork_programs
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from megarl import cli
 from megarl.commands import job
 from megarl.launchers import output
 from megarl.launchers.output import OutputLog
-from megarl.processes import Stopped, signals_raise
+from megarl.system.processes import Stopped, signals_raise
 
 
 class Stream:

@@ -28,7 +28,7 @@ from megarl.launchers.preflight import (
     main,
 )
 from megarl.launchers.preflight_links import measure, members_of, ring
-from megarl.processes import free_port
+from megarl.system.processes import free_port
 
 EIGHT = "".join(f"{number}, NVIDIA H100 80GB HBM3, 0\n" for number in range(8))
 ROWS = "".join(f"GPU-{number}, No, No\n" for number in range(8))

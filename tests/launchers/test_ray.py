@@ -20,12 +20,12 @@ import pytest
 from megarl.config.run import RunConfig
 from megarl.disaggregated.buffer import size as buffer_size
 from megarl.disaggregated.buffer.size import LEAST
-from megarl.errors import ConfigError, WorkerError
 from megarl.launchers import ray as ray_launcher
 from megarl.launchers import ray_folder, ray_health
 from megarl.launchers.common import run_workers
 from megarl.launchers.ray_health import ClusterRay, within
-from megarl.processes import free_port
+from megarl.system.errors import ConfigError, WorkerError
+from megarl.system.processes import free_port
 from tests.launchers import test_launchers as every
 from tests.ray_forks.clusters import cluster
 from tests.ray_forks.launcher import FORKER

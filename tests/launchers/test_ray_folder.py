@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.errors import ConfigError, UnavailableError
 from megarl.launchers import ray_folder, ray_start
+from megarl.system.errors import ConfigError, UnavailableError
 
 STRANGER = 61234
 as_root = pytest.mark.skipif(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.artifacts.run_folder import RunFolder, restore_config
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 from tests.launchers.test_launchers import DEADLINE_S, Drive
 
 

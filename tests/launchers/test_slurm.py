@@ -20,10 +20,10 @@ from megarl import cli
 from megarl.config.launch import LaunchConfig, SlurmConfig, SlurmTeamConfig
 from megarl.config.load import load_config
 from megarl.config.run import ClusterConfig, RunConfig, TrainerConfig
-from megarl.errors import ConfigError, UserError
 from megarl.launchers import preflight, slurm, submit
 from megarl.launchers.slurm import Submission, job_script, limit_minutes, node_script, plan, saved_in_time
 from megarl.launchers.slurm_job.files import with_exclusion
+from megarl.system.errors import ConfigError, UserError
 
 GOLDEN = Path(__file__).parent / "golden"
 FULL = SlurmConfig(

@@ -13,10 +13,10 @@ from megarl import cli
 from megarl.config.base import raise_problems
 from megarl.config.launch import SlurmConfig
 from megarl.config.load import load_config
-from megarl.errors import ConfigError, UnavailableError
 from megarl.launchers import slurm, slurm_settings
 from megarl.launchers.site import naming_site, with_site
 from megarl.launchers.slurm import Submission, job_script, node_script, plan
+from megarl.system.errors import ConfigError, UnavailableError
 from tests.launchers.test_slurm import submission
 
 TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [reference], devices: 2}}"

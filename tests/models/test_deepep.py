@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megarl.config.model import ParallelConfig
-from megarl.errors import ConfigError
 from megarl.models import deepep
 from megarl.models.hf import facts_of
+from megarl.system.errors import ConfigError
 from tests.deepep_double import signatures
 from tests.dist import fresh_parallel, run_distributed
 from tests.rollout.cases import build

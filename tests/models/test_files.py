@@ -13,10 +13,10 @@ from megarl.artifacts.facts import model_facts
 from megarl.checks.weights import check_weights
 from megarl.commands.convert import convert
 from megarl.config.model import ModelConfig
-from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
 from megarl.models.weights import export_weights
 from megarl.models.weights.files import CheckpointReader
+from megarl.system.errors import ConfigError
 from tests.dist import single_process, world
 from tests.models.test_logits import logits, sequences
 from tests.models.tiny import build_tiny, save_tiny

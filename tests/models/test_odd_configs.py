@@ -23,9 +23,9 @@ from megarl.architectures import ARCHITECTURES
 from megarl.artifacts.facts import facts_from_config, model_facts
 from megarl.checks.weights import check_weights
 from megarl.config.model import ModelConfig
-from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
 from megarl.models.packing import pack_stream
+from megarl.system.errors import ConfigError
 from tests.dist import single_process
 from tests.models.tiny import build_tiny
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 import transformers
 
-from megarl.compat.sglang import STAND_INS
 from megarl.config.model import ModelConfig
 from megarl.data.tokenizer import character_tokenizer
 from megarl.models.convert import convert
 from megarl.models.hf import load_hf_config
 from megarl.models.weights import export_weights
 from megarl.models.weights.metadata import older_rope_keys, write_metadata
+from megarl.system.compat.sglang import STAND_INS
 from tests.dist import single_process, world
 from tests.models import older_reader, vlm_tiny
 from tests.models.tiny import ARCHITECTURES, build_tiny, save_tiny

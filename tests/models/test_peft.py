@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 from tests.dist import single_process, world
 from tests.models.tiny import save_tiny
 

@@ -9,9 +9,9 @@ from megarl.artifacts.facts import facts_from_config
 from megarl.checks.weights import expected_tensors
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
 from megarl.models.hf import check_trainable, load_hf_config, num_experts
 from megarl.models.weights.plan import Coordinate, hf_tensors, slices_for
+from megarl.system.errors import ConfigError
 from tests.models.tiny import ARCHITECTURES, save_tiny, tiny_dict
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.compat.transformer_engine import BELOW, SINCE
+from megarl.system.compat.transformer_engine import BELOW, SINCE
 from tests.te_double import signatures
 
 DOUBLE = Path(signatures.__file__).with_name("transformer_engine")

@@ -11,8 +11,8 @@ import torch
 
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
-from megarl.errors import ConfigError
 from megarl.models import layer_forms
+from megarl.system.errors import ConfigError
 from megarl.training import optimizer
 from tests.dist import fresh_layout, run_distributed, run_with_te
 from tests.models.tiny import ARCHITECTURES, save_tiny
@@ -137,7 +137,7 @@ def unlisted_arguments() -> dict[str, list[str]]:
     """Note from now on what the double's layers are passed beyond `CALLS`, by which other versions are judged."""
     import transformer_engine.pytorch as te
 
-    from megarl.compat.transformer_engine import CALLS
+    from megarl.system.compat.transformer_engine import CALLS
 
     found: dict[str, list[str]] = {}
     for (module, name), (count, keywords) in CALLS.items():
@@ -244,7 +244,7 @@ def test_a_build_that_does_not_import_is_an_error_with_its_reason(monkeypatch):
 def fp8_refusals() -> list[str]:
     from transformer_engine import pytorch
 
-    from megarl.compat.transformer_engine import other_arguments
+    from megarl.system.compat.transformer_engine import other_arguments
 
     fits, real = other_arguments(), pytorch.RMSNorm
     pytorch.RMSNorm = lambda hidden_size, eps: None

@@ -119,8 +119,8 @@ def fake_world(case: FakeCase) -> Iterator[Any]:
     """Make the `Layout` of one rank, with groups whose collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megarl.comm import WorkerGroup
     from megarl.config.model import ParallelConfig
+    from megarl.system.comm import WorkerGroup
     from megarl.training.parallel import init_parallel
 
     new_group, all_gather_object = dist.new_group, dist.all_gather_object
@@ -252,8 +252,8 @@ def measure(case: FakeCase) -> dict[str, Any]:
     """
     from megarl.config.model import ModelConfig
     from megarl.config.training import EngineConfig, OptimConfig
-    from megarl.device import DTYPES
     from megarl.models.config import load_hf_config
+    from megarl.system.device import DTYPES
     from megarl.training.engine import MegatronEngine
 
     hf = load_hf_config(ModelConfig(hf_config=case.model))

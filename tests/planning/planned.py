@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.planning.assumptions import PlanAssumptions, assume, pairs
 from megarl.planning.hardware import KINDS, Hardware
 from megarl.planning.step import model_sizes, plan_step
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
 
 H100 = replace(KINDS["h100"], nodes=1)
 #: The machine of docs/performance.md as two processes: products with both cores 447 and 205 GFLOP/s.

@@ -201,7 +201,7 @@ def test_a_divergence_over_the_vocabulary_has_so_many_tensors_of_logits_at_once(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from megarl.algorithms.divergences import chosen_divergence, terms
-    from megarl.comm import WorkerGroup
+    from megarl.system.comm import WorkerGroup
     from megarl.training.vocabulary import vocabulary_divergence
 
     own = {"coef": 1.0, "estimator": estimator, "topk": None, "log_prob_min_clamp": clamp}

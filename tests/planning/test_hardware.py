@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions, assume
 from megarl.planning.hardware import KINDS, read_hardware, this_cpu
 from megarl.simulation.planned import Assumptions
+from megarl.system.errors import ConfigError
 from megarl.tracking.perf import known_peak
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megarl.artifacts.facts import facts_from_config
-from megarl.errors import ConfigError
 from megarl.planning.flops import FlopCounter, token_flops
+from megarl.system.errors import ConfigError
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
 

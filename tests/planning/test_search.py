@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from megarl.dag.placement import place
-from megarl.errors import ConfigError
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.candidates import RECOMPUTE, Choice
 from megarl.planning.hardware import KINDS
 from megarl.planning.search import Search
 from megarl.planning.step import occupied, plan_step
+from megarl.system.errors import ConfigError
 from tests.checks.conftest import check_config
 from tests.planning.planned import H100, TWO_CORES, read
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import KINDS
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import SERVER_CACHE
 from megarl.planning.schedule import Schedule
 from megarl.planning.step import occupied
+from megarl.system.errors import ConfigError
 from tests.planning.planned import H100, TWO_CORES, planned, read
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from megarl.compat.ray_session import for_one_run
-from megarl.processes import has_nvidia_device
+from megarl.system.compat.ray_session import for_one_run
+from megarl.system.processes import has_nvidia_device
 from tests.forker import forker
 from tests.ray_forks.forked_worker import IMPORTS, fork_worker
 from tests.ray_forks.launcher import FORKER, WORKER, choose_worker

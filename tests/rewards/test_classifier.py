@@ -11,10 +11,10 @@ import transformers
 
 from megarl.config.data import RewardConfig
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import ConfigError
 from megarl.rewards.registry import load_scorer, mode_of
 from megarl.rewards.runner import reward_processes
 from megarl.rewards.scoring import ScoringFailure, score
+from megarl.system.errors import ConfigError
 
 CHAT = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
 

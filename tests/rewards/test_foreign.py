@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megarl.config.data import RewardConfig
-from megarl.errors import RewardError
 from megarl.rewards.pool_process import _DEPTH, _HEADER
 from megarl.rewards.runner import RewardRunner
 from megarl.rewards.scoring import (
@@ -22,7 +21,8 @@ from megarl.rewards.scoring import (
     plain_outcome,
     read_reward,
 )
-from megarl.simulators.plain import Malformed, PlainInbox, pack
+from megarl.system.errors import RewardError
+from megarl.system.plain import Malformed, PlainInbox, pack
 from tests.hostile import framed, messages
 
 CODE = """

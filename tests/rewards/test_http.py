@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from megarl.config.data import RewardConfig
-from megarl.errors import ConfigError, RewardError
 from megarl.rewards.judge import _append
 from megarl.rewards.runner import RewardRunner
+from megarl.system.errors import ConfigError, RewardError
 
 Answer = Callable[[Any], Any]
 

@@ -15,11 +15,11 @@ from megarl.data.batch import Batch
 from megarl.data.fields import PATCHES
 from megarl.data.image_prompts import image_fields
 from megarl.data.images import patches_of, resized
-from megarl.errors import ConfigError, RewardError
 from megarl.rewards import REWARDS, Rewards
 from megarl.rewards.images import encoded, packed, unpacked, with_images
 from megarl.rewards.preflight import check_import
 from megarl.runtime.stages.reward import _images
+from megarl.system.errors import ConfigError, RewardError
 from tests.data.test_images import SETTINGS, picture
 
 CODE = """

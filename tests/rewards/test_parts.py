@@ -7,14 +7,14 @@ import pytest
 
 from megarl.checks.checklist import Checklist
 from megarl.checks.files import check_reward
-from megarl.components import COMPONENTS
 from megarl.config.data import RewardConfig
 from megarl.config.load import dump_config, load_config
-from megarl.errors import ConfigError, DataError
+from megarl.recipes.components import COMPONENTS
 from megarl.rewards import Rewards, reward_metrics
 from megarl.rewards.parts import with_model_scores
 from megarl.rewards.references import check_answers
 from megarl.rewards.runner import reward_processes
+from megarl.system.errors import ConfigError, DataError
 
 CODE = """
 def short(samples, most=5):

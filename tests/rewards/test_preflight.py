@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from megarl.config.data import RewardConfig
-from megarl.errors import ConfigError
-from megarl.imports import import_file
 from megarl.rewards.preflight import check_import
+from megarl.system.errors import ConfigError
+from megarl.system.imports import import_file
 
 FILES = {
     "good.py": "print('hello')\ndef score(samples, weight=1.0):\n    return [weight for s in samples]\n",

@@ -10,9 +10,9 @@ import pytest
 from megarl.config.data import RewardConfig
 from megarl.config.run import RunConfig
 from megarl.data.rows import Row
-from megarl.errors import DataError
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rewards.registry import load_scorer
+from megarl.system.errors import DataError
 
 COMPARING = ["exact_match", "gsm8k", "math", "numeric"]
 

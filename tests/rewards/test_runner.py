@@ -12,8 +12,6 @@ import psutil
 import pytest
 
 from megarl.config.data import RewardConfig
-from megarl.errors import ConfigError, RewardError, UserError
-from megarl.processes import has_nvidia_device
 from megarl.rewards import REWARDS, reward_metrics
 from megarl.rewards import pool as pool_module
 from megarl.rewards.pool import ScorerPool
@@ -21,6 +19,8 @@ from megarl.rewards.pool_process import PoolProcess
 from megarl.rewards.preflight import check_import
 from megarl.rewards.runner import RewardRunner
 from megarl.runtime.health import failure_of
+from megarl.system.errors import ConfigError, RewardError, UserError
+from megarl.system.processes import has_nvidia_device
 from tests.forked import forked_scorers
 from tests.house.test_docs import code_with
 

@@ -8,11 +8,11 @@ from contextlib import closing
 import pytest
 
 from megarl.config.data import RewardConfig
-from megarl.errors import ConfigError
 from megarl.rewards.preflight import check_import
 from megarl.rewards.registry import load_scorer, own_keys
 from megarl.rewards.runner import RewardRunner
 from megarl.rewards.scoring import ScoringFailure, score
+from megarl.system.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "1+1"}]
 TEXT = {"uid": "train-0-1", "prompt": "<user>1+1=", "response": "2", "answer": "2", "data_source": "sums"}

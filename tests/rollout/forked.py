@@ -22,8 +22,8 @@ from typing import IO
 import psutil
 import pytest
 
-from megarl.compat.sglang import LOADERS, STAND_INS, find_python, server_environment
 from megarl.rollout.sglang import server
+from megarl.system.compat.sglang import LOADERS, STAND_INS, find_python, server_environment
 
 _FORKER = Path(__file__).with_name("forker.py")
 _PR_SET_CHILD_SUBREAPER = 36

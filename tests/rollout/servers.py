@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from megarl.comm import WorkerGroup
-from megarl.compat.sglang import find_python
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.sync.protocol import version_tag
+from megarl.system.comm import WorkerGroup
+from megarl.system.compat.sglang import find_python
+from megarl.system.errors import ConfigError
 
 VOCAB = 128
 

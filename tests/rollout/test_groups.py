@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.comm import team_world
 from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import Trajectory
 from megarl.rollout.engine import Request
 from megarl.rollout.groups import Group, Groups
+from megarl.system.comm import team_world
 from tests.dist import fresh_parallel, run_distributed
 from tests.dist import single_process as start
 from tests.rollout.cases import STOP, build, engine, full_forward, logprobs, make_requests, sampled, tokens

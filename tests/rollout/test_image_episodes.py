@@ -26,11 +26,11 @@ from megarl.data.turns import Turns
 from megarl.disaggregated.as_ready_checkpoint import flow_files, read_buffered_groups
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.metrics import Metrics
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.groups import EpisodeError, Group, Groups
+from megarl.system.metrics import Metrics
 from megarl.training.microbatch import build
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
+from megarl.system.errors import ServerError
 
 KEY = "secret-key"
 OVER = threading.Event()

@@ -8,11 +8,11 @@ import pytest
 
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.client import Dispatch, GenerationClient, _most_requests
 from megarl.rollout.sglang.samples import ServedSample, samples_of
+from megarl.system.errors import ServerError
 from tests.rollout.fake_servers import PROMPTS, TAG, FakeServer, ok, servers, token
 
 SAMPLING = SamplingConfig(max_new_tokens=8)

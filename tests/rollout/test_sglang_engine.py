@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from megarl.comm import WorkerGroup, team_world
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.system.comm import WorkerGroup, team_world
+from megarl.system.errors import ServerError
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import PROMPTS, RUN, WAIT_S, FakeServer, ok, servers, token
 

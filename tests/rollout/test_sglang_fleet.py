@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from megarl.comm import WorkerGroup
-from megarl.compat import sglang
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
+from megarl.system.comm import WorkerGroup
+from megarl.system.compat import sglang
+from megarl.system.errors import ConfigError, ServerError
 from tests.dist import run_distributed, world
 from tests.rollout.fake_servers import ok, servers
 

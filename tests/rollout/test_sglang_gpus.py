@@ -6,11 +6,11 @@ import pytest
 
 from megarl.config.run import ClusterConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError
 from megarl.launchers.seats import gpus_of, rank_order
-from megarl.processes import nvidia_devices
 from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS, most_servers, place_servers, server_gpus
 from megarl.rollout.sglang.launch import WorkerPlace
+from megarl.system.errors import ConfigError
+from megarl.system.processes import nvidia_devices
 
 
 def seen(workers: int, environment: dict[str, str], present: int, **settings: Any) -> list[tuple[str, ...] | None]:

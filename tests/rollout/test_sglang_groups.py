@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from megarl.comm import team_world
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
 from megarl.rollout.groups import Group, Groups
 from megarl.rollout.sglang.engine import Replica
+from megarl.system.comm import team_world
 from tests.dist import run_distributed
 from tests.envs.playing import rules_of
 from tests.rollout.fake_servers import FakeServer, servers, token

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from megarl.architectures import ARCHITECTURES
-from megarl.comm import WorkerGroup
 from megarl.config.model import ModelConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError
 from megarl.models.hf import facts_of, load_hf_config
 from megarl.rollout.sglang.block_fp8 import quantization_config, unsplittable, write_block_fp8
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.server import ServerSpec
 from megarl.sync.plan import wire_tensors
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ConfigError
 from tests.rollout.forked import run_program
 from tests.rollout.servers import need_interpreter
 

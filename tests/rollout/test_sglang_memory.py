@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from megarl.comm import WorkerGroup
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
-from megarl.offload_schedule import CACHE, WEIGHTS
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.memory import ServerMemory
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ServerError
+from megarl.system.offload_schedule import CACHE, WEIGHTS
 
 
 class Machine(ServerApi):

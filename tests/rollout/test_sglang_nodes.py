@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.compat.sglang import TESTED
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.system.compat.sglang import TESTED
+from megarl.system.errors import ServerError
 from tests.dist import fresh_parallel, run_distributed, world
 from tests.models.tiny import build_tiny, save_tiny
 from tests.rollout.servers import need_interpreter

@@ -16,11 +16,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from megarl.comm import WorkerGroup, team_world
-from megarl.compat import sglang
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang import engine as engine_module
 from megarl.rollout.sglang.api import ServerApi
@@ -30,6 +27,9 @@ from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.probe import probe_servers
 from megarl.sync.protocol import version_tag
+from megarl.system.comm import WorkerGroup, team_world
+from megarl.system.compat import sglang
+from megarl.system.errors import ServerError
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import PROMPTS, RUN, token
 from tests.rollout.test_sglang_engine import acknowledge
@@ -217,8 +217,8 @@ def test_a_server_that_hangs_more_often_than_it_may_is_an_error_that_names_it(tm
 
 
 def test_memory_is_not_left_to_a_server_that_hangs(tmp_path: Path, capsys: Any) -> None:
-    from megarl.offload_schedule import WEIGHTS
     from megarl.rollout.sglang.memory import ServerMemory
+    from megarl.system.offload_schedule import WEIGHTS
 
     with alone(tmp_path, None, servers=1, max_restarts=0) as (fleet, _):
         stopped = fleet._owned[0].pid

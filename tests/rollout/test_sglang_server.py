@@ -17,16 +17,16 @@ import psutil
 import pytest
 import torch
 
-from megarl.compat.sglang import shared_memory
 from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.errors import ServerError
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.groups import Group, Groups
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet
+from megarl.system.compat.sglang import shared_memory
+from megarl.system.errors import ServerError
 from tests.envs.playing import rules_of
 from tests.models.tiny import save_tiny
 from tests.rollout.forked import forked_servers

@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig, url_problem
-from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang import fleet as fleets
 from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.samples import ServedSample, samples_of
+from megarl.system.errors import ServerError
 from tests.rollout.fake_servers import KEY, PROMPTS, TAG, FakeServer, _Handler, ok, token
 
 PREFIX = "/behind/a/proxy"

@@ -10,17 +10,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-from megarl.comm import team_world
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.errors import ServerError
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.turns import ServerTurns
+from megarl.system.comm import team_world
+from megarl.system.errors import ServerError
 from tests.dist import run_distributed
 from tests.envs import playing
 from tests.envs.playing import group, rules_of

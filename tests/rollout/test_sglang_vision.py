@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.comm import WorkerGroup
-from megarl.compat.cuda import version_in
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.sync import SyncConfig
@@ -24,6 +22,8 @@ from megarl.rollout.sglang.images import write_processor
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.rollout.sglang.receiver import SglangReceivers
 from megarl.sync.updater import WeightSync
+from megarl.system.comm import WorkerGroup
+from megarl.system.compat.cuda import version_in
 from tests.dist import layout_for, single_process
 from tests.models.tiny import build_tiny
 from tests.models.vlm_tiny import IMAGE, KINDS, batch_of, draw, save

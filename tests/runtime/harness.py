@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from megarl.processes import has_nvidia_device, write_atomically
-from megarl.rendezvous import write_token
 from megarl.runtime.health import read_beat
+from megarl.system.processes import has_nvidia_device, write_atomically
+from megarl.system.rendezvous import write_token
 from tests.dist import run_distributed
 from tests.forked import Command, fork_scorers
 

@@ -20,12 +20,12 @@ from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.losses.base import Prologue
 from megarl.checks.recipe import check_config
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.dag.guard import GuardedBatch
 from megarl.dag.stage import contract_of
-from megarl.errors import ConfigError
+from megarl.recipes.components import COMPONENTS
 from megarl.runtime import stages
+from megarl.system.errors import ConfigError
 from tests.house.test_docs import code_with
 from tests.runtime import harness
 from tests.runtime.test_teams import assert_near, of_training, placed

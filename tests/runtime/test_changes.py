@@ -11,13 +11,13 @@ import pytest
 from megarl.algorithms.kl import KLController
 from megarl.config.fields import iter_keys, names_component
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
-from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import checkpoints
 from megarl.runtime import resume_compatibility as changes
 from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.loop import fit_schedules
 from megarl.runtime.resume_compatibility import EFFECTS, announcements, changed_keys
+from megarl.system.errors import ConfigError
+from megarl.system.offload_schedule import OffloadSchedule
 from megarl.training import checkpoint
 
 ADAPTIVE = {"use": "reward", "adaptive": True}

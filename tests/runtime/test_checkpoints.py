@@ -12,19 +12,19 @@ import pytest
 from megarl import cli
 from megarl.artifacts.trained import Exported, exported, write_exported
 from megarl.artifacts.trained import best_step as noted_best
-from megarl.comm import WorkerGroup
 from megarl.commands import job
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
 from megarl.dag.placement import together
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, DataError, UserError, WorkerError
-from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.runtime import export, frozen_models, loop
 from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric, settling
 from megarl.runtime.frozen_models import ReferencePlace, kept_reference, put_aside, unchanged_model
 from megarl.runtime.rank_state import OwnTeam
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ConfigError, DataError, UserError, WorkerError
+from megarl.system.offload_schedule import PARTS, OffloadSchedule
 from megarl.training.shards import FormatError
 from tests.runtime.harness import RECIPE
 

@@ -16,11 +16,11 @@ from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch
 from megarl.data.versions import set_versions
-from megarl.errors import ConfigError
-from megarl.metrics import Metrics
-from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import ActorRole
+from megarl.system.errors import ConfigError
+from megarl.system.metrics import Metrics
+from megarl.system.offload_schedule import OffloadSchedule
 from tests.dist import layout_for, run_distributed, single_process, world
 from tests.runtime import harness
 from tests.training import cases

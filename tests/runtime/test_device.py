@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megarl.device import device, gpu_name, refuse_shared_gpu
-from megarl.errors import ConfigError
+from megarl.system.device import device, gpu_name, refuse_shared_gpu
+from megarl.system.errors import ConfigError
 
 
 @pytest.fixture

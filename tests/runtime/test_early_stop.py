@@ -10,8 +10,8 @@ import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.run import EarlyStopConfig
-from megarl.errors import ConfigError
 from megarl.runtime.early_stop import EarlyStop
+from megarl.system.errors import ConfigError
 from tests.runtime import harness
 
 

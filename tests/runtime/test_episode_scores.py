@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megarl.algorithms.progress import ProgressScorer, ProgressSettings
-from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch
-from megarl.errors import ConfigError
-from megarl.metrics import Metrics
 from megarl.runtime.episode_scores import EpisodeScores
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ConfigError
+from megarl.system.metrics import Metrics
 
 
 def scores(embedding):

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.dag.placement import place
 from megarl.data.batch import Batch, Jagged
 from megarl.data.groups import ORDINAL
-from megarl.errors import ConfigError
-from megarl.metrics import Metrics
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
 from megarl.runtime.exchange import TokenExchange, record_tokens
+from megarl.system.errors import ConfigError
+from megarl.system.metrics import Metrics
 from tests.runtime import harness
 
 PLACED = "cluster.nproc=2", "placement.teams={train: {roles: [ROLES], devices: 1}, other: {roles: [OTHER], devices: 1}}"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import ConfigError
 from megarl.runtime.files_read import changes_in_place, files_read
 from megarl.runtime.resume_compatibility import COLD_START
+from megarl.system.errors import ConfigError
 
 TOKENIZER = {"eos_token": "<eos>", "chat_template": "{{ messages }}"}
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
 from megarl.runtime import frozen_models, loop
 from megarl.runtime.frozen_models import changed_files, frozen_in, keep_reference, record_frozen
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ConfigError
 from tests.runtime import harness
 
 WEIGHTS = "model.safetensors"

@@ -8,11 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.data.batch import Batch, Jagged
-from megarl.metrics import Metrics
-from megarl.offload_schedule import PARTS, OffloadSchedule
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.runtime import generation
@@ -20,6 +17,9 @@ from megarl.runtime.context import Seeds, no_progress
 from megarl.runtime.roles import RolloutRole
 from megarl.runtime.stages.rollout import generate
 from megarl.sync import updater
+from megarl.system.comm import WorkerGroup
+from megarl.system.metrics import Metrics
+from megarl.system.offload_schedule import PARTS, OffloadSchedule
 from tests.runtime.harness import RECIPE
 
 

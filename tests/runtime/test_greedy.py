@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.trajectory import Trajectory, add_fields
-from megarl.metrics import Metrics
 from megarl.runtime.stages import advantage, reward, rollout
 from megarl.runtime.stages.update import trained_mask
+from megarl.system.metrics import Metrics
 from tests.algorithms import oracle
 from tests.trajectories import add_turn
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from megarl.data.batch import Batch
 from megarl.data.groups import ORDINAL
 from megarl.data.versions import VERSION_FIELDS
-from megarl.errors import ConfigError
-from megarl.metrics import Metrics
 from megarl.runtime.checkpoints import read_surplus, surplus_file
 from megarl.runtime.context import Seeds
 from megarl.runtime.stages import reward, rollout
 from megarl.runtime.stages.rollout import SAMPLE_FIELDS
 from megarl.runtime.stages.update import mini_batches
+from megarl.system.errors import ConfigError
+from megarl.system.metrics import Metrics
 
 #: Samples of each prompt of a batch, in the order of the data, and how their samples are mixed.
 mixed = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms(use_true_random=False))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl import machine
-from megarl.compat.cuda import gpu_uuids
-from megarl.machine import free_host_memory, host_memory, smallest_gpu, this_machine, visible_gpus
+from megarl.system import machine
+from megarl.system.compat.cuda import gpu_uuids
+from megarl.system.machine import free_host_memory, host_memory, smallest_gpu, this_machine, visible_gpus
 
 GB = 10**9
 

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from megarl.comm import WorkerGroup
 from megarl.data.balance import share_groups
 from megarl.data.batch import Batch, Jagged
 from megarl.data.groups import ORDINAL, group_places
 from megarl.runtime.exchange import GroupPool
+from megarl.system.comm import WorkerGroup
 from tests.dist import run_distributed, world
 from tests.same import same
 

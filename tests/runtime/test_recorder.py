@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.recorder import TeamRecorder
-from megarl.metrics import Metrics
-from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime import health, recorder
 from megarl.runtime.context import no_progress
 from megarl.runtime.rank_state import OwnTeam
 from megarl.runtime.recorder import Recorder
-from megarl.tracing import PhaseEvent, drain, phase
+from megarl.system.comm import WorkerGroup
+from megarl.system.metrics import Metrics
+from megarl.system.offload_schedule import OffloadSchedule
+from megarl.system.tracing import PhaseEvent, drain, phase
 from tests.mail import FolderMail
 
 

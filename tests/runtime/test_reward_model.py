@@ -60,9 +60,9 @@ def scores_of_samples(recipe: str, folder: str, parallel: str) -> list[float]:
     from megarl.data.tokenizer import character_tokenizer
     from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
-    from megarl.offload_schedule import OffloadSchedule
     from megarl.runtime.roles import RewardModelRole
     from megarl.runtime.setup import build_engine
+    from megarl.system.offload_schedule import OffloadSchedule
 
     more = [f"actor.parallel={parallel}", f"reward_model.path={folder}", "reward.on_error=-3"]
     config = load_config(Path(recipe), more)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megarl.algorithms.objective import Objective
-from megarl.comm import WorkerGroup
 from megarl.config.algorithm import AdvantageConfig, AlgorithmConfig, DynamicSamplingConfig
 from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig
@@ -18,13 +17,14 @@ from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.disaggregated.as_ready_loop import AsReadyLoop
-from megarl.metrics import Metrics
-from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages import logprob
 from megarl.runtime.stages.rollout import record_unknown
 from megarl.runtime.stages.sampling import NoSignalError, admitted, asked_of_groups, dynamic_sampling
 from megarl.runtime.stages.update import token_inputs
+from megarl.system.comm import WorkerGroup
+from megarl.system.metrics import Metrics
+from megarl.system.offload_schedule import OffloadSchedule
 
 N, WANTED = 2, 2
 LENGTHS = [2, 3]

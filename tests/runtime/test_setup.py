@@ -12,9 +12,9 @@ from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
 from megarl.runtime import setup
 from megarl.runtime.rank_state import OwnTeam
+from megarl.system.errors import ConfigError
 
 
 class Accepted(Exception):
@@ -59,8 +59,8 @@ def test_experts_of_a_model_that_came_from_the_hub_are_not_drawn_as_they_get_rea
 def test_a_critic_sees_the_images_that_the_policy_sees(monkeypatch):
     """Its engine gets the same layout of sequences; with that of text it would read image tokens as words."""
     from megarl.models.config import load_hf_config
-    from megarl.offload_schedule import OffloadSchedule
     from megarl.runtime.role_models import make_critic
+    from megarl.system.offload_schedule import OffloadSchedule
     from megarl.training.vlm_sequences import ImageLayout
 
     class Built(Exception):

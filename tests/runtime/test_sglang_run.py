@@ -13,14 +13,14 @@ import psutil
 import pytest
 import torch
 
-from megarl.comm import WorkerGroup
-from megarl.compat.sglang import shared_memory
 from megarl.config.load import load_config
 from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import load_hf_config
 from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.runtime.health import read_beat
+from megarl.system.comm import WorkerGroup
+from megarl.system.compat.sglang import shared_memory
 from tests.disaggregated import test_as_ready_loop as test_flow
 from tests.forked import Command
 from tests.rollout.forked import forked_servers

@@ -10,10 +10,10 @@ import torch
 
 from megarl.config.training import TeacherConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.metrics import Metrics
-from megarl.offload_schedule import PARAMETERS, OffloadSchedule
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import TeacherRole
+from megarl.system.metrics import Metrics
+from megarl.system.offload_schedule import PARAMETERS, OffloadSchedule
 
 NAMES = ["code", None, "math", "math", "code"]
 

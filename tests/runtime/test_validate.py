@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.comm import WorkerGroup
 from megarl.config.rollout import HeldOutSamplingConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.run import RunConfig
 from megarl.runtime import inference, validate
+from megarl.system.comm import WorkerGroup
 
 
 class SeenError(Exception):

@@ -16,7 +16,7 @@ from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.launchers.ray import Actor
 from megarl.runtime import worker
 from megarl.runtime.worker import tell_waits
-from megarl.tracing import phase
+from megarl.system.tracing import phase
 
 
 @pytest.fixture

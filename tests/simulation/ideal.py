@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import NormalDist
 
+from megarl.dag.staleness import InOrder, StalenessSettings, make_policy
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.buffer.flow import Flow
 from megarl.rollout.seeds import Seeds
-from megarl.staleness import InOrder, StalenessSettings, make_policy
 
 SEED = 0  # of the run
 TOKEN_S = 0.05

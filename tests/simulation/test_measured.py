@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
-from megarl.components import COMPONENTS
 from megarl.config.load import load_config
-from megarl.errors import ConfigError, DataError
 from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.components import COMPONENTS
 from megarl.simulation.calibrate import calibrate
 from megarl.simulation.engine import Faults, Simulation
 from megarl.simulation.outcome import FIRST, LAST
 from megarl.simulation.seconds import Line, Table
 from megarl.simulation.study import Study
 from megarl.simulation.system import read_system
+from megarl.system.errors import ConfigError, DataError
 from tests.simulation.ideal import CASES, synchronous
 from tests.simulation.test_engine import TOKEN_S, OfWork, system
 

@@ -17,7 +17,7 @@ LIMIT_S = 120
 #: A worker that starts a process in a session of its own, writes its process id and goes on.
 WORKER = """
 import os, subprocess, sys, time
-from megarl.simulators.reaper import guarded
+from megarl.system.reaper import guarded
 {before}
 guarded()
 print(subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL).pid, flush=True)

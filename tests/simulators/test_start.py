@@ -14,13 +14,11 @@ from megarl.simulators import start
 CODE = """
 import importlib, json, runpy, sys
 sys.path.append(sys.argv[2])
-runpy.run_path(sys.argv[1])["load"](__import__("pathlib").Path(sys.argv[1]).parent)
+runpy.run_path(sys.argv[1])["load"](__import__("pathlib").Path(sys.argv[1]).parents[1])
+importlib.import_module("megarl.system.reaper")
 importlib.import_module("megarl.simulators.worker")
 protocol = importlib.import_module("megarl.simulators.protocol")
-try:
-    import megarl.errors
-except ModuleNotFoundError:
-    print(json.dumps(sorted(sys.modules)))
+print(json.dumps(sorted(sys.modules)))
 """
 
 
@@ -39,10 +37,7 @@ def test_it_starts_without_megarl_and_its_packages(tmp_path: Path) -> None:
     loaded = json.loads(done.stdout)
     assert [name for name in loaded if name.partition(".")[0] == "megarl"] == [
         "megarl",
-        *(
-            f"megarl.simulators{part}"
-            for part in ("", ".clip", ".parents", ".plain", ".protocol", ".registry", ".wire")
-        ),
-        "megarl.simulators.worker",
+        *(f"megarl.simulators{part}" for part in ("", ".clip", ".protocol", ".registry", ".wire", ".worker")),
+        *(f"megarl.system{part}" for part in ("", ".parents", ".plain", ".reaper")),
     ]
     assert not {"pydantic", "torch", "worker", "protocol"} & set(loaded)

@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.benchmarks.sync.receiver import Receiver
-from megarl.compat.sglang import PATCH_LOADER
-from megarl.errors import ServerError
 from megarl.kernels import delta as kernels
 from megarl.sync.delta import Delta, apply_delta, make_delta
 from megarl.sync.messages import FailedError, MessageClient, Refused, proof, read_message, send_message
@@ -21,6 +19,8 @@ from megarl.sync.protocol import version_tag
 from megarl.sync.relay import Relay, serve
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.delta import DeltaTransport
+from megarl.system.compat.sglang import PATCH_LOADER
+from megarl.system.errors import ServerError
 from tests.sync.layouts import HERE, config, ranks_of, trainer
 from tests.sync.receivers import server_receiver
 

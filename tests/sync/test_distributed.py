@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 
-from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.sync.receiver import UpdateStep
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.distributed import DistributedTransport
+from megarl.system.errors import ServerError
 from tests.sync.receivers import server_receiver
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megarl.config.sync import SyncConfig
-from megarl.errors import ServerError, WorkerError
 from megarl.sync.messages import MessageClient
 from megarl.sync.receiver import UpdateStep
+from megarl.system.errors import ServerError, WorkerError
 from tests.dist import fresh_parallel, run_distributed, single_process, world
 from tests.models.tiny import build_tiny, save_tiny
 
@@ -370,8 +370,8 @@ def take_turns(folder: str, deadline_s: float) -> list:
     """Two ranks of an engine; the trainer brings weights to the second one late, and then never."""
     import torch.distributed as dist
 
-    from megarl.comm import WorkerGroup
     from megarl.rollout.embedded.inbox import WeightInbox
+    from megarl.system.comm import WorkerGroup
 
     fresh_parallel(tp=2)
     chunks, both = build_tiny(folder, tp=2), WorkerGroup("the engine", dist.group.WORLD, deadline_s)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megarl import comm
-from megarl.errors import ConfigError, WorkerError
 from megarl.rollout.sglang.receiver import OWN_GPUS, SPREAD
 from megarl.sync import hosts as of_sync
 from megarl.sync.hosts import choose_transport, host_of
+from megarl.system import comm
+from megarl.system.errors import ConfigError, WorkerError
 from tests.dist import fresh_parallel, run_distributed, world
 from tests.models.tiny import build_tiny, save_tiny
 from tests.sync.receivers import fleet_of, receivers, weight_sync
@@ -117,7 +117,7 @@ def without_a_way(lost: int) -> str:
     """Each rank is a machine, and one does not find the other."""
     import torch.distributed as dist
 
-    from megarl import comm
+    from megarl.system import comm
 
     if dist.get_rank() == lost:
         comm.address_towards = no_way

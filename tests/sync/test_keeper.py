@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.keeper import MIXED, RESTORING
 from megarl.sync.protocol import ReceiverUpdate
+from megarl.system.errors import ServerError
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
 from tests.sync.receivers import fleet_of, receivers, server_receiver, weight_sync

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megarl.compat.sglang import LOADERS
 from megarl.sync.delta import make_delta, patch_header
 from megarl.sync.plan import Entry
+from megarl.system.compat.sglang import LOADERS
 
 HIDDEN, HEADS, MIDDLE, EXPERTS, VOCABULARY = 6, 8, 12, 4, 10
 SHAPES = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl import tracing
 from megarl.sync.transports.delta import start_relay
+from megarl.system import tracing
 
 TRAINER = """
 import os, signal, sys

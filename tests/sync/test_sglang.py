@@ -8,11 +8,11 @@ import psutil
 import pytest
 import torch
 
-from megarl.compat.sglang import find_python
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.probe import greedy_probe
+from megarl.system.compat.sglang import find_python
+from megarl.system.errors import ConfigError
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
 from tests.rollout.forked import forked_servers

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from megarl.comm import WorkerGroup
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.sync import shared
 from megarl.sync.plan import SLAB_BYTES, holdings, make_plan
@@ -19,6 +18,7 @@ from megarl.sync.sender import BucketSender
 from megarl.sync.source import Source
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.tensor import TensorTransport
+from megarl.system.comm import WorkerGroup
 from tests.sync.layouts import HERE, config, ranks_of, trainer
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
+from megarl.system.errors import ServerError
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.test_layouts import load_folder
 from tests.models.tiny import build_tiny, save_tiny

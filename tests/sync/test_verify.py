@@ -6,14 +6,14 @@ from unittest import mock
 import pytest
 import torch
 
-from megarl.comm import WorkerGroup
-from megarl.errors import ServerError
 from megarl.models.weights.plan import hf_tensors
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.sync.checksum import DeviceChecksum, HostChecksum
 from megarl.sync.transports.disk import remove_old
 from megarl.sync.verify import compare, expected_checksums
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ServerError
 from tests.dist import run_distributed, run_pretending
 from tests.models.test_layouts import load_folder
 from tests.models.tiny import build_tiny, save_tiny

@@ -10,14 +10,14 @@ import time
 import pytest
 
 from megarl.config.run import TrackingConfig
-from megarl.processes import has_ended, identity
-from megarl.tracing import PhaseEvent
+from megarl.system.processes import has_ended, identity
+from megarl.system.tracing import PhaseEvent
 from megarl.tracking import mlflow_log, tracker
 from megarl.tracking.close import close_if_killed, complete_trace
 from megarl.tracking.trace import TraceWriter
 from megarl.tracking.tracker import Tracker
 
-WHO = "import json; from megarl.processes import identity; print(json.dumps(identity()), flush=True); "
+WHO = "import json; from megarl.system.processes import identity; print(json.dumps(identity()), flush=True); "
 
 
 @pytest.fixture

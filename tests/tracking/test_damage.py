@@ -17,7 +17,7 @@ from megarl.commands.cluster import last_step
 from megarl.config.run import TrackingConfig
 from megarl.launchers.common import process_of
 from megarl.runtime.health import failure_of, forget, read_errors, write_error
-from megarl.tracing import PhaseEvent
+from megarl.system.tracing import PhaseEvent
 from megarl.tracking.close import close_if_killed, close_run
 from megarl.tracking.mlflow_log import close_open_run
 from megarl.tracking.report import write_report

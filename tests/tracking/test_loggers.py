@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from megarl.config.run import TrackingConfig
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 from megarl.tracking.loggers import LoggedRun, describe_run
 from megarl.tracking.tracker import Tracker
 

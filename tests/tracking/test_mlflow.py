@@ -11,10 +11,10 @@ import warnings
 
 import pytest
 
-from megarl import tracing
 from megarl.commands.job import warn_of_mlflow
 from megarl.config.load import load_config
-from megarl.errors import ConfigError
+from megarl.system import tracing
+from megarl.system.errors import ConfigError
 from megarl.tracking import mlflow_log, mlflow_store
 from megarl.tracking.close import close_run
 from megarl.tracking.loggers import LoggedRun

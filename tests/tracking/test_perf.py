@@ -27,7 +27,7 @@ def test_tf32_and_unknown_devices():
 
 def test_cpu_peak_is_measured_once_and_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("megarl.device.has_cuda", lambda: False)
+    monkeypatch.setattr("megarl.system.device.has_cuda", lambda: False)
     first = peak_flops("fp32")
     assert 1e8 < first < 1e15
     monkeypatch.setattr("megarl.tracking.perf.measure_peak", lambda dtype: 1.0)

@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 
 from megarl.artifacts.jsonl import JsonlWriter
-from megarl.errors import DataError
+from megarl.system.errors import DataError
 from megarl.tracking.report import report_data, write_report
 from megarl.tracking.report_runs import MAX_POINTS, load_run
 

@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 from megarl.artifacts.jsonl import JsonlWriter
-from megarl.errors import ConfigError, DataError
+from megarl.system.errors import ConfigError, DataError
 from megarl.tracking.report_server import ReportServer
 from tests.tracking.browser import BROWSER, open_page
 from tests.tracking.test_report import make_run, page_data

@@ -1,6 +1,6 @@
 import json
 
-from megarl.tracing import PhaseEvent
+from megarl.system.tracing import PhaseEvent
 from megarl.tracking.trace import TraceWriter, merge_trace
 
 MS = 1_000_000

@@ -8,11 +8,11 @@ import time
 import pytest
 from rich.console import Console
 
-from megarl import tracing
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.run import TrackingConfig
-from megarl.errors import ConfigError
-from megarl.tracing import PhaseEvent
+from megarl.system import tracing
+from megarl.system.errors import ConfigError
+from megarl.system.tracing import PhaseEvent
 from megarl.tracking import tracker as module
 from megarl.tracking.close import close_run
 from megarl.tracking.console import ConsoleView, summary

@@ -9,7 +9,7 @@ import torch
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 from tests.dist import layout_for
 
 VOCAB = 131  # divided by no tensor-parallel size

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 from megarl.training.guard import NonFiniteError
 from tests.dist import fresh_layout, run_distributed
 from tests.training import cases

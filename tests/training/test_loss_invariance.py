@@ -17,9 +17,9 @@ from megarl.config.algorithm import Aggregation
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
 from megarl.data.versions import set_versions
-from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import ActorRole, CriticRole
+from megarl.system.offload_schedule import OffloadSchedule
 from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 

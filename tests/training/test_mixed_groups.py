@@ -21,14 +21,14 @@ from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
 from megarl.data.trajectory import Trajectory, add_fields
-from megarl.metrics import Metrics
-from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages.advantage import advantage
 from megarl.runtime.stages.correction import rollout_correction
 from megarl.runtime.stages.reward import set_scores
 from megarl.runtime.stages.update import actor_step, mini_batches
+from megarl.system.metrics import Metrics
+from megarl.system.offload_schedule import OffloadSchedule
 from tests.algorithms import oracle
 from tests.dist import fresh_layout, run_distributed, world
 from tests.training import cases

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megarl.artifacts.trained import steps_in
 from megarl.config.model import ParallelConfig
 from megarl.config.training import OptimConfig
-from megarl.errors import WorkerError
-from megarl.processes import free_port
-from megarl.tracing import phase
+from megarl.system.errors import WorkerError
+from megarl.system.processes import free_port
+from megarl.system.tracing import phase
 from megarl.training import checkpoint, multi_team_commit, saving
 from megarl.training.multi_team_commit import Part, Teams, begin_part
 from megarl.training.shards import CheckpointError

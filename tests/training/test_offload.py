@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.errors import UserError
+from megarl.system.errors import UserError
 from megarl.training import host_memory
 from megarl.training.host_memory import HostArena
 from megarl.training.offload import Parked, kept_in, unkept

@@ -44,7 +44,7 @@ def logits_of(engine, batch) -> list[str]:
 
 def live(model: str) -> dict:
     """An engine's life in bf16."""
-    from megarl.offload_schedule import PARTS
+    from megarl.system.offload_schedule import PARTS
     from megarl.training import checkpoint
     from tests.pretend_cuda import SEEN, Pretend
 

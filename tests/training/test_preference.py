@@ -17,10 +17,10 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.loader import rounds
 from megarl.data.preferences import LabelledDataset
 from megarl.data.tokenizer import character_tokenizer
-from megarl.offload_schedule import OffloadSchedule
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages.kto import example_step, measure_examples
 from megarl.runtime.stages.preference import pair_step, score_step, sequences_of
+from megarl.system.offload_schedule import OffloadSchedule
 from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 

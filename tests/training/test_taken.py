@@ -11,7 +11,7 @@ import pytest
 from megarl.artifacts.lock import ATTEMPT, FolderLock
 from megarl.artifacts.run_folder import held
 from megarl.config.model import ParallelConfig
-from megarl.errors import UserError, WorkerError
+from megarl.system.errors import UserError, WorkerError
 from megarl.training import checkpoint, saving
 from tests.dist import fresh_layout
 from tests.training import cases

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from megarl.config.model import ParallelConfig
-from megarl.processes import free_port
+from megarl.system.processes import free_port
 from tests.dist import fresh_layout, join_team, no_parallel, run_distributed, world
 from tests.training import cases
 

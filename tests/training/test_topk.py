@@ -7,11 +7,11 @@ import torch
 
 from megarl.algorithms.divergences import EMPTY, divergence, reverse_kl, terms
 from megarl.algorithms.kl import KL
-from megarl.comm import WorkerGroup
 from megarl.config.algorithm import DistillationConfig
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
-from megarl.metrics import Metrics
+from megarl.system.comm import WorkerGroup
+from megarl.system.metrics import Metrics
 from megarl.training.engine import Taught
 from megarl.training.heads import LogProbs
 from megarl.training.topk import TopTokens, token_logprobs

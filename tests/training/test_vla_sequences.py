@@ -14,9 +14,9 @@ from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.pictures import DINO_SIGLIP
-from megarl.metrics import Metrics
 from megarl.models.vla.calls import PolicyFamily
 from megarl.models.vla.config import read_policy_config
+from megarl.system.metrics import Metrics
 from megarl.training.vla_sequences import VLALayout, calls_of
 from tests.dist import layout_for, run_distributed, single_process
 from tests.models.vla.small import CONFIG, Oracle, save_small

@@ -18,7 +18,7 @@ from megarl.algorithms.advantages.remax import remax
 from megarl.algorithms.advantages.reverse_kl import reverse_kl
 from megarl.algorithms.advantages.rloo import rloo
 from megarl.algorithms.user_code import located
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 __all__ = [
     "ADVANTAGES",

@@ -11,7 +11,7 @@ from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSetting
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import AllSum, GroupStats, one_rank, whiten_
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from pydantic import Field
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, NormSettings, for_all_tokens, score_groups
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.stats import EPS
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows, at_least_float32
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import GroupStats
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from megarl.algorithms.correction.ratios import LIMIT, Ratios, Threshold, import
 from megarl.algorithms.correction.rejection import Rule, reject
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import AllSum, one_rank
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from megarl.config.correction import ResolvedCorrection

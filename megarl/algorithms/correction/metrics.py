@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from megarl.algorithms.correction.moments import RAW
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 NAME = "rollout_corr/"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.correction.ratios import LIMIT, Ratios
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 RAW = "_rollout_corr/"
 

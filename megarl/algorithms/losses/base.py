@@ -26,7 +26,7 @@ from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.registry import Chosen, Registry, Settings, Spec
 from megarl.algorithms.rows import at_least_float32
 from megarl.algorithms.user_code import check_tokens, form, misfit, name_of
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,7 @@ def checked_loss(
             "returns no pair of token loss and metrics",
             found=form(result),
             allowed="(token_loss, Metrics)",
-            fix="return one number per token, and what Prologue.metrics() returns or an empty megarl.metrics.Metrics()",
+            fix="return one number per token, and what Prologue.metrics() returns or megarl.system.metrics.Metrics()",
         )
     token_loss, metrics = result
     check_tokens(kind, function, "loss", token_loss, mask, inputs=inputs)

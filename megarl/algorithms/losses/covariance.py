@@ -16,8 +16,8 @@ from megarl.algorithms.losses.ppo import clipped_surrogate
 from megarl.algorithms.registry import Settings
 from megarl.algorithms.select import descending, smallest
 from megarl.algorithms.stats import AllSum, one_rank
-from megarl.errors import ConfigError
-from megarl.metrics import Metrics
+from megarl.system.errors import ConfigError
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue, capped_ratio
 from megarl.algorithms.registry import Settings
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue, SequenceClipSettings
 from megarl.algorithms.rows import Rows
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

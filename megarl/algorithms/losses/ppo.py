@@ -11,7 +11,7 @@ from megarl.algorithms.losses.base import (
     Prologue,
     SequenceClipSettings,
 )
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

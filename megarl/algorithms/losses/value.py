@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.rows import at_least_float32
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megarl.certificate.findings import Findings, Skipped
-from megarl.compat.cuda import (
+from megarl.system.compat.cuda import (
     check_same_nccl,
     compiler_version,
     driver_problem,
@@ -19,11 +19,11 @@ from megarl.compat.cuda import (
     toolkit_home,
     toolkit_problem,
 )
-from megarl.compat.sglang import find_python, sglang_version
-from megarl.device import has_cuda
-from megarl.errors import ConfigError
-from megarl.machine import machine_info
-from megarl.processes import has_nvidia_device
+from megarl.system.compat.sglang import find_python, sglang_version
+from megarl.system.device import has_cuda
+from megarl.system.errors import ConfigError
+from megarl.system.machine import machine_info
+from megarl.system.processes import has_nvidia_device
 
 _WAIT_S = 120.0  # for one command, or one message of the other process
 _SHARED_BYTES = 1 << 20

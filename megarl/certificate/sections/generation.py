@@ -14,7 +14,7 @@ from megarl.certificate.models import make_engine, single_layout
 from megarl.certificate.sections.kernels import difference
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.device import empty_cache, has_cuda
+from megarl.system.device import empty_cache, has_cuda
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import Completion, Request

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.certificate.findings import Findings, worst
-from megarl.device import device, has_cuda
+from megarl.system.device import device, has_cuda
 
 #: Norm of the difference over the norm of the result. bf16 keeps 8 bits: an element is off by up to 4e-3, and
 #: probabilities of attention are rounded once more (0.006 on a CPU); float32 is off by 1e-7 per operation, and sums are

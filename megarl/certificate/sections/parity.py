@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.certificate.findings import Findings
 from megarl.certificate.models import save_model, single_layout
-from megarl.device import has_cuda
+from megarl.system.device import has_cuda
 
 _MODELS = ("dense", "tied", "mixture", "llama", "mistral", "mixtral", "qwen2")
 

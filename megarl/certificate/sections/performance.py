@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megarl.certificate.findings import Findings
-from megarl.device import DTYPES, device, has_cuda
 from megarl.planning.hardware import KINDS, Hardware, best_seconds, measure_peak
+from megarl.system.device import DTYPES, device, has_cuda
 
 _SECONDS = 1.0
 _REPEATS = 10  # calls between two looks at the clock: starting a kernel costs the host some microseconds

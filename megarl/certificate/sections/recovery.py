@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.certificate.findings import Findings
 from megarl.certificate.runs import PLAIN, gpu_count, killed, steps_in, train
-from megarl.device import has_cuda
+from megarl.system.device import has_cuda
 
 _STEPS, _KILLED_AFTER = 6, 3
 _LIMIT_S = 400.0

@@ -15,12 +15,12 @@ import torch
 
 from megarl.certificate.findings import Findings, Skipped, worst
 from megarl.certificate.runs import gpu_count, in_workers, sizes_of, write_numbers
-from megarl.compat.sglang import find_python
 from megarl.config.run import RunConfig
-from megarl.device import has_cuda
-from megarl.errors import ConfigError
-from megarl.machine import visible_gpus
-from megarl.processes import nvidia_devices
+from megarl.system.compat.sglang import find_python
+from megarl.system.device import has_cuda
+from megarl.system.errors import ConfigError
+from megarl.system.machine import visible_gpus
+from megarl.system.processes import nvidia_devices
 
 if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
@@ -157,8 +157,8 @@ def work(config: RunConfig, run_dir: Path) -> None:
 
 def _update(c: RankState, version: int) -> dict[str, float]:
     """Change all weights, the same on every rank, and publish them; return the numbers of the update."""
-    from megarl.metrics import Metrics
     from megarl.runtime.generation import publish
+    from megarl.system.metrics import Metrics
 
     with c.offload.phase("score", "actor"), torch.no_grad():
         for chunk in c.actor.chunks:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from megarl.certificate.findings import Findings
 from megarl.certificate.runs import PLAIN, RECIPE, gpu_count, planned, reason_of, sizes_of, train
 from megarl.certificate.sections.performance import hardware_here
-from megarl.compat.sglang import find_python
 from megarl.config.load import find_recipe, load_config
-from megarl.device import has_cuda
-from megarl.errors import ConfigError, WorkerError
+from megarl.system.compat.sglang import find_python
+from megarl.system.device import has_cuda
+from megarl.system.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from megarl.benchmarks.measure import Step

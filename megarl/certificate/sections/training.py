@@ -11,7 +11,7 @@ from megarl.certificate.findings import Findings, worst
 from megarl.certificate.models import make_batch, make_engine, outputs, save_model, single_layout, step
 from megarl.certificate.reference import Reference
 from megarl.certificate.sections.kernels import difference
-from megarl.device import device
+from megarl.system.device import device
 
 if TYPE_CHECKING:
     from megarl.models.layer_forms import Form
@@ -90,7 +90,7 @@ def left_on_host(engine: MegatronEngine) -> list[str]:
 
 
 def _round_trip(engine: MegatronEngine) -> None:
-    from megarl.offload_schedule import PARTS
+    from megarl.system.offload_schedule import PARTS
 
     engine.hold()
     engine.hold(*PARTS)

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megarl.dag.staleness import StalenessSettings
 from megarl.disaggregated.buffer.core import Core, GroupInfo, HandoverError, Share, Topic
 from megarl.disaggregated.buffer.flow import FlowGroup
 from megarl.disaggregated.buffer.progress import Ping, Progress, ProgressTable
-from megarl.staleness import StalenessSettings
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Placement

@@ -21,8 +21,8 @@ from megarl.data.batch import Batch
 from megarl.data.groups import ORDINAL, group_places, tokens_of
 from megarl.disaggregated.buffer.core import GroupInfo, HandoverError
 from megarl.disaggregated.buffer.flow import Finished
-from megarl.metrics import Metrics
-from megarl.tracing import phase
+from megarl.system.metrics import Metrics
+from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph

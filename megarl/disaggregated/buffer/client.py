@@ -22,9 +22,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from megarl import tracing
 from megarl.disaggregated.buffer.core import GroupInfo, HandoverError
 from megarl.disaggregated.buffer.progress import Ping, Progress
+from megarl.system import tracing
 
 if TYPE_CHECKING:
     from megarl.data.wire import Block, Span

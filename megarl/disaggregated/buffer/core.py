@@ -25,10 +25,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from megarl.dag.placement import Handover, Placement
 from megarl.dag.stage import Role
+from megarl.dag.staleness import PolicyError, StalenessSettings
 from megarl.disaggregated.buffer.flow import Finished, Flow, FlowGroup
-from megarl.errors import MegarlError
-from megarl.metrics import Metrics
-from megarl.staleness import PolicyError, StalenessSettings
+from megarl.system.errors import MegarlError
+from megarl.system.metrics import Metrics
 
 #: Data that workers wait for: ("handover", step, key), ("samples", step, node) or ("mail", name).
 Topic: TypeAlias = tuple[Any, ...]

@@ -1,6 +1,6 @@
 """The life of a prompt group from admission to its step, where `async.order` is not in_order.
 
-    admit(v)   the group is in flight, with version v of the weights; `megarl.staleness` limits how many
+    admit(v)   the group is in flight, with version v of the weights; `megarl.dag.staleness` limits how many
     finish     its samples are complete, and it is ready            reject: it is dropped, and another may be admitted
     form       the policy chooses ready groups as the samples of the next step
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.staleness import PolicyError, StalenessPolicy, StalenessSettings, choose, make_policy
+from megarl.dag.staleness import PolicyError, StalenessPolicy, StalenessSettings, choose, make_policy
 
 if TYPE_CHECKING:
     from megarl.disaggregated.buffer.core import GroupInfo

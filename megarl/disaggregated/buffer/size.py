@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.errors import UnavailableError, count
+from megarl.dag.staleness import policy_of
 from megarl.planning.workload import token_bytes
-from megarl.staleness import policy_of
+from megarl.system.errors import UnavailableError, count
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megarl.credentials import mask
-from megarl.errors import MegarlError
 from megarl.simulators.protocol import Numbers, Observation, Outcome
+from megarl.system.credentials import mask
+from megarl.system.errors import MegarlError
 
 
 @dataclass(frozen=True)

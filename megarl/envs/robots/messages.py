@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.simulators.plain import Malformed, flag, number, short, text, whole
 from megarl.simulators.protocol import TaskSpec
+from megarl.system.plain import Malformed, flag, number, short, text, whole
 
 _NAME, _TEXT = 1000, 4000  # characters
 _TASKS, _PARTS, _CAMERAS = 100_000, 64, 64

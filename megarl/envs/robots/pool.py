@@ -28,12 +28,12 @@ from megarl.envs.robots.answers import Advice, Answer, Failure, PoolCounts, Simu
 from megarl.envs.robots.messages import check_answer
 from megarl.envs.robots.process import SimulatorProcess
 from megarl.envs.robots.settings import SimulatorSettings
-from megarl.errors import ConfigError, close_matches, count
-from megarl.processes import how_it_ended
-from megarl.simulators.plain import Malformed
 from megarl.simulators.protocol import Numbers, Observation, Outcome, Recording, TaskSpec
 from megarl.simulators.wire import spec_of
-from megarl.tracing import beat
+from megarl.system.errors import ConfigError, close_matches, count
+from megarl.system.plain import Malformed
+from megarl.system.processes import how_it_ended
+from megarl.system.tracing import beat
 
 _BEAT_S = 1.0
 _EXIT_S = 2.0  # for processes that are asked to end

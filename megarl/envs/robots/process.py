@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.envs.robots.settings import SimulatorSettings
-from megarl.errors import ConfigError
 from megarl.simulators import start
-from megarl.simulators.parents import as_parent
-from megarl.simulators.plain import Malformed, short, whole
 from megarl.simulators.protocol import Frame, Recording, TaskSpec
 from megarl.simulators.wire import Inbox, Message, clip_places, pack, places
+from megarl.system.errors import ConfigError
+from megarl.system.parents import as_parent
+from megarl.system.plain import Malformed, short, whole
 
 _EXIT_S = 10.0  # from SIGTERM to the end of the guardian, which kills for up to 5 s
 _TOLD_S = 0.5  # for a hanging process to write its stack traces
@@ -165,7 +165,7 @@ class SimulatorProcess:
         """Kill the process and its children in any state. Return their last lines of output."""
         if self._said is None:
             self.socket.close()
-            self.process.terminate()  # its guardian, which finds children outside the group (megarl.simulators.reaper)
+            self.process.terminate()  # its guardian, which finds children outside the group (megarl.system.reaper)
             self.wait(_EXIT_S)
             with contextlib.suppress(OSError):  # the group is empty
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import ComponentSection
-from megarl.errors import ConfigError, close_matches
 from megarl.simulators.registry import FORMS, SIMULATORS, is_known
+from megarl.system.errors import ConfigError, close_matches
 
 
 class SimulatorSettings(ComponentSection):

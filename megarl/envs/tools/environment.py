@@ -24,8 +24,8 @@ from megarl.envs.tools.mcp_servers import McpServer, McpServers, check_servers
 from megarl.envs.tools.parsers import PARSERS, Call
 from megarl.envs.tools.schema import data_url
 from megarl.envs.tools.system_text import system_text
-from megarl.errors import ConfigError, count
-from megarl.simulators.plain import nested_deeper
+from megarl.system.errors import ConfigError, count
+from megarl.system.plain import nested_deeper
 
 _DEPTH = 100
 _THREADS = 64  # concurrent calls, including those that wait for a process

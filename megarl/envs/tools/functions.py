@@ -10,11 +10,11 @@ from typing import Any
 
 from megarl.envs.registry import import_source
 from megarl.envs.tools.schema import Tool, tool_of
-from megarl.errors import ConfigError
 from megarl.rewards.pool import ScorerPool
 from megarl.rewards.scoring import Result, ScoringFailure
 from megarl.rewards.signatures import IMAGES
-from megarl.simulators.plain import Malformed, flag, short, text
+from megarl.system.errors import ConfigError
+from megarl.system.plain import Malformed, flag, short, text
 
 _KEY = "env.tools"
 _IMAGE_CHARS, _DATA_URL = 8 << 20, "data:image/png;base64,"

@@ -23,8 +23,8 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from megarl.config.base import Section
 from megarl.envs.tools.schema import as_schema
-from megarl.errors import ConfigError
-from megarl.imports import installed_version
+from megarl.system.errors import ConfigError
+from megarl.system.imports import installed_version
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
 
-from megarl.errors import ConfigError
 from megarl.rewards.signatures import IMAGES
+from megarl.system.errors import ConfigError
 
 _SECTION = re.compile(r"^(\w[\w ]*):\s*$")
 _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")

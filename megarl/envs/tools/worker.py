@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.envs.tools.functions import load_tools
-from megarl.errors import DataError, describe, text_of
 from megarl.rewards.images import with_images
 from megarl.rewards.pool_worker import Work, run
 from megarl.rewards.signatures import IMAGES
+from megarl.system.errors import DataError, describe, text_of
 
 
 def main() -> None:

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megarl.comm import WorkerGroup
     from megarl.config.embedding import EmbeddingSettings
     from megarl.data.batch import Batch
-    from megarl.metrics import Metrics
     from megarl.simulators.protocol import Recording
+    from megarl.system.comm import WorkerGroup
+    from megarl.system.metrics import Metrics
 
 
 class EpisodeEmbedder(ABC):

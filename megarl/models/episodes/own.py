@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch
 from megarl.data.frames import END_FRAMES, FRAMES
 from megarl.data.jagged import Jagged
-from megarl.metrics import Metrics
 from megarl.models.episodes.base import EpisodeEmbedder
 from megarl.models.episodes.states import valid_episodes
+from megarl.system.comm import WorkerGroup
+from megarl.system.metrics import Metrics
 
 #: Pixels of a side; points of an episode, and episodes of the global batch, that one update sees.
 SIDE, POINTS, EPISODES = 32, 8, 32

@@ -13,11 +13,11 @@ from torch import Tensor
 from megarl.data.batch import Batch
 from megarl.data.frames import CLIP, END_FRAMES, FRAMES
 from megarl.data.pictures import VideoPipeline
-from megarl.errors import ConfigError
 from megarl.models.episodes.base import EpisodeEmbedder
 from megarl.models.episodes.states import valid_episodes
 from megarl.models.weights.files import resolve_folder
 from megarl.simulators.protocol import Recording
+from megarl.system.errors import ConfigError
 
 _PATH = "robot.reward.embedding.path"
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megarl.artifacts.action_statistics import ActionStatistics
-from megarl.errors import ConfigError, DataError, choose
+from megarl.system.errors import ConfigError, DataError, choose
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.errors import ConfigError, choose
+from megarl.system.errors import ConfigError, choose
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.demonstrations import OpenDemonstration
 from megarl.data.frames import FRAMES
 from megarl.data.pictures import PicturePipeline
-from megarl.errors import DataError, choose, count
 from megarl.models.vla.actions import ActionCodec, GripperRule
+from megarl.system.errors import DataError, choose, count
 
 
 def cloning_statistics(

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.architectures.vision import VisionShape
 from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config, read_preprocessor
 from megarl.config.model import ModelConfig
-from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

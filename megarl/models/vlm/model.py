@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from megarl.architectures.vision_language import VisionEncoder
 from megarl.data.image_prompts import ImageSet
-from megarl.errors import ConfigError
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import image_settings
 from megarl.models.packing import PackedSequences
 from megarl.models.policy import PolicyModel
 from megarl.models.rope import Rope
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

@@ -10,9 +10,9 @@ from megarl.architectures import ARCHITECTURES
 from megarl.architectures.adapters import TARGETS, adapter_rules
 from megarl.architectures.tensors import WeightRule
 from megarl.config.model import LoraConfig
-from megarl.errors import ConfigError
 from megarl.models.hf import dimensions
 from megarl.models.weights.plan import Coordinate, Shard, instances, shard_of, sources_of
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

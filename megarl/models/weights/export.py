@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig
 from megarl.models.hf import stacks_experts
 from megarl.models.policy import PolicyModel
@@ -30,7 +29,8 @@ from megarl.models.weights.plan import (
     region_shape,
     slices_for,
 )
-from megarl.tracing import beat
+from megarl.system.comm import WorkerGroup
+from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -25,9 +25,9 @@ from megarl.artifacts.checkpoint_files import (
 )
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
-from megarl.errors import ConfigError
 from megarl.models.weights.plan import TensorRegion, as_index
-from megarl.tracing import keep_beating
+from megarl.system.errors import ConfigError
+from megarl.system.tracing import keep_beating
 
 _COMPARED_ROWS = 4096
 #: The last one: parts of robot policies in files of their own, see artifacts/robot_policy.py.

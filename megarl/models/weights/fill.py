@@ -26,8 +26,8 @@ from megarl.models.weights.plan import (
     region_shape,
     slices_for,
 )
-from megarl.processes import is_first_process
-from megarl.tracing import beat
+from megarl.system.processes import is_first_process
+from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,14 +17,14 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.architectures.adapters import DOWN, UP
 from megarl.artifacts.adapter_settings import CONFIG, PLAIN, TENSORS, check_scale, read_settings
-from megarl.comm import WorkerGroup
 from megarl.config.model import LoraConfig
-from megarl.errors import ConfigError
 from megarl.models.hf import num_experts
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.adapters import adapter_tensors
 from megarl.models.weights.export import iter_adapter_tensors
 from megarl.models.weights.files import SafetensorsWriter, replace_folder
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ConfigError
 
 _PREFIX = "base_model.model."
 _EMBEDDINGS = ("embed_tokens", "pos_embed")  # two-dimensional weights that are not of linear layers

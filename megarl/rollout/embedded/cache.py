@@ -15,7 +15,7 @@ import os
 import torch
 from torch import Tensor
 
-from megarl.machine import free_host_memory
+from megarl.system.machine import free_host_memory
 
 _STEP = 32
 

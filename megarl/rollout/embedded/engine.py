@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from megarl.config.rollout import RolloutConfig, SamplingConfig
-from megarl.device import DTYPES
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.parallel import Mesh
 from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.embedded.turns import TurnSession
 from megarl.rollout.engine import Completion, Generation, Request, ignore_progress
 from megarl.rollout.rounds import Rounds
+from megarl.system.device import DTYPES
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImageSet

@@ -28,8 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.comm import WorkerGroup
-from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.fill import coordinate
 from megarl.models.weights.receive import WeightWriter
@@ -38,6 +36,8 @@ from megarl.sync.messages import Refused, answer
 from megarl.sync.protocol import read_tag
 from megarl.sync.shared import open_handle
 from megarl.sync.transports.distributed import broadcast_within, join, leave
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import WorkerError
 
 if TYPE_CHECKING:
     from megarl.rollout.embedded.engine import EmbeddedEngine

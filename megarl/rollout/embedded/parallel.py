@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megarl.comm import WorkerGroup
+from megarl.system.comm import WorkerGroup
 
 if TYPE_CHECKING:
     from megarl.training.parallel import Layout

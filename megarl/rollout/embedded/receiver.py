@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megarl.errors import ServerError
 from megarl.models.weights.plan import Coordinate, TensorRegion, as_index
 from megarl.models.weights.receive import held_slices, part_name
 from megarl.rollout.embedded.inbox import PEER
@@ -25,6 +24,7 @@ from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import Entry
 from megarl.sync.receiver import Checksums, PauseMode, SharedUse, UpdateGroup, UpdateStep
 from megarl.sync.shared import Handle
+from megarl.system.errors import ServerError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

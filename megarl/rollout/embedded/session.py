@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
-from megarl.errors import MegarlError
 from megarl.models.vlm.positions import next_position, positions_of
 from megarl.rollout.embedded.attention import Attend, DecodeAttention, KernelAttention, PromptAttention
 from megarl.rollout.embedded.cache import KVCache, free_bytes
@@ -29,7 +28,8 @@ from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.sampler import Sampler
 from megarl.rollout.embedded.scheduler import Prefill, Scheduler
 from megarl.rollout.engine import FinishReason, Request
-from megarl.tracing import beat
+from megarl.system.errors import MegarlError
+from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImageSet

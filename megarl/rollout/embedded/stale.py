@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.errors import ConfigError
 from megarl.models.copies import ParameterCopies
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

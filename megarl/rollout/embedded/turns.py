@@ -19,7 +19,7 @@ from megarl.rollout.embedded.attention import ExtendAttention
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.rows import CacheRows, RowAssignment
 from megarl.rollout.embedded.session import Sampled, Session, SessionLimits, seen
-from megarl.tracing import beat
+from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImageSet

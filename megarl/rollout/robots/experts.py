@@ -19,8 +19,8 @@ import numpy as np
 
 from megarl.data.demonstrations import Demonstration
 from megarl.envs.robots import Advice, Answer, Failure, SimulatorPool
-from megarl.errors import ConfigError, count
 from megarl.simulators.protocol import Numbers, Observation, TaskSpec
+from megarl.system.errors import ConfigError, count
 
 _LOOK_S = 1.0  # the pool has limits of its own
 #: Episodes per slot that may be over, or begun, before the next one that is to be given: they are held in memory.

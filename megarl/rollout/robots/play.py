@@ -23,15 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.envs.robots import Answer, Failure, SimulatorPool
-from megarl.errors import MegarlError
 from megarl.rollout.robots.episode import Episode
 from megarl.rollout.robots.policy import ActingPolicy, PolicyCall
 from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, Recording, TaskSpec
 from megarl.simulators.wire import Inbox, pack, plain_spec, spec_of
+from megarl.system.errors import MegarlError
 
 if TYPE_CHECKING:
-    from megarl.comm import WorkerGroup
+    from megarl.system.comm import WorkerGroup
 
 _LOOK_S = 1.0  # the pool has limits of its own
 _OF_CLIP = "#"  # between a slot and a camera, in the place of the slash of what is seen

@@ -17,8 +17,8 @@ import torch
 
 from megarl.data.batch import Batch, Jagged
 from megarl.data.render import Split
-from megarl.errors import ConfigError, count
 from megarl.simulators.protocol import TaskSpec
+from megarl.system.errors import ConfigError, count
 
 
 @dataclass

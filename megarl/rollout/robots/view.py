@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.data.pictures import PicturePipeline
 from megarl.envs.robots import Answer
-from megarl.errors import ConfigError
 from megarl.simulators.protocol import Observation, Outcome, TaskSpec
+from megarl.system.errors import ConfigError
 
 
 @dataclass(frozen=True)

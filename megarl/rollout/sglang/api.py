@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.errors import ServerError
+from megarl.system.errors import ServerError
 
 _CHUNK = 1 << 20
 UNTRUSTED = "its certificate is not trusted: name the file of a private authority in SSL_CERT_FILE"

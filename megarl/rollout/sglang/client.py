@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.router import NoServerError, Router
 from megarl.rollout.sglang.samples import BadAnswerError, OtherPromptError, ServedSample
+from megarl.system.errors import ServerError
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession

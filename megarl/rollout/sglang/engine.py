@@ -22,10 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megarl.comm import WorkerGroup
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
 from megarl.rollout.engine import Completion, Generation, Request, ignore_progress
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.client import Dispatch, GenerationClient, for_others
@@ -33,7 +31,9 @@ from megarl.rollout.sglang.fleet import Fleet, LostServer, Server
 from megarl.rollout.sglang.samples import ServedSample, samples_of
 from megarl.rollout.sglang.turns import ServerTurns
 from megarl.sync.protocol import version_tag
-from megarl.tracing import beat
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ServerError
+from megarl.system.tracing import beat
 
 _MEET_EVERY_S = 5.0
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megarl.comm import WorkerGroup
-from megarl.compat.sglang import LOADER, PATCH_LOADER
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.server import HEALTH_S
+from megarl.system.comm import WorkerGroup
+from megarl.system.compat.sglang import LOADER, PATCH_LOADER
+from megarl.system.errors import ConfigError, ServerError
 
 _SHORT_NAMES = {"float": "float32", "half": "float16"}
 _SAID = {"tp_size": int, "ep_size": int, "dp_size": int, "nnodes": int, "dtype": str, "context_length": int | None}

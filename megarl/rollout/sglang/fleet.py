@@ -21,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.comm import WorkerGroup
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError, count
 from megarl.rollout.sglang.api import UNTRUSTED, ServerApi
 from megarl.rollout.sglang.server import HEALTH_S, POLL_S, ServerProcess, health
-from megarl.tracing import beat
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ServerError, count
+from megarl.system.tracing import beat
 
 State = Literal["starting", "catching_up", "current", "failed"]
 

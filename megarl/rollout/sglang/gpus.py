@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 #: GPUs of the workers of this machine, where each of them sees only its own: set by the Ray launcher. Without those of
 #: workers that only send requests: their servers take these.

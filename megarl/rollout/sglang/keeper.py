@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
+from megarl.system.errors import ServerError
 
 RESTORING = "being restored"  # how the version begins while a keeper works
 MIXED = "mixed weights"  # the version of a server that could not be brought back

@@ -8,16 +8,16 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.comm import WorkerGroup, address_for_others
 from megarl.config.run import ClusterConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError, count
-from megarl.processes import nvidia_devices
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.external import check_external, differences
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.gpus import place_servers, server_gpus
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
+from megarl.system.comm import WorkerGroup, address_for_others
+from megarl.system.errors import ConfigError, count
+from megarl.system.processes import nvidia_devices
 
 
 @dataclass(frozen=True)

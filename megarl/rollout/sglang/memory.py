@@ -1,18 +1,18 @@
 """Servers that share their devices with the trainer: parts of them leave the devices, and come back.
 
-`megarl.offload_schedule` says which parts are there in which phase. Weights that leave a device are not kept anywhere:
-the next synchronisation brings the new ones. Needs SGLang's memory saver, which the servers are started with when
-`rollout.sglang.colocated` is set; on a CPU the calls free nothing.
+`megarl.system.offload_schedule` says which parts are there in which phase. Weights that leave a device are not kept
+anywhere: the next synchronisation brings the new ones. Needs SGLang's memory saver, which the servers are started with
+when `rollout.sglang.colocated` is set; on a CPU the calls free nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megarl.comm import WorkerGroup
-from megarl.errors import ServerError
-from megarl.offload_schedule import CACHE, WEIGHTS
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ServerError
+from megarl.system.offload_schedule import CACHE, WEIGHTS
 
 
 class ServerMemory:

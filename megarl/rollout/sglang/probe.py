@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megarl.comm import WorkerGroup
-from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ServerError
 
 _PROBE_TOKENS = 8  # of the prompt, and of its continuation
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.compat.sglang import LOADER, PATCH_LOADER
-from megarl.errors import ServerError
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.keeper import RESTORING, Keeper
 from megarl.rollout.sglang.layout import ServerLayout
@@ -22,6 +20,8 @@ from megarl.rollout.sglang.wire import bucket_payload, loader_payload
 from megarl.sync.plan import Entry
 from megarl.sync.receiver import Checksums, PauseMode, SharedUse, UpdateGroup, UpdateStep
 from megarl.sync.shared import Handle
+from megarl.system.compat.sglang import LOADER, PATCH_LOADER
+from megarl.system.errors import ServerError
 
 OWN_GPUS = "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's"
 SPREAD = "servers on several machines (rollout.sglang.nnodes) take nothing through the memory of one of them"

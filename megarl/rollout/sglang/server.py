@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from megarl.compat.sglang import (
+from megarl.config.sglang import SGLangConfig
+from megarl.rollout.sglang.api import ServerApi
+from megarl.system.compat.sglang import (
     LOADER,
     PATCH_LOADER,
     cpu_arguments,
@@ -29,10 +31,8 @@ from megarl.compat.sglang import (
     sglang_version,
     shared_memory,
 )
-from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError, ServerError
-from megarl.processes import ending, free_port
-from megarl.rollout.sglang.api import ServerApi
+from megarl.system.errors import ConfigError, ServerError
+from megarl.system.processes import ending, free_port
 
 _CPU_TOKENS = 65536  # key/value cache on a CPU, where SGLang would take a share of the whole memory
 _GRACE_S = 10.0  # after SIGTERM, for what a server on a GPU shares with other processes

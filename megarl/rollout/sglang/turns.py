@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
-from megarl.errors import ServerError
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang.client import Dispatch, for_others, taken
 from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.images import ServedImages
 from megarl.rollout.sglang.samples import ServedSample
-from megarl.tracing import beat
+from megarl.system.errors import ServerError
+from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from megarl.algorithms.correction import Correction
     from megarl.config.correction import ResolvedCorrection
     from megarl.data.batch import Batch
-    from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
+    from megarl.system.metrics import Metrics
 
 
 #: What the distance between two policies, and the age of the older one, is measured with.

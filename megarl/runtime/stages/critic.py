@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.data.batch import Batch
-    from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import CriticRole
+    from megarl.system.metrics import Metrics
 
 
 @stage(

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.groups import ORDINAL
-from megarl.metrics import Metrics
 from megarl.runtime.stages.needs import call_fields
 from megarl.runtime.stages.preference import PAIR_FIELDS, count_tokens, responses_of
 from megarl.runtime.stages.resampling import COPIES
 from megarl.runtime.stages.update import train_actor
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import IMAGES
 from megarl.data.groups import ORDINAL
-from megarl.metrics import Metrics
 from megarl.runtime.stages.needs import call_fields
 from megarl.runtime.stages.resampling import COPIES
 from megarl.runtime.stages.update import train_actor
+from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
     import torch

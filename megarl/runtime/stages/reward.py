@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DIGESTS, GRIDS, PATCHES
 from megarl.data.frames import clip_fields, compared_fields
-from megarl.errors import ConfigError
 from megarl.runtime.stages.needs import model_fields, part_fields
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

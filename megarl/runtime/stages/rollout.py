@@ -9,8 +9,8 @@ from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
 from megarl.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.data.versions import VERSION_FIELDS, token_versions
-from megarl.errors import MegarlError
 from megarl.runtime.stages.needs import call_fields, needed_fields
+from megarl.system.errors import MegarlError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
     from megarl.data.jagged import Jagged
-    from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import RolloutRole, ScorerRole
+    from megarl.system.metrics import Metrics
 
 SAMPLE_FIELDS = (
     "response_ids",

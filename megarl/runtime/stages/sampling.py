@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.group_filter import informative_groups, live_rows, score_histogram, uncut_groups
 from megarl.dag.stage import Role, stage
 from megarl.data.groups import ORDINAL, by_group, group_places
-from megarl.errors import MegarlError
 from megarl.runtime.stages import logprob
 from megarl.runtime.stages.logprob import DRAWN_LOGP, DRAWN_SUM
 from megarl.runtime.stages.needs import call_fields
+from megarl.system.errors import MegarlError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         NoSignalError: the batch is not full, and is not to be filled.
     """
     from megarl.runtime.exchange import GroupPool
-    from megarl.tracing import phase
+    from megarl.system.tracing import phase
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
     if not settings.enabled or not c.config.async_.in_order:  # then groups without signal never come here

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.objective import Objective, TokenInputs
     from megarl.data.batch import Batch, Jagged
-    from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import ActorRole
+    from megarl.system.metrics import Metrics
     from megarl.training.engine import Taught
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.errors import ServerError
 from megarl.sync.plan import Bucket
 from megarl.sync.protocol import version_tag
 from megarl.sync.receiver import Receiver, UpdateStep
+from megarl.system.errors import ServerError
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.comm import WorkerGroup
 from megarl.config.sync import SyncConfig
-from megarl.errors import ConfigError, WorkerError
-from megarl.processes import ending
-from megarl.simulators.parents import as_parent
 from megarl.sync.delta import Delta, make_delta, patch_header
 from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
@@ -36,7 +32,11 @@ from megarl.sync.receiver import UpdateStep
 from megarl.sync.relay import KEY_VARIABLE
 from megarl.sync.shared import Handle
 from megarl.sync.transports.base import Target, Transport
-from megarl.tracing import beat
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ConfigError, WorkerError
+from megarl.system.parents import as_parent
+from megarl.system.processes import ending
+from megarl.system.tracing import beat
 
 _BUFFERS = 2  # of a sender
 _WORTH = 0.5  # a delta of more than this part of the bucket is not worth its arithmetic

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megarl.errors import WorkerError
 from megarl.models.weights.files import INDEX, replace_folder
 from megarl.sync.plan import Bucket
 from megarl.sync.receiver import UpdateStep
 from megarl.sync.transports.base import Target, Transport
+from megarl.system.errors import WorkerError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

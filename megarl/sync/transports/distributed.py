@@ -35,11 +35,11 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from megarl.errors import ServerError
-from megarl.processes import address_towards
 from megarl.sync.plan import Bucket
 from megarl.sync.receiver import UpdateGroup, UpdateStep
 from megarl.sync.transports.base import Target, Transport
+from megarl.system.errors import ServerError
+from megarl.system.processes import address_towards
 
 T = TypeVar("T")
 _POLL_S = 0.001

@@ -19,10 +19,10 @@ import numpy as np
 
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, place
+from megarl.dag.staleness import StalenessSettings
 from megarl.data.wire import Block, Span
 from megarl.disaggregated.buffer.core import Core
-from megarl.processes import BUFFER, TEAM, WORKER, free_port
-from megarl.staleness import StalenessSettings
+from megarl.system.processes import BUFFER, TEAM, WORKER, free_port
 
 _KEY = b"of a test"
 _LIMIT_S = 120.0

@@ -24,7 +24,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.wire import Block, Span
 from megarl.disaggregated.buffer.channel import TeamChannel
 from megarl.disaggregated.buffer.core import Core
-from megarl.metrics import Metrics
+from megarl.system.metrics import Metrics
 
 N = 3  # samples of a group
 

@@ -15,8 +15,8 @@ from megarl.data.batch import Batch
 from megarl.data.groups import group_places
 from megarl.disaggregated.buffer.channel import TeamChannel
 from megarl.disaggregated.buffer.core import Core, GroupInfo, HandoverError
-from megarl.metrics import Metrics
-from megarl.tracing import drain
+from megarl.system.metrics import Metrics
+from megarl.system.tracing import drain
 from tests.disaggregated.buffer import teams
 
 FIELDS = ("loss", "ref_logp", "values", "response_ids")

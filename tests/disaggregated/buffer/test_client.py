@@ -53,7 +53,7 @@ class Worker:
 
         from megarl.dag.executor import Executor
         from megarl.disaggregated.buffer.channel import TeamChannel
-        from megarl.metrics import Metrics
+        from megarl.system.metrics import Metrics
 
         graph, placement = teams.pipeline(), placed()
         channel = TeamChannel(graph, placement, self._client, self._rank, True, dealt=True)
@@ -109,7 +109,7 @@ class Worker:
 
     def work(self, until: str) -> None:
         """Be busy, visibly, until there is a file; another one tells that it has begun."""
-        from megarl.tracing import phase
+        from megarl.system.tracing import phase
 
         Path(f"{until}.begun").touch()
         while not Path(until).exists():
@@ -118,7 +118,7 @@ class Worker:
 
     def _told(self, call: Any) -> str | None:
         from megarl.disaggregated.buffer.core import HandoverError
-        from megarl.tracing import phase
+        from megarl.system.tracing import phase
 
         try:
             with phase("test"):

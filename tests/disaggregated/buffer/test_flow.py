@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.dag.staleness import PolicyError, StalenessSettings
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.buffer.flow import Flow
-from megarl.staleness import PolicyError, StalenessSettings
 from tests.half_step import HALF_STEP, WAITS_AT_STEP
 
 

@@ -13,12 +13,12 @@ import torch
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
+from megarl.dag.staleness import StalenessSettings
 from megarl.data.batch import Batch, Jagged
 from megarl.disaggregated.buffer.channel import FinishedGroups, GroupChannel, unused_groups
 from megarl.disaggregated.buffer.core import Core, GroupInfo, HandoverError
 from megarl.disaggregated.buffer.flow import Finished, FlowGroup
-from megarl.metrics import Metrics
-from megarl.staleness import StalenessSettings
+from megarl.system.metrics import Metrics
 
 PLACED = Placement(
     (
@@ -126,7 +126,7 @@ def test_what_is_put_comes_back_group_by_group_for_a_checkpoint():
 def test_a_policy_that_chooses_what_is_too_old_ends_the_run_with_its_name(tmp_path: Path):
     policy = tmp_path / "late.py"
     policy.write_text(
-        "from megarl.staleness import AsReady\n"
+        "from megarl.dag.staleness import AsReady\n"
         "class Late(AsReady):\n"
         "    def forms_step(self, step, under_way, finished):\n"
         "        return super().forms_step(step, under_way, finished) if step < 6 else [0, 0]\n"

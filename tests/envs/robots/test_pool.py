@@ -19,9 +19,9 @@ import pytest
 from megarl.envs.robots import Advice, Answer, Failure, SimulatorError, SimulatorPool, SimulatorSettings
 from megarl.envs.robots.messages import check_answer
 from megarl.envs.robots.process import SimulatorProcess
-from megarl.errors import ConfigError
-from megarl.simulators.plain import Malformed
 from megarl.simulators.protocol import Observation, Outcome, Recording, TaskSpec
+from megarl.system.errors import ConfigError
+from megarl.system.plain import Malformed
 from tests.envs.robots.playback import play
 from tests.house.test_docs import code_with
 

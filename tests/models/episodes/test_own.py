@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.comm import WorkerGroup, team_world
 from megarl.config.embedding import EmbeddingSettings
-from megarl.errors import ConfigError
 from megarl.models.episodes import build_embedder
 from megarl.models.episodes.own import POINTS, OwnEmbedder, neighbours_loss
+from megarl.system.comm import WorkerGroup, team_world
+from megarl.system.errors import ConfigError
 from tests.dist import run_distributed
 from tests.models.episodes.made import moving_squares
 

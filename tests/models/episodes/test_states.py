@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch, Jagged
 from megarl.models.episodes import EmbeddingSettings, build_embedder
 from megarl.models.episodes.states import StateEmbedder, resampled
+from megarl.system.comm import WorkerGroup
 
 
 def episodes(states: list[np.ndarray], errors: list[str] | None = None) -> Batch:

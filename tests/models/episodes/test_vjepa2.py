@@ -11,13 +11,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import VJEPA2Config
 
-from megarl.comm import WorkerGroup
 from megarl.config.embedding import EmbeddingSettings
 from megarl.data.batch import Jagged
 from megarl.data.pictures import VideoPipeline
-from megarl.errors import ConfigError
 from megarl.models.episodes import EpisodeEmbedder, build_embedder
 from megarl.simulators.protocol import Recording
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ConfigError
 from tests.models.episodes.made import moving_squares
 
 SMALL = VJEPA2Config(

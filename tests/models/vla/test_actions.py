@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megarl.artifacts.action_statistics import ActionStatistics
-from megarl.errors import ConfigError, DataError
 from megarl.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens, GripperRule, gripper_rule
+from megarl.system.errors import ConfigError, DataError
 
 TOKENS = ActionTokens(vocab_size=32000)
 

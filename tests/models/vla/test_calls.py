@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from megarl.data.light_tokenizer import WrittenTokenizer
-from megarl.errors import ConfigError
 from megarl.models.vla.calls import CallLayout, PolicyFamily, policy_family, prompt_ids, prompt_text
+from megarl.system.errors import ConfigError
 
 
 def columns(layout: CallLayout) -> list[tuple]:

@@ -11,9 +11,9 @@ import torch
 from megarl.data.demonstrations import Demonstration, OpenDemonstration, open_demonstrations, write_demonstrations
 from megarl.data.loader import PromptLoader
 from megarl.data.pictures import PicturePipeline
-from megarl.errors import ConfigError, DataError
 from megarl.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens
 from megarl.models.vla.cloning import CloningExamples, cloning_statistics
+from megarl.system.errors import ConfigError, DataError
 from megarl.training.vla_sequences import calls_of
 
 K, D, S = 3, 2, 4

@@ -15,8 +15,8 @@ from torch import Tensor
 from megarl.architectures.vision import KNOWN_TOWERS, VisionShape
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
-from megarl.errors import ConfigError
 from megarl.models.vla.config import policy_config, read_policy_config
+from megarl.system.errors import ConfigError
 from tests.dist import fresh_parallel, run_distributed, single_process, world
 from tests.models.vla.small import CONFIG, PROMPTS, SIGLIP, Oracle, layout, observed, prompt, save_small
 

@@ -19,8 +19,8 @@ from megarl.artifacts.robot_policy import PREPROCESSOR, complete_config, policy_
 from megarl.checks.weights import check_weights
 from megarl.config.load import load_config
 from megarl.config.model import ModelConfig
-from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
+from megarl.system.errors import ConfigError
 from tests.dist import single_process, world
 from tests.models.vla.small import CONFIG, PROMPTS, save_small
 from tests.models.vla.test_policy import build, hidden_of, oracle_of

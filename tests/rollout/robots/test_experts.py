@@ -14,11 +14,11 @@ import pytest
 from megarl.data.demonstrations import Demonstration, OpenDemonstration
 from megarl.data.pictures import PicturePipeline
 from megarl.envs.robots import SimulatorPool, SimulatorSettings
-from megarl.errors import ConfigError
 from megarl.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens
 from megarl.models.vla.cloning import CloningExamples, cloning_statistics
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate, noises
 from megarl.simulators.protocol import Outcome
+from megarl.system.errors import ConfigError
 from tests.envs.robots.playback import play
 
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"

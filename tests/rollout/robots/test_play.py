@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch
 from megarl.data.pictures import PIPELINES
 from megarl.envs.robots import SimulatorPool, SimulatorSettings
@@ -21,6 +20,7 @@ from megarl.rollout.robots.play import EpisodeStart, Player, PlayError
 from megarl.rollout.robots.policy import Chunk, PolicyCall
 from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, Recording, TaskSpec
+from megarl.system.comm import WorkerGroup
 
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"
 K, D = 2, 2
@@ -263,7 +263,7 @@ def test_no_episodes_have_all_fields_of_tokens() -> None:
 
 def _played() -> list[Any]:
     """On one of two ranks, of which the first has the simulators."""
-    from megarl.comm import team_world
+    from megarl.system.comm import team_world
 
     world = team_world(60.0)
     pool = None

@@ -11,12 +11,12 @@ from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.data.batch import Batch, Jagged
 from megarl.data.pictures import PicturePipeline
 from megarl.envs.robots import Failure
-from megarl.errors import ConfigError
 from megarl.models.vla.actions import ActionCodec, ActionTokens
 from megarl.rollout.robots.policy import PolicyCall, SamplingPolicy
 from megarl.rollout.robots.trials import Trials, limited, part_trials, val_sets
 from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, TaskSpec
+from megarl.system.errors import ConfigError
 
 SPEC = TaskSpec("pick", "pick it up", 20, 9, 2, 3, {"top": (6, 8), "hand": (4, 4)})
 

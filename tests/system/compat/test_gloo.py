@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.compat import gloo
+from megarl.system.compat import gloo
 from tests.dist import run_distributed
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")

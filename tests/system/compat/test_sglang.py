@@ -17,12 +17,12 @@ import psutil
 import pytest
 import torch
 
-from megarl.compat import sglang
-from megarl.compat.cuda import site_folders
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ConfigError
 from megarl.launchers.common import process_environment
+from megarl.system.compat import sglang
+from megarl.system.compat.cuda import site_folders
+from megarl.system.errors import ConfigError
 
 FOLDER = Path(sglang.__file__).with_name("sglang_server")
 

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import copy, sys, torch
-from megarl.compat import torch_compile
+from megarl.system.compat import torch_compile
 from megarl.data.batch import Batch, Jagged
 
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from megarl.simulators.parents import PARENTS, any_parent_ended, as_parent, began, parents
+from megarl.system.parents import PARENTS, any_parent_ended, as_parent, began, parents
 
-CHILD = "from megarl.simulators.parents import end_with_parents; end_with_parents({}); print('lives', flush=True)"
+CHILD = "from megarl.system.parents import end_with_parents; end_with_parents({}); print('lives', flush=True)"
 
 
 def start(environment: dict[str, str], poll_s: str = "0.05", then: str = "") -> subprocess.Popen[str]:
@@ -67,6 +67,6 @@ def test_a_guardian_whose_trainer_was_gone_before_it_began_ends_its_worker(other
     above = f"{other.pid}:{began(other.pid)}"
     other.kill()
     other.wait()
-    code = "from megarl.simulators.reaper import guarded; guarded(); import time; time.sleep(600)"
+    code = "from megarl.system.reaper import guarded; guarded(); import time; time.sleep(600)"
     guardian = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {PARENTS: above})
     assert guardian.wait(120) == -signal.SIGKILL

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import UnavailableError, WorkerError
-from megarl.processes import address_towards, is_address_here
+from megarl.system.errors import UnavailableError, WorkerError
+from megarl.system.processes import address_towards, is_address_here
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megarl import rendezvous
-from megarl.errors import ConfigError, WorkerError
-from megarl.rendezvous import forget_token, listen, prove, ranks_text, read_token, write_token
+from megarl.system import rendezvous
+from megarl.system.errors import ConfigError, WorkerError
+from megarl.system.rendezvous import forget_token, listen, prove, ranks_text, read_token, write_token
 
 
 def prove_all(tokens: list[bytes], world: int, timeout_s: float = 20.0) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from megarl.errors import ConfigError, UserError
+from megarl.system.errors import ConfigError, UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 

@@ -10,8 +10,8 @@ import pytest
 from megarl.checks import dry_run
 from megarl.checks.recipe import check_config
 from megarl.config.load import dump_config, hide_credentials, load_config
-from megarl.credentials import PASSWORD, USER, hide, mask, mask_argument, put_back, take_out
-from megarl.errors import ConfigError, ServerError
+from megarl.system.credentials import PASSWORD, USER, hide, mask, mask_argument, put_back, take_out
+from megarl.system.errors import ConfigError, ServerError
 from megarl.tracking import mlflow_log
 
 

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.compat.cuda import gpu_uuids, own_toolkit, runtime_libraries, toolkit_home
-from megarl.errors import ConfigError
+from megarl.system.compat.cuda import gpu_uuids, own_toolkit, runtime_libraries, toolkit_home
+from megarl.system.errors import ConfigError
 
 # A server makes a buffer for every bucket that it gets by broadcast. Kept on one heap, in huge pages, the buffers of
 # all buckets are the same memory; otherwise each is mapped, zeroed and given back, with 92,000 page faults for 400 MB.

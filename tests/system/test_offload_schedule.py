@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.offload_schedule import PARTS, PHASES, OffloadSchedule, needed
+from megarl.system.offload_schedule import PARTS, PHASES, OffloadSchedule, needed
 
 ALL = frozenset(PARTS)
 JUST_PARAMETERS = frozenset({"parameters"})

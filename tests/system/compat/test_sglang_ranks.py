@@ -31,7 +31,7 @@ def update_all(raises: bool) -> dict[str, list[list[Any]]]:
     """What this rank answers to every kind of update, for each of FAILS_ON."""
     import torch.distributed as dist
 
-    from tests.compat.test_sglang import FOLDER, load
+    from tests.system.compat.test_sglang import FOLDER, load
 
     hooks: dict[str, Any] = {}
     registry = SimpleNamespace(

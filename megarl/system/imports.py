@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megarl.errors import UserError, close_matches, describe, relative_path_fix, text_of
+from megarl.system.errors import UserError, close_matches, describe, relative_path_fix, text_of
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*")
 _FORMS = "pkg.mod:fn, pkg.mod:Class.method, pkg.mod.fn, or file.py:fn"
@@ -51,6 +51,15 @@ def source_file(reference: str) -> Path | None:
         if added:
             sys.path.remove(here)
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+#: Modules that components of users import, by their earlier names.
+_MOVED = {
+    "megarl.errors": "megarl.system.errors",
+    "megarl.metrics": "megarl.system.metrics",
+    "megarl.staleness": "megarl.dag.staleness",
+    "megarl.tracing": "megarl.system.tracing",
+}
 
 
 def import_callable(path: Callable[..., Any] | str, *, where: str, component: bool = True) -> Callable[..., Any]:
@@ -91,9 +100,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
             where=where,
             found=path,
             allowed=_FORMS,
-            fix="correct the file"
-            if is_file
-            else "install the module, put its folder on PYTHONPATH, or correct the name",
+            fix=_import_fix(error, is_file),
         ) from error
     holder = module_name
     for part in qualname.split("."):
@@ -111,6 +118,13 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
     if not callable(target):
         raise UserError("this is not callable", where=where, found=path, allowed=_FORMS)
     return target
+
+
+def _import_fix(error: Exception, is_file: bool) -> str:
+    """Return the advice for a module or file that does not import."""
+    if isinstance(error, ModuleNotFoundError) and error.name in _MOVED:
+        return f"import {_MOVED[error.name]}, which was called {error.name}"
+    return "correct the file" if is_file else "install the module, put its folder on PYTHONPATH, or correct the name"
 
 
 def location(error: BaseException, file: str) -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.errors import ConfigError
+from megarl.system.errors import ConfigError
 
 #: CUDA of the packages that the tested SGLang asks for, and of torch from 2.11 on the package index.
 MAJOR = 13

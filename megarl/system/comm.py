@@ -5,7 +5,7 @@
 
 Nothing outside this module uses torch's default group: code that communicates is given its group. Plain data (JSON
 values, bytes, metrics) travels in CPU tensors, so the group's backend must serve the CPU
-(`megarl.device.dist_backend`).
+(`megarl.system.device.dist_backend`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl import tracing
-from megarl.compat.gloo import share_devices
-from megarl.errors import WorkerError
-from megarl.metrics import Metrics
-from megarl.processes import LOOPBACK, address_towards
+from megarl.system import tracing
+from megarl.system.compat.gloo import share_devices
+from megarl.system.errors import WorkerError
+from megarl.system.metrics import Metrics
+from megarl.system.processes import LOOPBACK, address_towards
 
 share_devices()
 
@@ -235,7 +235,7 @@ def team_world(deadline_s: float) -> WorkerGroup:
     """Return all ranks of this process's team; only this function uses torch's default group.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised; `megarl.rendezvous.join` does that.
+        RuntimeError: torch.distributed is not initialised; `megarl.system.rendezvous.join` does that.
     """
     if dist.group.WORLD is None:
         raise RuntimeError("this process has joined no team yet")

@@ -26,8 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.errors import ConfigError, MegarlError, UserError, count
-from megarl.imports import import_callable, is_file_reference, location
+from megarl.system.errors import ConfigError, MegarlError, UserError, count
+from megarl.system.imports import import_callable, is_file_reference, location
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -287,7 +287,7 @@ def make_policy(settings: StalenessSettings) -> StalenessPolicy:
 
 
 def _refused(order: str, what: str, fix: str) -> ConfigError:
-    allowed = "in_order, as_ready, or a class derived from megarl.staleness.StalenessPolicy, as AsReady is"
+    allowed = "in_order, as_ready, or a class derived from megarl.dag.staleness.StalenessPolicy, as AsReady is"
     return ConfigError(what, where=ORDER, found=order, allowed=allowed, fix=fix)
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from megarl import tracing
+from megarl.system import tracing
 
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 """Parts of a model. `PARTS` is the order in which they come back; they leave in the reverse order."""

@@ -12,9 +12,9 @@ from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.registry import Registry, Settings
 from megarl.algorithms.resampling import RESAMPLING
 from megarl.envs import registry as of_envs
-from megarl.errors import UserError
 from megarl.rewards import REWARDS
 from megarl.rewards import preflight as of_rewards
+from megarl.system.errors import UserError
 
 REGISTRIES: Mapping[str, Registry[Any]] = {
     "algorithm.advantage": ADVANTAGES,

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from .parents import PARENTS, any_parent_ended, as_parent, parents
+from megarl.system.parents import PARENTS, any_parent_ended, as_parent, parents
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _END_S = 5.0  # for code that keeps starting processes while it is killed

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.imports import installed_version
-from megarl.processes import has_nvidia_device, memory_cgroups, shared_memory_free
+from megarl.system.imports import installed_version
+from megarl.system.processes import has_nvidia_device, memory_cgroups, shared_memory_free
 
 _ROOT = Path("/")
 #: As the kernel names them on x86 and on ARM.

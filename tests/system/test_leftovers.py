@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl import leftovers as module
-from megarl.leftovers import leftovers, remove_leftovers
+from megarl.system import leftovers as module
+from megarl.system.leftovers import leftovers, remove_leftovers
 
 FOLDERS = ["megarl-abc12_9z", "torchelastic_xyz", "torch-shm-dir-Ab3dE"]
 GONE = 2**22 + 1  # beyond the numbers that Linux gives to processes

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.compat import cuda
-from megarl.compat.sglang import server_environment
-from megarl.errors import ConfigError
+from megarl.system.compat import cuda
+from megarl.system.compat.sglang import server_environment
+from megarl.system.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def interpreter(folder: Path, nccl: str | None = None, *, answer: str = "") -> Path:

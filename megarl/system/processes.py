@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megarl.simulators.parents import end_with_parents
+from megarl.system.parents import end_with_parents
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: Set in runs with several teams: this worker's team, its number among all teams' workers, and the buffer's name.

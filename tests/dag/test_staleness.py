@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.load import load_config
-from megarl.errors import ConfigError
-from megarl.staleness import (
+from megarl.dag.staleness import (
     AsReady,
     InOrder,
     PolicyError,
@@ -21,6 +20,7 @@ from megarl.staleness import (
     make_policy,
     policy_of,
 )
+from megarl.system.errors import ConfigError
 from tests.half_step import HALF_STEP
 
 
@@ -183,7 +183,7 @@ def test_a_policy_of_a_user_is_a_class_in_a_file(monkeypatch):
     own = policy(HALF_STEP, 3, groups=4)
     assert [own.may_begin(version) for version in range(3)] == [6, 10, 14]
     assert own.describe().startswith("HalfStep, at most 3 steps stale; at most (1 + 3) * 4 = 16 groups")
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(Path(__file__).parents[1])
     assert policy("half_step.py:HalfStep", 3, groups=4) is own  # relative to the current folder
 
 
@@ -193,35 +193,38 @@ def test_a_policy_of_a_user_is_a_class_in_a_file(monkeypatch):
         ("raise RuntimeError('no such device')", ["does not import", "no such device", "own.py:1"]),
         ("Other = 3", ["has no 'Policy'"]),
         ("def Policy(*_): ...", ["not a policy", "derive it from AsReady"]),
-        ("from megarl.staleness import InOrder\nclass Policy(InOrder): ...", ["chooses among groups that are ready"]),
-        ("from megarl.staleness import StalenessPolicy\nclass Policy(StalenessPolicy): ...", ["lacks forms_step"]),
         (
-            "from megarl.staleness import AsReady\nclass Policy(AsReady):\n"
+            "from megarl.dag.staleness import InOrder\nclass Policy(InOrder): ...",
+            ["chooses among groups that are ready"],
+        ),
+        ("from megarl.dag.staleness import StalenessPolicy\nclass Policy(StalenessPolicy): ...", ["lacks forms_step"]),
+        (
+            "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
             "    def may_begin(self, version): return version * self.groups",
             ["may_begin(0) is 0; allowed: 2 to 6"],
         ),
         (
-            "from megarl.staleness import AsReady\nclass Policy(AsReady):\n"
+            "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
             "    def may_begin(self, version): return 1000",
             ["may_begin(0) is 1000; allowed: 2 to 6"],
         ),
         (
-            "from megarl.staleness import AsReady\nclass Policy(AsReady):\n"
+            "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
             "    def forms_step(self, step, under_way, finished): return None",
             ["forms_step(1) waits where nothing is under way"],
         ),
         (
-            "from megarl.staleness import AsReady\nclass Policy(AsReady):\n"
+            "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
             "    def forms_step(self, step, under_way, finished): return [0]",
             ["forms_step(1) of the policy Policy names [0]: 1 groups", "2 different groups"],
         ),
         (
-            "from megarl.staleness import AsReady\nclass Policy(AsReady):\n"
+            "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
             "    def forms_step(self, step, under_way, finished): return finished[max(finished)][-2:]",
             ["leaves groups that would be more than 2 steps stale; left by version: {0: 4"],
         ),
         (
-            "from megarl.staleness import AsReady\nclass Policy(AsReady):\n"
+            "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
             "    def forms_step(self, step, under_way, finished):\n        return finished[7]",
             ["forms_step(1) of the policy Policy raises KeyError: 7", "own.py:4: return finished[7]"],
         ),

@@ -3,7 +3,7 @@
 megatron-core 0.16 assumes a GPU and, in places, Transformer Engine. `install()` puts an import hook in front of
 `megatron.core.*` that rewrites those few spots while the modules are loaded. Nothing else in the process changes:
 `torch.cuda` itself stays as it is. Every change is an entry of `REWRITES` or `PATCHES` with its reason, and
-tests/compat notices when an entry no longer matches the installed version or is no longer needed.
+tests/system/compat notices when an entry no longer matches the installed version or is no longer needed.
 """
 
 from __future__ import annotations
@@ -396,7 +396,7 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core was imported before megarl.compat.megatron.install()")
+        raise RuntimeError("megatron.core was imported before megarl.system.compat.megatron.install()")
     for message, module in _QUIET + (() if torch.cuda.is_available() else _QUIET_ON_CPU):
         warnings.filterwarnings("ignore", message=message, module=module)
     sys.meta_path.insert(0, _Finder())

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from megarl.credentials import hide, mask
+from megarl.system.credentials import hide, mask
 
 T = TypeVar("T")
 _OUT_OF_MEMORY = re.compile(

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megarl.compat import megatron as compat
+from megarl.system.compat import megatron as compat
 
 ROOT = Path(importlib.util.find_spec("megatron").submodule_search_locations[0])
 
@@ -80,7 +80,7 @@ def test_install_changes_megatron_and_nothing_else():
     script = (
         "import sys, torch\n"
         "before = torch.cuda.current_device\n"
-        "from megarl.compat import megatron\n"
+        "from megarl.system.compat import megatron\n"
         "assert 'megatron.core' not in sys.modules\n"
         "megatron.install(); megatron.install()\n"
         "assert sum(type(f).__name__ == '_Finder' for f in sys.meta_path) == 1\n"
