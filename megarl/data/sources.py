@@ -206,7 +206,7 @@ def files_of_folder(folder: Path) -> list[Path]:
 
     Editors and download tools keep copies there, such as `.ipynb_checkpoints/train-checkpoint.jsonl`.
     """
-    return [file for file in _files(folder) if file.suffix.lower() in SUFFIXES and file.name not in _ABOUT_DATA]
+    return [file for file in visible_files(folder) if file.suffix.lower() in SUFFIXES and file.name not in _ABOUT_DATA]
 
 
 def other_forms(folder: Path, where: str) -> DataError | None:
@@ -217,7 +217,7 @@ def other_forms(folder: Path, where: str) -> DataError | None:
     packed = (*SUFFIXES, *_OTHER_FORMS, ".tar")
     others = [
         str(file.relative_to(folder))
-        for file in (() if is_saved_set(folder) else _files(folder))
+        for file in (() if is_saved_set(folder) else visible_files(folder))
         if file.suffix.lower() in _OTHER_FORMS
         or (file.suffix.lower() in _PACKED and file.with_suffix("").suffix.lower() in packed)
     ]
@@ -237,7 +237,7 @@ def is_saved_set(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def _files(folder: Path) -> list[Path]:
+def visible_files(folder: Path) -> list[Path]:
     """Return the files of a folder and of its folders, in order, links to folders included; but hidden ones."""
     files, known = list[Path](), set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):

@@ -196,7 +196,7 @@ class Checkpoints:
             refuse_other_sampling(step, buffered, c.config, c.team.placement)
         ahead = None if buffered is None else step + steps_held(buffered)
         changes = announcements(meta["config"], now, command, begun=step > 0, generated=ahead)
-        kept = checkpoint.read_state(self.source).get("read", {})  # none of an earlier version
+        kept = checkpoint.read_state(self.source).get("read")  # None: of an earlier version
         changes += changes_in_place(kept, self._read, (meta["config"], now), command, begun=step > 0)
         return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]
 

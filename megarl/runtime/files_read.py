@@ -8,10 +8,12 @@ the policy and the critic come from the checkpoint.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.data.sources import visible_files
 from megarl.runtime.resume_compatibility import COLD_START, Command, Plain, value_at
 from megarl.system.errors import ConfigError
 from megarl.training.checksums import FileChecksum, checksum_of, few, text_checksum
@@ -41,12 +43,12 @@ def files_read(config: Plain) -> FilesRead:
             for name, file in _files(key, text):
                 found.setdefault(key, {}).update(_checksums(name, file))
     if (pictures := value_at(config, "data.image_dir")) and isinstance(pictures, str):
-        found["data.image_dir"] = _listing(Path(pictures).expanduser())
+        found["data.image_dir"] = _listing(Path(os.path.expanduser(pictures)))
     return found
 
 
 def changes_in_place(
-    before: Mapping[str, Mapping[str, FileChecksum]],
+    before: Mapping[str, Mapping[str, FileChecksum]] | None,
     now: FilesRead,
     configs: tuple[Plain, Plain],
     command: Command,
@@ -56,13 +58,15 @@ def changes_in_place(
     """Return a line for every key whose value is that of the checkpoint, and whose files are not.
 
     Args:
-        before: checksums in the checkpoint.
+        before: checksums in the checkpoint; None: an earlier version wrote it, which kept none.
         configs: the recipe that wrote it, and that of this start.
         begun: as for `announcements`.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with the files as they are.
     """
+    if before is None:
+        return []
     lines = []
     for key in sorted(set(before) | set(now)):
         old, new = before.get(key, {}), now.get(key, {})
@@ -116,12 +120,12 @@ def _files(key: str, text: str) -> Iterator[tuple[str, Path]]:
     if last == _CACHE:
         return
     for name in dict.fromkeys((text, text.rpartition(":")[0], text.partition("@")[0])):
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))  # of text such as "~you are" nothing is expanded
         if path.suffix and _is(path, "is_file"):
             yield name, path
             return
         if last in _FOLDERS and name and _is(path, "is_dir"):
-            for file in sorted(path.rglob("*")) if last not in _MODELS else sorted(path.glob("*")):
+            for file in sorted(path.glob("*")) if last in _MODELS else visible_files(path):
                 weights = file.suffix in _WEIGHTS or file.name.endswith(_INDEX)
                 if _is(file, "is_file") and not (last in _MODELS and weights):
                     yield f"{name}/{file.relative_to(path)}", file

@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
             "val_files": [at("held_out.jsonl")],
             "override_chat_template": at("template.jinja"),
             "image_dir": at("pictures"),
-            "system_prompt": "a. b\nc",
+            "system_prompt": "~all of you: a. b",
         },
         "reward": {"name": f"{at('reward.py')}:score", "kwargs": {"cache": at("rows.jsonl")}},
         "env": {"name": "tools", "tools": [f"{at('tools.py')}:look"]},
@@ -104,3 +104,16 @@ def test_contents_that_decide_what_weights_mean_are_refused(
     assert refused.value.where in ("model.path", "critic.path")
     others = {section: {"path": "another/model"} for section in ("model", "critic")}
     assert changes({**recipe, **others}) == [], "announced as a change of the key"
+
+
+def test_a_checkpoint_of_an_earlier_version_has_nothing_to_compare(recipe: dict[str, Any]) -> None:
+    assert changes_in_place(None, files_read(recipe), (recipe, recipe), "train", begun=True) == []
+
+
+def test_a_folder_of_data_has_the_files_that_are_read(tmp_path: Path) -> None:
+    for folder in ("elsewhere", "rows/.ipynb_checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.jsonl").write_text("{}")
+    (tmp_path / "rows" / "linked").symlink_to(tmp_path / "elsewhere")
+    rows = str(tmp_path / "rows")
+    assert [*files_read({"data": {"train_files": [rows]}})["data.train_files"]] == [f"{rows}/linked/a.jsonl"]
