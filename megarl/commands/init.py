@@ -150,10 +150,6 @@ def run(arguments: argparse.Namespace) -> int:
     file = arguments.file if arguments.file.suffix in (".yaml", ".yml") else Path(f"{arguments.file}.yaml")
     if file.exists():
         raise UserError("the file exists", where="megarl init", found=str(file), fix="name another, or remove it")
-    machine = this_machine()
-    if arguments.source is not None:
-        return _run_from(arguments, file, machine)
-    arguments.model = arguments.model or _MODEL
     if arguments.gpus is not None and arguments.gpus < 0:
         raise ConfigError(
             "a negative number of GPUs",
@@ -162,6 +158,10 @@ def run(arguments: argparse.Namespace) -> int:
             allowed="0 (the CPU) or more",
             fix="leave --gpus out to use a GPU if there is one",
         )
+    machine = this_machine()
+    if arguments.source is not None:
+        return _run_from(arguments, file, machine)
+    arguments.model = arguments.model or _MODEL
     gpus = int(machine.has_gpu) if arguments.gpus is None else arguments.gpus
     facts = model_facts(ModelConfig(path=arguments.model))
     settings = _settings(arguments, gpus)

@@ -46,7 +46,7 @@ def settings_from(
         if key not in made.settings:
             raise UserError("the settings name none, and a recipe needs it", where=key, fix=f"add {option}")
     made.settings.pop("name", None)  # the file has the recipe's
-    devices = made.settings["cluster.nproc"] if arguments.gpus is None else max(0, arguments.gpus)
+    devices = made.settings["cluster.nproc"] if arguments.gpus is None else arguments.gpus
     if arguments.gpus is None and devices == 1 and not machine.has_gpu:
         devices = 0
     _place(made, devices, arguments.engine, machine)

@@ -289,9 +289,10 @@ def _trl(source: OtherSettings, gpus: int | None) -> Translation:
     said = next((kind for kind in kinds if kind in words), None)
     algorithm = said or next((kind for kind, own in kinds.items() if own & names), "grpo")
     made = Translation("TRL", algorithm)
-    devices = _devices(made, source.take("num_machines"), source.take("num_processes"), gpus)
-    if gpus is None:
-        devices = made.settings["cluster.nproc"]
+    nodes, processes = int(_positive(source.take("num_machines")) or 1), source.take("num_processes")
+    devices = _devices(
+        made, nodes, int(_positive(processes) or nodes) // nodes, gpus
+    )  # accelerate counts all machines'
     _trl_data(source, made)
     batch = int(source.take("per_device_train_batch_size") or 8) * devices
     accumulated = int(source.take("gradient_accumulation_steps") or 1)
@@ -315,6 +316,8 @@ def _trl(source: OtherSettings, gpus: int | None) -> Translation:
     if str(source.take("eval_strategy") or "no") == "no":
         source.take("eval_steps")
         made.settings.pop("data.val_files", None)
+    elif section == "sft":
+        made.set("sft.eval_every", source.take("eval_steps"))
     if str(source.take("save_strategy") or "steps") == "no":
         source.take("save_steps")
         made.set("trainer.save_every", 0)
@@ -519,7 +522,9 @@ def _nemo(source: OtherSettings, gpus: int | None) -> Translation:
         made.set("sft.max_tokens", source.take("policy.max_total_sequence_length"))
     section = "sft" if algorithm == "sft" else "trainer"
     _steps(source, made, f"{algorithm}.max_num_steps", f"{algorithm}.max_num_epochs", section)
-    if algorithm != "sft":
+    if algorithm == "sft":
+        made.set("sft.eval_every", _positive(source.take("sft.val_period")))
+    else:
         _betas(made, source.take("optimizer.kwargs.betas"))
     tokenizer = source.take("policy.tokenizer.name")
     made.set("model.tokenizer", tokenizer if tokenizer != made.settings.get("model.path") else None)

@@ -93,8 +93,9 @@ def test_gpus_that_machines_cannot_share_evenly_are_refused_with_numbers_that_do
     assert init("--gpus", str(gpus + 1)).cluster.nproc == gpus + 1
 
 
-def test_a_negative_number_of_gpus_is_refused(init, tmp_path, capsys):
-    assert main(["init", "mine", "--gpus", "-1"]) == 2
+@pytest.mark.parametrize("options", [[], ["--from", "settings.yaml"]])
+def test_a_negative_number_of_gpus_is_refused(init, tmp_path, capsys, options):
+    assert main(["init", "mine", "--gpus", "-1", *options]) == 2
     assert "--gpus: a negative number of GPUs" in capsys.readouterr().err
     assert not (tmp_path / "mine.yaml").exists()
 

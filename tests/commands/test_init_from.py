@@ -305,3 +305,23 @@ def test_a_setting_that_is_taken_is_not_translated_twice():
     made = translate(OtherSettings({"learning_rate": 1e-6, "num_generations": 4, "max_grad_norm": 0.5}), None)
     assert made.settings["actor.optim.clip_grad"] == 0.5
     assert made.notes == {}
+
+
+def test_processes_of_accelerate_are_those_of_all_machines():
+    values = {"num_machines": 2, "num_processes": 16, "per_device_train_batch_size": 4, "num_generations": 8}
+    made = translate(OtherSettings(values), None)
+    devices, prompts = made.settings["cluster.nproc"], made.settings["data.batch_size"]
+    assert (devices, made.settings["cluster.nnodes"], prompts) == (16, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"packing": True, "eval_strategy": "steps", "eval_steps": 50},
+        {"policy.model_name": "m", "sft.max_num_steps": 100, "sft.val_period": 50},
+    ],
+)
+def test_fine_tuning_is_validated_by_a_key_of_its_own(values):
+    made = translate(OtherSettings(values), None)
+    assert made.settings["sft.eval_every"] == 50
+    assert "validation.every" not in made.settings
