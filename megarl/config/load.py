@@ -173,7 +173,10 @@ def _with_absolute_path(text: str) -> str:
     key = find_key(path)
     if key is None or key.section or key.path != ".".join(path):
         return text
-    value = _parse_for(key, raw)
+    try:
+        value = _parse_for(key, raw)
+    except yaml.YAMLError:
+        return text  # refused when the recipe is read
     if isinstance(value, list):
         return f"{dotted}={json.dumps([_absolute(item, path) for item in value], ensure_ascii=False)}"
     return f"{dotted}={_absolute(value, path)}" if isinstance(value, str) else text

@@ -12,7 +12,7 @@ from megarl.artifacts.trained import Exported, write_exported
 from megarl.checks.checklist import Checklist
 from megarl.checks.files import check_data
 from megarl.commands import job
-from megarl.system.errors import UserError
+from megarl.system.errors import ConfigError, UserError
 
 
 @pytest.mark.parametrize("console", ["plain", "json"])
@@ -109,6 +109,11 @@ def test_paths_of_the_command_line_keep_their_meaning(
     given = [text for text in arguments.overrides if text.startswith(f"{key}=")]
     assert given[-1].replace('"', "'") == f"{key}={expected.format(here=here)}"
     assert Path.cwd() == started_elsewhere.parent
+
+
+def test_an_override_that_cannot_be_read_is_named(started_elsewhere: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the value of data\.val_files cannot be read"):
+        job.read_recipe(eval_arguments(started_elsewhere, "data.val_files=[a"))
 
 
 def test_a_run_is_read_from_where_it_was_started_and_its_results_go_into_it(started_elsewhere: Path) -> None:
