@@ -74,7 +74,7 @@ OWNERS = (
     Owner(
         "teacher",
         lambda j: j.has(Role.TEACHER),
-        "nothing asks a teacher",
+        "no teacher is used",
         "set algorithm.distillation.coef",
         ("path", "models"),
     ),
@@ -131,7 +131,12 @@ OWNERS = (
         "there are no held-out prompts",
         "set data.val_files or data.val_split",
     ),
-    Owner("sft.optim", lambda j: j.config.sft.steps > 0, "no supervised steps come first", "set sft.steps"),
+    Owner(
+        "sft.optim",
+        lambda j: j.config.sft.steps > 0 or j.config.sft.epochs is not None,  # a submitted job counts its steps itself
+        "no supervised steps come first",
+        "set sft.steps",
+    ),
 )
 
 

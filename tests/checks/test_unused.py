@@ -41,6 +41,7 @@ def test_a_key_without_a_reader_is_warned_of(config_of, overrides, key, lacks):
         ["algorithm.kl.coef=0.001"],
         ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "critic.optim.lr=1e-4"],
         ["sft={steps: 2, optim: {lr: 1e-4}}"],
+        ["sft={epochs: 2, optim: {lr: 1e-4}}"],
         ["algorithm.pipeline=file.py:missing", "critic.optim.lr=1e-4"],
     ],
 )
