@@ -61,7 +61,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: Dat
     notes: list[str] = []
     own = model.tokenizer in (None, model.path)
     for number in _of_generation_config(model.path):
-        if number < len(tokenizer) and (own or _is_special(tokenizer, number)):
+        if number < len(tokenizer) and (own or is_special(tokenizer, number)):
             found.sources.setdefault(number, []).append(GENERATION_CONFIG)
         else:
             what = "is no special token of model.tokenizer" if number < len(tokenizer) else "is none of the tokenizer's"
@@ -93,10 +93,11 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int 
         return None, None
     # Llama 2's template writes a blank before the end token.
     ids: list[int] = tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"]
-    return (ids[0] if ids and _is_special(tokenizer, ids[0]) else None), text
+    return (ids[0] if ids and is_special(tokenizer, ids[0]) else None), text
 
 
-def _is_special(tokenizer: PreTrainedTokenizerBase, number: int) -> bool:
+def is_special(tokenizer: PreTrainedTokenizerBase, number: int) -> bool:
+    """Return whether the tokenizer calls a token special."""
     added: Any = tokenizer.added_tokens_decoder.get(number)
     return number in tokenizer.all_special_ids or bool(getattr(added, "special", False))
 

@@ -11,7 +11,7 @@ from megarl.config.data import DataConfig
 from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.batch import Batch, Jagged
 from megarl.data.conversations import Conversations
-from megarl.data.end_tokens import turn_end
+from megarl.data.end_tokens import is_special, turn_end
 from megarl.data.messages import Message, response_of
 from megarl.data.prompts import PromptDataset, dropped, fingerprint, tokens_text
 from megarl.data.render import Split, uses_chat
@@ -109,7 +109,7 @@ class SFTDataset(PromptDataset):
         whole = response_key == config.prompt_key
         super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images, rows=rows)
         talks = [self._response(number, response_key) for number in range(len(self.rows))]
-        examples = self._tokens(talks, tokenizer, _end(tokenizer, config, stop_ids))
+        examples = self._tokens(talks, tokenizer, _end(tokenizer, config, stop_ids), stop_ids)
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens
         prompts = [example.prompt for example in examples]
@@ -157,13 +157,17 @@ class SFTDataset(PromptDataset):
         images = self.config.image_key is not None
         return response_of(self.rows[number], self.config.prompt_key, key, images=images)
 
-    def _tokens(self, talks: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase, end: int) -> list[Response]:
+    def _tokens(
+        self, talks: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase, end: int, stops: Sequence[int]
+    ) -> list[Response]:
         """Return the tokens of each row: prompt and response.
 
         The prompt's are another's than in RL where the template writes the conversation in another way, without the
         `<think>` that it ends a prompt with.
         """
-        ends = [str(tokenizer.decode([token])) for token in (end, int(tokenizer.eos_token_id))]
+        # A template may end some turns with another token, as Llama 3.1's does those that call a tool.
+        others = [] if self.chat is None else [token for token in stops if is_special(tokenizer, token)]
+        ends = [str(tokenizer.decode([token])) for token in (end, int(tokenizer.eos_token_id), *others)]
         writer = Conversations(self.chat, ends)
         conversations = [writer.turns(*row) for row in zip(self.texts, self.given, talks, self.rows, strict=True)]
         self._noted = (

@@ -218,3 +218,23 @@ def test_text_of_an_environment_has_no_blank_that_it_does_not_have(kind: str) ->
     turns = Turns(tokenizer, None, [tokenizer.eos_token_id])
     assert tokenizer.decode(turns.following("12", ended=True)) == "12"
     assert turns.following("12", ended=True) == tokenizer("a</s>12", add_special_tokens=False)["input_ids"][-2:]
+
+
+def test_a_call_of_a_tool_that_ends_with_a_token_of_its_own_is_learnt_without_the_answer() -> None:
+    template = """{% for m in messages %}{{ '<start>' + m.role + '|' + m.content }}
+      {{- '{call}<again>' if m.tool_calls else '<end>' }}{% endfor %}
+    {%- if add_generation_prompt %}<start>assistant|{% endif %}"""
+    tokenizer = tokenizer_of("bytes", ("<start>", "<again>", "<end>"))
+    tokenizer.chat_template = template
+    stops = tokenizer.convert_tokens_to_ids(["</s>", "<again>", "<end>"])
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    talk = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "so", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    config = DataConfig(train_files=["rows.jsonl"], prompt_key="talk")
+    batch = SFTDataset(config, tokenizer, "talk", stop_ids=stops, rows=_rows([{"talk": talk}])).batch([0])
+    learnt = batch["response_ids"].values[batch["response_mask"].values.bool()]
+    assert tokenizer.decode(learnt.tolist()) == "so{call}<again>yes<end>"
