@@ -385,8 +385,7 @@ def _on_day(template: str, day: datetime.datetime) -> str:
     values = [("%%", "\ue000"), *((f"%{sign}", day.strftime(f"%{sign}")) for sign in _STRFTIME), ("\ue000", "%")]
     filters = "".join(f" | replace({json.dumps(sign)}, {json.dumps(value)})" for sign, value in values)
     macro = f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro %}}"
-    kept = "\n" if template.startswith("\n") else ""  # a line break right after a block is dropped
-    return macro + kept + template
+    return f"{macro}\n{template}"  # a line break right after a block is dropped
 
 
 def _with_system(messages: list[Message], text: str) -> list[Message]:

@@ -79,13 +79,19 @@ class Turns:
         if not _are_messages(observation):
             return self._plain(observation)
         tail = self._tail(observation)
-        ids = self._ids(tail.lstrip() if ended else tail)  # Llama 2's template writes a blank before the end token
+        ids = self._after(tail) if ended else self._ids(tail)
         return ids[1:] if ended and ids and ids[0] in self._stops else ids
 
     def _tail(self, messages: Messages) -> str:
         """Return the template's text after the assistant's turn when `messages` follow it."""
         talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *messages]
         return self._rendered(talk).rpartition(MARK)[2]
+
+    def _after(self, tail: str) -> list[int]:
+        """Return the tokens of the template's text after a turn, from the end token on where it writes one."""
+        ids = self._ids(tail)
+        # Llama 2's template writes a blank before the end token, and a line break may be the end token itself.
+        return ids if ids and ids[0] in self._stops else self._ids(tail.lstrip())
 
     def _plain(self, observation: Any) -> list[int]:
         if isinstance(observation, str):
@@ -130,7 +136,7 @@ class Turns:
 
     def _check(self) -> None:
         tail = after_turn(self._rendered)
-        ids = [] if tail is None else self._ids(tail.lstrip())
+        ids = [] if tail is None else self._after(tail)
         if not ids or ids[0] not in self._stops:
             raise ConfigError(
                 "the chat template does not write a turn of the assistant as it was sampled and end it with an end "

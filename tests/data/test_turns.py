@@ -69,6 +69,15 @@ def test_templates_that_change_or_do_not_end_a_turn_are_refused(template):
         turns(template)
 
 
+def test_a_line_break_may_be_the_end_token():
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz:;\n")
+    [stop] = tokenizer("\n")["input_ids"]
+    render = chat_renderer(tokenizer, TEMPLATE.replace("'<eos>'", "'\\n'"))
+    made = Turns(tokenizer, lambda messages: render(messages, Row({}, "here", 0)), [EOS, stop])
+    assert made.end == stop
+    assert tokenizer.decode(made.following([{"role": "user", "content": "b"}], ended=True)) == "user:b;assistant:"
+
+
 def test_messages_without_a_template_are_refused():
     with pytest.raises(ConfigError, match=r"data.chat_template: true"):
         Turns(TOKENIZER, None, [EOS]).first([{"role": "user", "content": "a"}])
@@ -88,3 +97,5 @@ def test_a_template_that_writes_the_date_is_given_that_of_the_run() -> None:
     rendered = chat_renderer(TOKENIZER, dated + TEMPLATE, date="2024-02-09")(messages, row)
     assert rendered == "\n09 Feb 2024 100% 9 2024-02-09" + chat_renderer(TOKENIZER, TEMPLATE)(messages, row)
     assert datetime.date.today().isoformat() in chat_renderer(TOKENIZER, dated + TEMPLATE)(messages, row)
+    indented = "  {% if true %}{% endif %}{{ strftime_now('%Y') }}"  # blanks before a block at the start of a line go
+    assert chat_renderer(TOKENIZER, indented + TEMPLATE, date="2024-02-09")(messages, row).startswith("2024")
