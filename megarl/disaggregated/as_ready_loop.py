@@ -34,9 +34,9 @@ from megarl.dag.stage import Role
 from megarl.dag.staleness import policy_of
 from megarl.data.batch import Batch
 from megarl.disaggregated.as_ready_checkpoint import BufferedGroups, files_of_flow, read_buffered_groups
+from megarl.disaggregated.call_batcher import CallBatcher
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_loop import buffer_of
-from megarl.disaggregated.pace import Pace
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
 from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 from megarl.runtime.stages import sampling
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megarl.data.trajectory import Trajectory
     from megarl.disaggregated.buffer.channel import FinishedGroups, GroupChannel
     from megarl.disaggregated.checkpoint_part import CheckpointPart
-    from megarl.rollout.groups import Groups
+    from megarl.rollout.groups import GroupGenerator
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
@@ -76,7 +76,7 @@ def tell_place(c: RankState) -> None:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class PendingGroup:
     """Groups that have come as far as the node that waits for their rewards.
 
     Attributes:
@@ -115,10 +115,10 @@ class AsReadyLoop:
     _versions: dict[int, int] = field(default_factory=dict)  # of first tokens: all groups that are not finished
     _waiting: list[int] = field(default_factory=list)  # to be begun as soon as there is room
     _partials: dict[int, list[Trajectory]] = field(default_factory=dict)  # of these
-    _scoring: deque[Scoring] = field(default_factory=deque)  # in the order in which the rewards come
+    _scoring: deque[PendingGroup] = field(default_factory=deque)  # in the order in which the rewards come
     _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
     _rejected: list[list[float]] = field(default_factory=list)  # scores of groups, since the last one that was not
-    _pace: Pace = field(init=False)
+    _batcher: CallBatcher = field(init=False)
     _over: int = 0  # groups that are finished, and that the buffer has not been told of
     _unsent: list[FinishedGroups] = field(default_factory=list)  # useful ones among them, where this rank sends them
     _refused: list[int] = field(default_factory=list)  # the others
@@ -143,7 +143,7 @@ class AsReadyLoop:
 
     # -- begin -------------------------------------------------------------------------------------------------------
 
-    def _make_groups(self) -> Groups:
+    def _make_groups(self) -> GroupGenerator:
         c, config = self.c, self.c.config
         sampling, most = config.rollout.sampling, config.rollout.max_running
         fair = -(-policy_of(config).capacity // c.layout.dp_size)  # the others have room, too
@@ -151,7 +151,7 @@ class AsReadyLoop:
             bound = config.rollout.sglang.max_concurrency
             most = fair * sampling.n if bound is None else bound * len(c.fleet.servers) // c.layout.dp_size
         groups = min(max(1, most // sampling.n), fair)
-        self._pace = Pace(groups, fair)
+        self._batcher = CallBatcher(groups, fair)
         return open_groups(c.context, c.rollout, sampling, groups * sampling.n)
 
     def _open(self) -> None:
@@ -187,12 +187,12 @@ class AsReadyLoop:
 
     # -- one segment -------------------------------------------------------------------------------------------------
 
-    def _generate(self, producer: Groups, version: int) -> None:
+    def _generate(self, producer: GroupGenerator, version: int) -> None:
         """Generate with `version` until weights are to be updated."""
         c, interrupts = self.c, self.c.config.async_.partial
         # Ranks that meet while they generate: replicas that ask the same servers do so together.
         together = c.layout.mp_group if c.fleet is None else c.layout.world
-        self._pace.begin(time.monotonic())
+        self._batcher.begin(time.monotonic())
         with c.rollout.generating(c.context, 0):
             producer.open()
             while True:
@@ -211,13 +211,13 @@ class AsReadyLoop:
             producer.interrupt()
         self._swap(version, 0)
 
-    def _admit(self, producer: Groups, version: int) -> None:
+    def _admit(self, producer: GroupGenerator, version: int) -> None:
         """Begin what may begin, as far as there is room; from time to time the buffer takes and hands out groups."""
         room, most = 0, 0
         if not self._wanted:
             self._begin_waiting(producer)
             room = producer.free // self.c.config.rollout.sampling.n
-            most = self._pace.missing(room, len(self._waiting))
+            most = self._batcher.missing(room, len(self._waiting))
         if self._dry:  # others may begin only in the place of those that are of no use
             most = min(most, len(self._refused))
         idle = not producer.busy and not self._next_is_scored()
@@ -226,7 +226,7 @@ class AsReadyLoop:
             if not self._wanted:
                 self._begin_waiting(producer)
 
-    def _begin_waiting(self, producer: Groups) -> None:
+    def _begin_waiting(self, producer: GroupGenerator) -> None:
         while self._waiting and producer.free >= self.c.config.rollout.sampling.n:
             self._begin(producer, self._waiting.pop(0))
 
@@ -235,7 +235,7 @@ class AsReadyLoop:
         if not (most or self._over):
             return False
         lead, finished = self.c.layout.is_lead, self._over > 0
-        due = self._pace.is_due(time.monotonic(), most, finished=finished, empty=empty) if lead else None
+        due = self._batcher.is_due(time.monotonic(), most, finished=finished, empty=empty) if lead else None
         return bool(self.c.layout.mp_group.broadcast_json(due))
 
     def _swap(self, version: int, most: int) -> None:
@@ -247,13 +247,13 @@ class AsReadyLoop:
             if c.layout.is_lead:
                 numbers = self.channel.swap(c.context, self._unsent, self._refused, version, most)
             numbers = c.layout.mp_group.broadcast_json(numbers)
-        self._pace.called()
+        self._batcher.called()
         self._dry = len(numbers) < most or (self._dry and len(self._refused) == most)
         self._over, self._unsent, self._refused = 0, [], []
         self._versions |= dict.fromkeys(numbers, version)
         self._waiting += numbers
 
-    def _begin(self, producer: Groups, number: int) -> None:
+    def _begin(self, producer: GroupGenerator, number: int) -> None:
         c = self.c
         assert c.loader is not None, "it has given numbers"
         self._prompts[number] = prompt = c.loader.at([number])
@@ -292,7 +292,7 @@ class AsReadyLoop:
             record_samples(c.context, batch)
             self.channel.give(c.context, self.executor.graph[c.team.plan.nodes[0]], batch)
             batch = self.executor.run(c.context, batch)
-        self._scoring.append(Scoring(numbers, batch, metrics, self.channel.aside))
+        self._scoring.append(PendingGroup(numbers, batch, metrics, self.channel.aside))
         self.channel.aside = {}
 
     @contextmanager
@@ -318,7 +318,7 @@ class AsReadyLoop:
             self._finish(self._scoring.popleft())
             least -= 1
 
-    def _finish(self, groups: Scoring) -> None:
+    def _finish(self, groups: PendingGroup) -> None:
         """Walk the other nodes; the groups are to be handed over with what all of them measured."""
         c, numbers = self.c, groups.numbers
         self.channel.aside = groups.aside
@@ -379,7 +379,7 @@ class AsReadyLoop:
         else:
             evaluate_last(self.c, self.recorder, version)
 
-    def _save(self, version: int, producer: Groups) -> None:
+    def _save(self, version: int, producer: GroupGenerator) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
         c = self.c
         if not c.mail.read(f"{SAVES}/{version}"):

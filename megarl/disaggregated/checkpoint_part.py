@@ -20,7 +20,7 @@ from megarl.runtime.checkpoints import FOLDER, teams_of
 from megarl.system.tracing import phase
 from megarl.training import checkpoint
 from megarl.training.multi_team_commit import begin_part
-from megarl.training.saving import UnderWay
+from megarl.training.saving import PendingSave
 
 if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class CheckpointPart:
-    """A `SavedRun`: saves and restores what this team has of it."""
+    """A `CheckpointPolicy`: saves and restores what this team has of it."""
 
     def __init__(self, c: RankState) -> None:
         self._c, self._world = c, c.layout.world
         self._teams = teams_of(c)
-        self._under_way = UnderWay()
+        self._under_way = PendingSave()
         self.ends = self.over = False  # the launcher ends this team
 
     def load(self, source: Path) -> None:
@@ -58,7 +58,7 @@ class CheckpointPart:
         self._under_way.poll()
 
     def settle(self) -> None:
-        """See `SavedRun`."""
+        """See `CheckpointPolicy`."""
         self._under_way.settle()
 
     def may_save(self, step: int) -> bool:

@@ -4,9 +4,9 @@
     rollout's team    follow, open the engine              ready         generate, `async.max_staleness` steps ahead
     other teams       follow, make their models            ready         steps: walk
 
-What goes between teams, and who waits for whom, is in docs/architecture.md. A team that begins again because a process
-of it died (`OwnTeam.restarts`) reads the same announcement, goes on after the last step that was over, and nobody waits
-for it.
+docs/architecture.md shows what teams exchange, and who waits for whom. A team that is restarted because one of its
+processes died (`TeamContext.restarts`) reads the same announcement and continues after the last finished step; no other
+team waits for it to be ready.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.disaggregated.in_order_loop import InOrderLoop, buffer_of, find_buff
 from megarl.disaggregated.recorder import TeamRecorder
 from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader, tell_last
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
-from megarl.runtime.checkpoints import Checkpoints, SavedRun, settling
+from megarl.runtime.checkpoints import CheckpointPolicy, Checkpoints, settling
 from megarl.runtime.export import show_export
 from megarl.runtime.frozen_models import RunStart, drop_refused_start
 from megarl.runtime.loop import (
@@ -45,7 +45,7 @@ from megarl.runtime.loop import (
     validate_first,
     validates_first,
 )
-from megarl.runtime.rank_state import OwnTeam, RankState
+from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.stages.reward import PENDING
 from megarl.runtime.validate import validates
 from megarl.system.errors import ConfigError
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 _START, _READY = "start", "ready"
 
 
-def join_run(config: RunConfig, graph: TaskGraph) -> OwnTeam:
+def join_run(config: RunConfig, graph: TaskGraph) -> TeamContext:
     """Connect this worker to the run of several teams that the launcher has started.
 
     Raises:
@@ -77,7 +77,7 @@ def join_run(config: RunConfig, graph: TaskGraph) -> OwnTeam:
     restarts, finished = (int(os.environ.get(variable, "0")) for variable in (RESTARTS, FINISHED))
     buffer = BufferClient.connect(os.environ[BUFFER], name, rank, config.cluster.timeout_s, restarts)
     plan = placement[name]
-    return OwnTeam(plan, placement, buffer, restarts, finished, begins_again(config, plan))
+    return TeamContext(plan, placement, buffer, restarts, finished, begins_again(config, plan))
 
 
 def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
@@ -141,7 +141,7 @@ def all_ready(c: RankState) -> None:
             c.frozen |= c.team.read(f"{_READY}/{team.name}")
 
 
-def resume(c: RankState, checkpoints: SavedRun, source: Path, *, begun: bool) -> None:
+def resume(c: RankState, checkpoints: CheckpointPolicy, source: Path, *, begun: bool) -> None:
     """Restore what this team has in the checkpoint at `source`; unless `begun`, the actor of a cold start is there."""
     with phase("resume"):
         if begun:
@@ -150,7 +150,7 @@ def resume(c: RankState, checkpoints: SavedRun, source: Path, *, begun: bool) ->
         resume_loader(c, source)
 
 
-def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: SavedRun) -> None:
+def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: CheckpointPolicy) -> None:
     """All steps of a team that does not generate for another one."""
     config, team = c.config, c.team
     recorder.channel = channel = _open_channel(c, graph)

@@ -23,7 +23,7 @@ from megarl.system.tracing import PhaseEvent, phase
 
 if TYPE_CHECKING:
     from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
-    from megarl.runtime.rank_state import OwnTeam, RankState
+    from megarl.runtime.rank_state import RankState, TeamContext
     from megarl.tracking.tracker import Part
 
 _AWAIT = "await_"  # begins the names of phases that wait for something else than samples
@@ -33,7 +33,7 @@ SAMPLES, WEIGHTS = "samples", "weights"
 class TeamTime:
     """The time of one rank of one of several teams."""
 
-    def __init__(self, team: OwnTeam) -> None:
+    def __init__(self, team: TeamContext) -> None:
         self._team, self._name = team, f"team/{team.plan.name}"
         self._since: int | None = None
         self._tokens = 0

@@ -139,7 +139,7 @@ def push_weights(c: RankState, version: int) -> SyncReport:
 # -- the loader, as the team sees it that keeps checkpoints -----------------------------------------------------------
 
 
-class LoaderElsewhere:
+class RemoteLoader:
     """The loader of the rollout's team: where it stands is part of the checkpoints of the actor's team.
 
     Args:
@@ -183,7 +183,7 @@ def share_loader(c: RankState) -> None:
     elif leads and not generates:
         with phase("await_loader", waits_for=c.team.of(Role.ROLLOUT)):
             policy = policy_of(c.config) if c.config.async_.in_order else None
-            c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, c.team.of(Role.ROLLOUT), policy)
+            c.loader_elsewhere = RemoteLoader(c.context, c.mail, c.team.of(Role.ROLLOUT), policy)
 
 
 def tell_loader(c: RankState) -> None:

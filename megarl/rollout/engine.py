@@ -103,14 +103,14 @@ class Generation(Protocol):
     """The turns of sequences that come and go. Every rank of a model replica makes the same calls in the same order.
 
     Attributes:
-        goes_on: turns go on between two calls of `wait`, so that nothing is lost by a look at other things. Otherwise
+        is_async: turns go on between two calls of `wait`, so that nothing is lost by a look at other things. Otherwise
             which turns are over first depends on nothing but the turns, and a second run learns it alike.
-        in_rounds: a `wait` is a round, in which all turns come to their ends. The ranks of `any_busy` go through it
+        is_batched: a `wait` is a round, in which all turns come to their ends. The ranks of `any_busy` go through it
             together, also those that have no turn.
     """
 
-    goes_on: ClassVar[bool]
-    in_rounds: ClassVar[bool]
+    is_async: ClassVar[bool]
+    is_batched: ClassVar[bool]
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
         """Ask for the next turn of `sequence` (a number below `sequences`), which is `tokens` so far.

@@ -74,7 +74,7 @@ class Group:
 
 
 @dataclass
-class _UnderWay:
+class _InFlightGroup:
     """A group that `wait` has not returned.
 
     Attributes:
@@ -103,7 +103,7 @@ class _UnderWay:
 class _Sample:
     """A sample that is not over: its place in its group, and tokens before its turns, those that were cached, too."""
 
-    under_way: _UnderWay
+    under_way: _InFlightGroup
     place: int
     read: int = 0
     cached: int = 0
@@ -113,13 +113,13 @@ class _Sample:
         return self.under_way.trajectories[self.place]
 
 
-class Groups:
-    """The producer of groups of samples. Every rank of a model replica makes the same calls in the same order.
+class GroupGenerator:
+    """Generates groups of samples. Every rank of a model replica makes the same calls in the same order.
 
-    Replicas that generate together, on servers (`Generation.goes_on`) or in rounds (`Generation.in_rounds`), also call
-    `open`, `wait`, `interrupt` and `finish` equally often and in the same order; what they `add` differs. A replica
-    that has nothing under way joins the others in these calls. Between two calls none may be kept by other things for
-    long: the others wait for it.
+    Replicas that generate together, on servers (`Generation.is_async`) or in batches (`Generation.is_batched`), also
+    call `open`, `wait`, `interrupt` and `finish` equally often and in the same order; they `add` different groups. A
+    replica without groups in flight joins these calls too. No replica may do long work between two calls, because the
+    others wait for it.
 
     A sample that is never interrupted is the one that `RolloutEngine.generate` samples with the seed of its segment 0;
     of an episode, turn by turn.
@@ -148,7 +148,7 @@ class Groups:
         self._tokens = sampling.max_new_tokens if rules is None else rules.limits.tokens
         self._seconds = None if rules is None else rules.limits.seconds
         self._stop_ids = frozenset() if sampling.ignore_eos else frozenset([*eos_ids, *sampling.stop_token_ids])
-        self._groups: dict[int, _UnderWay] = {}
+        self._groups: dict[int, _InFlightGroup] = {}
         self._samples: dict[int, _Sample] = {}  # by slot
         self._free = list(range(slots))  # a heap
         self._answers = None if rules is None else Answers(rules)
@@ -193,7 +193,7 @@ class Groups:
         usable = [one is not None and self._is_usable(group, one) for one in found]
         resumed = [self._resume_partial(group, one if use else None) for one, use in zip(found, usable, strict=True)]
         spent_s = max((one.spent_s for one, use in zip(found, usable, strict=True) if one and use), default=0.0)
-        under_way = _UnderWay(group, resumed, spent_s)
+        under_way = _InFlightGroup(group, resumed, spent_s)
         needed = list(under_way.unfinished())
         if len(needed) > self.free:
             raise ValueError(f"group {number} needs {len(needed)} slots, and {self.free} of {self._slots} are free")
@@ -248,11 +248,11 @@ class Groups:
         generation = self._generation
         if generation is None:
             return self._take_complete()
-        if generation.goes_on:
+        if generation.is_async:
             # One meeting of all ranks for each call. Nothing is lost by it: turns go on, and the calls of ranks that
             # have something under way and of those that have nothing pair off.
             self._go_on(generation, lambda: True)
-        elif generation.in_rounds:
+        elif generation.is_batched:
             if generation.any_busy(bool(self._in_turn)):
                 self._go_on(generation, None)
             else:
@@ -350,7 +350,7 @@ class Groups:
         self.open()
         generation = self._generation
         assert generation is not None, "it is open"
-        whole = not generation.goes_on
+        whole = not generation.is_async
         look = None if whole and self._seconds is None else self._is_overdue if whole else self._is_due
         try:
             advance(self._take_answers(None if whole else _SOON_S, self._samples))
@@ -392,7 +392,7 @@ class Groups:
         elif self._in_turn and not asked:
             wait_s = 0.0
         else:
-            wait_s = _SOON_S if generation.goes_on or not self._in_turn else _QUICK_S
+            wait_s = _SOON_S if generation.is_async or not self._in_turn else _QUICK_S
         self._take_answers(wait_s, asked)
         return before - len(self._samples)
 

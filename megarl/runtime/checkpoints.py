@@ -39,7 +39,7 @@ from megarl.system.tracing import phase
 from megarl.training import checkpoint
 from megarl.training.checksums import few
 from megarl.training.multi_team_commit import Teams
-from megarl.training.saving import UnderWay
+from megarl.training.saving import PendingSave
 from megarl.training.shards import CheckpointError, FormatError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def teams_of(c: RankState) -> Teams | None:
     return Teams(team.plan.name, team.plan.first, c.mail, c.config.cluster.timeout_s, beside)
 
 
-class SavedRun(Protocol):
+class CheckpointPolicy(Protocol):
     """Answers the questions of a team's loop about the run's checkpoints; all but `settle` collective over the team.
 
     Attributes:
@@ -99,7 +99,7 @@ class SavedRun(Protocol):
 
 
 class Checkpoints:
-    """A `SavedRun` of the actor's team: saves and restores the state of a rank.
+    """A `CheckpointPolicy` of the actor's team: saves and restores the state of a rank.
 
     Other teams have a `CheckpointPart` (megarl/disaggregated/checkpoint_part.py).
 
@@ -121,7 +121,7 @@ class Checkpoints:
         self.source: Path | None = None
         self._meta: dict[str, Any] | None = None
         self._read: FilesRead = {}
-        self._under_way = UnderWay()
+        self._under_way = PendingSave()
         self.accuracy: float | None = None
         self._withdraws = self._continues = self._begun = self.ends = False
         self._save_by = SaveBy(c.config.trainer.save_by_s)
@@ -384,7 +384,7 @@ class Checkpoints:
             )
 
     def settle(self) -> None:
-        """See `SavedRun`."""
+        """See `CheckpointPolicy`."""
         self._under_way.settle()
 
     def may_save(self, step: int) -> bool:
@@ -477,7 +477,7 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def settling(checkpoints: SavedRun) -> Iterator[None]:
+def settling(checkpoints: CheckpointPolicy) -> Iterator[None]:
     """Complete the checkpoint that is being written before an error of the user's input ends the run.
 
     Such a run is started again by hand, and goes on from the step that was over.

@@ -22,14 +22,14 @@ from megarl.dag.executor import Executor
 from megarl.dag.node import Role
 from megarl.dag.placement import place
 from megarl.runtime import sft
-from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun, settling
+from megarl.runtime.checkpoints import FOLDER, CheckpointPolicy, Checkpoints, settling
 from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import RunStart, drop_refused_start, keep_run_start, record_base, record_frozen
 from megarl.runtime.generation import open_rollout, publish
-from megarl.runtime.rank_state import OwnTeam, RankState
+from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.role_models import (
     make_critic,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     """Train with a recipe's task graph until `trainer.steps`, from the newest checkpoint when there is one."""
     placement = place(graph, config)
-    c = build_team(config, run_dir, graph, OwnTeam(placement.teams[0], placement))
+    c = build_team(config, run_dir, graph, TeamContext(placement.teams[0], placement))
     try:
         checkpoints = Checkpoints(c, graph.roles)
         start = find_start(c, graph, checkpoints)
@@ -114,7 +114,7 @@ def token_exchange(c: RankState, graph: TaskGraph) -> TokenExchange | None:
 # -- the begin and the end of a run, of one team and of several --------------------------------------------------------
 
 
-def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: OwnTeam) -> RankState:
+def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: TeamContext) -> RankState:
     """Build this rank's part of a team that trains. Collective over the team."""
     c = build_rank_state(config, run_dir, team)
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
@@ -182,7 +182,7 @@ def make_models(c: RankState, start: RunStart) -> None:
         record_frozen(c, "encoder", *encoder, start.source)
 
 
-def accept_start(c: RankState, graph: TaskGraph, checkpoints: SavedRun) -> None:
+def accept_start(c: RankState, graph: TaskGraph, checkpoints: CheckpointPolicy) -> None:
     """Make the run folder that of this start: before a record is opened, and after all that may refuse the start."""
     checkpoints.begin()
     if c.team.leads and c.layout.rank == 0:
@@ -208,7 +208,7 @@ def validate_first(recorder: Recorder, evaluate_start: Callable[[], float | None
     return recorder.end_step(0)
 
 
-def end_run(c: RankState, recorder: Recorder, checkpoints: SavedRun) -> None:
+def end_run(c: RankState, recorder: Recorder, checkpoints: CheckpointPolicy) -> None:
     """Export the model; a run that saved because its job ends is stopped, and exports nothing."""
     if checkpoints.ends:
         recorder.status = "stopped"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megarl.data.preferences import LabelledDataset, PairDataset
     from megarl.data.prompts import PromptDataset
     from megarl.disaggregated.buffer.client import BufferClient
-    from megarl.disaggregated.rollout_team import LoaderElsewhere
+    from megarl.disaggregated.rollout_team import RemoteLoader
     from megarl.rollout.robots.trials import Trials
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
@@ -49,7 +49,7 @@ _TRAINED = ("actor", "critic")
 
 
 @dataclass(frozen=True)
-class OwnTeam:
+class TeamContext:
     """The team of this worker, among all of the run.
 
     Attributes:
@@ -67,7 +67,7 @@ class OwnTeam:
     begins_again: bool = False
 
     @classmethod
-    def of_all(cls, config: RunConfig) -> OwnTeam:
+    def of_all(cls, config: RunConfig) -> TeamContext:
         """One team of all workers, for work without a graph."""
         placement = together(config)
         return cls(placement.teams[0], placement)
@@ -125,7 +125,7 @@ class RankState:
         frozen: checksums of the models that do not learn, by name, as checkpoints note them.
     """
 
-    team: OwnTeam
+    team: TeamContext
     context: StepContext
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
@@ -135,7 +135,7 @@ class RankState:
     val_data: PromptDataset | Trials | None
     val_pairs: PairDataset | LabelledDataset | None = None
     fleet: Fleet | None = None
-    loader_elsewhere: LoaderElsewhere | None = None
+    loader_elsewhere: RemoteLoader | None = None
     frozen: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -164,7 +164,7 @@ class RankState:
         return self.held
 
     @property
-    def loading(self) -> PromptLoader | LoaderElsewhere | None:
+    def loading(self) -> PromptLoader | RemoteLoader | None:
         """The loader, or its stand-in where another team has it; None: there is no training data."""
         return self.loader or self.loader_elsewhere
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megarl.runtime.episodes import Episodes
     from megarl.runtime.robots import Robots
     from megarl.system.metrics import Metrics
-    from megarl.training.engine import Divisor, LossFn, MegatronEngine, Taught
+    from megarl.training.engine import Divisor, LossFn, MegatronEngine, TeacherTargets
 
 
 class ModelRole:
@@ -86,7 +86,12 @@ class ActorRole(ModelRole):
         return self.score(samples, temperature)
 
     def train_step(
-        self, mini: Batch, loss: LossFn, divisor: Divisor | None = None, taught: Taught | None = None, unit: int = 1
+        self,
+        mini: Batch,
+        loss: LossFn,
+        divisor: Divisor | None = None,
+        taught: TeacherTargets | None = None,
+        unit: int = 1,
     ) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
         with self._c.offload.phase("update", self.name):

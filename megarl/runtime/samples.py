@@ -14,7 +14,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.image_prompts import image_sets, pil_images
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
-from megarl.rollout.groups import Group, Groups
+from megarl.rollout.groups import Group, GroupGenerator
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts
 from megarl.system.errors import shortened
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, slots: int) -> Groups:
+def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, slots: int) -> GroupGenerator:
     """Make the producer of this run's samples, up to `slots` at a time."""
     config, episodes, rules = c.config, rollout.episodes, None
     if episodes is not None:
@@ -53,7 +53,7 @@ def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, 
             images,
         )
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
-    return Groups(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules)
+    return GroupGenerator(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules)
 
 
 def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[int]) -> Iterator[Group]:

@@ -37,7 +37,7 @@ from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import RolloutEngine, UnopenedEngine
 from megarl.runtime.context import StepContext
 from megarl.runtime.episodes import Episodes, build_episodes
-from megarl.runtime.rank_state import OwnTeam, RankState
+from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.robots import Robots, open_robots, vla_layout
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 from megarl.sync.updater import NullSync
@@ -80,14 +80,19 @@ def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -
 
 
 def build_rank_state(
-    config: RunConfig, run_dir: Path, team: OwnTeam | None = None, *, trainable: bool = True, scored: Scored = SCORED
+    config: RunConfig,
+    run_dir: Path,
+    team: TeamContext | None = None,
+    *,
+    trainable: bool = True,
+    scored: Scored = SCORED,
 ) -> RankState:
     """Build what a rank needs of `team` (None: of one with an actor that also generates), with weights loaded.
 
     The models that follow from where RL starts come later: critic, reference, teacher. Without `trainable` there is no
     optimizer and no training data. `scored`: splits whose samples get a score; without any there is no reward function.
     """
-    team = team or OwnTeam.of_all(config)
+    team = team or TeamContext.of_all(config)
     seed_generators(config.trainer.seed)
     layout = init_processes(config, run_dir, team.plan.parallel)
     with phase("load_data"), keep_beating():  # downloads, and reading and tokenizing all rows
@@ -138,7 +143,7 @@ def build_rank_state(
 
 def _load_data(
     config: RunConfig,
-    team: OwnTeam,
+    team: TeamContext,
     hf_config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     layout: Layout,
@@ -275,7 +280,7 @@ class _Source:
         }
 
 
-def _refuse_known_late(config: RunConfig, team: OwnTeam, hf_config: PretrainedConfig) -> None:
+def _refuse_known_late(config: RunConfig, team: TeamContext, hf_config: PretrainedConfig) -> None:
     """Refuse what does not go with the model, of which one on the hub is known now at the earliest."""
     if team.others and any(moe_layers(hf_config)):
         raise_problems(experts_problems(config))

@@ -1,4 +1,4 @@
-"""`async.order` as_ready: group after group, by the buffer's own rules (`buffer.flow`, `pace`)."""
+"""`async.order` as_ready: group after group, by the buffer's own rules (`buffer.flow`, `call_batcher`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import simpy
 
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.disaggregated.buffer.flow import Flow
-from megarl.disaggregated.pace import Pace
+from megarl.disaggregated.call_batcher import CallBatcher
 from megarl.simulation.engine import Simulation, Steps
 from megarl.simulation.replica import ReplicaClock
 
@@ -123,7 +123,7 @@ class _Replica:
         self._samples = s.system.samples
         fair = -(-s.policy.capacity // s.system.servers)
         groups = min(max(1, s.system.slots // self._samples), fair)
-        self._pace = Pace(groups, fair)
+        self._batcher = CallBatcher(groups, fair)
         self._most = groups * self._samples  # samples side by side
         self._waiting: deque[int] = deque()  # prompts in hand
         self._scoring: list[tuple[float, int]] = []
@@ -143,7 +143,7 @@ class _Replica:
         """Generate until the weights of the last step have come."""
         rules = self._rules
         while rules._version < self._s.steps:
-            self._pace.begin(self._env.now)
+            self._batcher.begin(self._env.now)
             self._dry = False
             yield from self._segment()
             if self._done:
@@ -161,10 +161,10 @@ class _Replica:
             if not wanted:
                 self._begin()
                 room = self._room
-                missing = 0 if self._dry else self._pace.missing(room, len(self._waiting))
+                missing = 0 if self._dry else self._batcher.missing(room, len(self._waiting))
             idle = not self._replica.busy and not self._scoring
             empty = idle or min(room, missing) > 0
-            if self._pace.is_due(self._env.now, missing, finished=bool(self._done), empty=empty):
+            if self._batcher.is_due(self._env.now, missing, finished=bool(self._done), empty=empty):
                 yield from self._swap(missing)
             elif (idle and not self._done) or (wanted and rules._partial):
                 return
@@ -185,7 +185,7 @@ class _Replica:
         began, done = self._env.now, self._done
         self._done = []
         numbers = yield from self._rules.swap(done, missing)
-        self._pace.called()
+        self._batcher.called()
         self._dry = len(numbers) < missing or (self._dry and not missing)
         self._waiting.extend(numbers)
         self._advance(self._env.now - began)
@@ -197,7 +197,7 @@ class _Replica:
         over = self._replica.until_event(self._samples if not self._dry or self._waiting else 0)
         times = [] if over is None else [over]
         times += [self._scoring[0][0] - now] if self._scoring else []
-        times += [self._pace.left_s(now)] if missing or self._done else []
+        times += [self._batcher.left_s(now)] if missing or self._done else []
         seconds = max(_MOMENT, min([*times, self._failure - now]))
         # Woken when weights wait, with `partial`: a condition of two events would be most of what this costs.
         self._sleeps = True

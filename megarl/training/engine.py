@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 LossFn = Callable[..., tuple[Tensor, Metrics]]
 
 
-class Taught(NamedTuple):
+class TeacherTargets(NamedTuple):
     """The batch field with what a teacher says: its likeliest tokens, or with `terms` its hidden states."""
 
     field: str
@@ -285,7 +285,7 @@ class MegatronEngine:
         loss_fn: LossFn,
         temperature: float = 1.0,
         divisor: Divisor | None = None,
-        taught: Taught | None = None,
+        taught: TeacherTargets | None = None,
         unit: int = 1,
     ) -> Metrics:
         """Make one optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
@@ -327,7 +327,7 @@ class MegatronEngine:
         loss_fn: LossFn,
         head: Head,
         divisor: Divisor | None = None,
-        taught: Taught | None = None,
+        taught: TeacherTargets | None = None,
         unit: int = 1,
     ) -> Metrics:
         if self.optimizer is None:

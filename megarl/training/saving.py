@@ -207,7 +207,7 @@ class Saving:
                 time.sleep(_POLL_S)
 
 
-class UnderWay:
+class PendingSave:
     """The checkpoint that is being written, if there is one. All methods but `settle` are collective over the team.
 
     Raises (poll, wait):

@@ -329,9 +329,9 @@ def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: lis
 
 def rollout_killed(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
     """`noting`; who generates is killed in the middle of that, after the checkpoint of step 2."""
-    from megarl.rollout.groups import Groups
+    from megarl.rollout.groups import GroupGenerator
 
-    wait = Groups.wait
+    wait = GroupGenerator.wait
 
     def waiting(self: Any, enough: Any = None) -> Any:
         found = wait(self, enough)
@@ -339,5 +339,5 @@ def rollout_killed(recipe: str, run_dir: str, overrides: list[str], teams: list[
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    Groups.wait = waiting  # type: ignore[method-assign]
+    GroupGenerator.wait = waiting  # type: ignore[method-assign]
     noting(recipe, run_dir, overrides, teams)

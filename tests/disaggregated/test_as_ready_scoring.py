@@ -14,10 +14,10 @@ import pytest
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch
 from megarl.disaggregated import as_ready_loop as flow
-from megarl.disaggregated import pace
+from megarl.disaggregated import call_batcher
 from megarl.disaggregated.as_ready_loop import AsReadyLoop
 from megarl.disaggregated.buffer.channel import FinishedGroups
-from megarl.disaggregated.pace import Pace
+from megarl.disaggregated.call_batcher import CallBatcher
 from megarl.runtime.stages.reward import PENDING, Pending
 from megarl.system.comm import WorkerGroup
 from megarl.system.metrics import Metrics
@@ -96,7 +96,7 @@ class Run:
         checkpoints: Any = SimpleNamespace(after_step=lambda version, last, files: files())
         self.channel = channel
         self.steps = AsReadyLoop(c, submits, waits, channel, SimpleNamespace(), checkpoints, None)  # type: ignore[arg-type]
-        self.steps._pace = Pace(8, 8)
+        self.steps._batcher = CallBatcher(8, 8)
         self.steps._prompts = {number: Batch({}, {"uid": [number]}) for number in self.rewards}
         self.steps._versions = dict.fromkeys(self.rewards, 0)
         monkeypatch.setattr(flow, "_LOOK_S", 0.0)
@@ -200,7 +200,7 @@ def test_what_was_put_off_is_handed_over_before_the_weights_change(monkeypatch):
 def test_the_time_that_a_call_is_put_off_ends_while_drawing_goes_on(monkeypatch):
     run = Run(monkeypatch)
     put_off(run)
-    monkeypatch.setattr(pace, "_LONGEST_S", 0.1)
+    monkeypatch.setattr(call_batcher, "_LONGEST_S", 0.1)
     end = time.monotonic() + LIMIT_S
 
     def after(token: int) -> None:
@@ -215,10 +215,10 @@ def test_the_time_that_a_call_is_put_off_ends_while_drawing_goes_on(monkeypatch)
 
 def test_a_stretch_begins_with_prompts_for_empty_places_and_with_none_in_hand(monkeypatch):
     run = Run(monkeypatch)
-    run.steps._pace = Pace(8, 16)
+    run.steps._batcher = CallBatcher(8, 16)
     run.stream = Stream({}, lambda token: None)
     run.stream.free = 8 * run.steps.c.config.rollout.sampling.n
-    run.steps._pace.begin(-1e6)
+    run.steps._batcher.begin(-1e6)
     put_off(run)
     run.steps._admit(run.stream, 0)  # type: ignore[arg-type]
     assert run.asked == [8]
@@ -228,4 +228,4 @@ def put_off(run: Run) -> None:
     """The scores are there, and the stretch before was long, so that a call may be put off."""
     for reward in run.rewards.values():
         reward.set_result(1.0)
-    run.steps._pace.begin(time.monotonic() - 1e6)
+    run.steps._batcher.begin(time.monotonic() - 1e6)

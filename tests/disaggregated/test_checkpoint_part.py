@@ -18,7 +18,7 @@ from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import Checkpoints, teams_of
-from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.rank_state import TeamContext
 from megarl.system.comm import WorkerGroup
 from megarl.system.offload_schedule import OffloadSchedule
 from megarl.training import checkpoint, multi_team_commit
@@ -39,9 +39,9 @@ APART = (
 )
 
 
-def team(name: str, mail: FolderMail | None, plans: tuple[TeamPlan, ...] = PLANS) -> OwnTeam:
+def team(name: str, mail: FolderMail | None, plans: tuple[TeamPlan, ...] = PLANS) -> TeamContext:
     plan = next(plan for plan in plans if plan.name == name)
-    return OwnTeam(plan, Placement(plans), mail)
+    return TeamContext(plan, Placement(plans), mail)
 
 
 def test_teams_that_train_or_draw_save_and_the_actors_knows_which(tmp_path):

@@ -9,7 +9,7 @@ from megarl.dag.placement import place
 from megarl.dag.stage import Role
 from megarl.disaggregated.entry import join_run
 from megarl.recipes.build import build_task_graph
-from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.rank_state import TeamContext
 from megarl.system.errors import ConfigError
 from megarl.system.processes import TEAM
 
@@ -22,13 +22,13 @@ def config(**teams: list[str]) -> RunConfig:
 
 def test_without_placement_the_only_team_holds_what_the_graph_works_with_and_leads():
     placement = place(build_task_graph(config()), config())
-    team = OwnTeam(placement.teams[0], placement)
+    team = TeamContext(placement.teams[0], placement)
     assert [role for role in Role if team.holds(role)] == [Role.ACTOR, Role.ROLLOUT, Role.REFERENCE]
     assert (team.leads, team.others, team.buffer) == (True, [], None)
 
 
 def test_work_without_a_graph_has_one_team_whatever_the_placement():
-    team = OwnTeam.of_all(config(train=["actor", "rollout"], frozen=["reference"]))
+    team = TeamContext.of_all(config(train=["actor", "rollout"], frozen=["reference"]))
     assert team.leads
     assert team.holds(Role.ROLLOUT)
     assert not team.holds(Role.REFERENCE)

@@ -13,7 +13,7 @@ from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated import recorder
 from megarl.disaggregated.recorder import AllTeams, TeamTime
-from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.rank_state import TeamContext
 from megarl.system.metrics import Metrics
 from megarl.system.tracing import PhaseEvent
 
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def of(name: str) -> TeamTime:
     placement = Placement(PLANS)
-    return TeamTime(OwnTeam(placement[name], placement))
+    return TeamTime(TeamContext(placement[name], placement))
 
 
 def event(path: str, start: int, end: int, waits_for: str = "") -> PhaseEvent:
@@ -72,7 +72,7 @@ def test_waits_are_told_apart_by_team_and_by_what_was_waited_for(clock):
 
 def test_a_team_that_may_start_again_tells_how_often_it_has(clock):
     plan = TeamPlan("score", (Role.REFERENCE,), 1, 0, ParallelConfig(), ())
-    mine = TeamTime(OwnTeam(plan, Placement((plan,)), restarts=2, begins_again=True))
+    mine = TeamTime(TeamContext(plan, Placement((plan,)), restarts=2, begins_again=True))
     mine.start_step()
     metrics = Metrics()
     mine.end_step(metrics, [], None)

@@ -141,7 +141,7 @@ def test_the_loaders_place_is_that_after_the_step(tmp_path):
     mail, context = Letters(), SimpleNamespace(step=0)
     for name, position in (("loader", 0), ("loader/1", 4), ("loader/2", 8)):
         mail.post(name, loader_state(position))
-    loader = rollout_team.LoaderElsewhere(context, mail, "draw")
+    loader = rollout_team.RemoteLoader(context, mail, "draw")
     found = []
     for step in (0, 1, 2):
         context.step = step
@@ -153,7 +153,7 @@ def test_the_loaders_place_is_that_after_the_step_that_is_drawn_ahead(tmp_path):
     mail, context = Letters(), SimpleNamespace(step=0)
     for name, position in (("loader", 0), ("loader/2", 8), ("loader/3", 12)):
         mail.post(name, loader_state(position))
-    loader = rollout_team.LoaderElsewhere(context, mail, "draw", InOrder(1, groups=4, steps=3))
+    loader = rollout_team.RemoteLoader(context, mail, "draw", InOrder(1, groups=4, steps=3))
     found = []
     for step in (0, 1, 2, 3):
         context.step = step
@@ -165,7 +165,7 @@ def test_a_resumed_loader_begins_where_the_checkpoint_was_written(tmp_path):
     mail, context = Letters(), SimpleNamespace(step=0)
     mail.post("loader", loader_state(0))
     mail.post("loader/8", loader_state(3))
-    loader = rollout_team.LoaderElsewhere(context, mail, "draw")
+    loader = rollout_team.RemoteLoader(context, mail, "draw")
     context.step = 7
     loader.load_state_dict(loader_state(5))
     assert loader.state_dict() == loader_state(5)
@@ -190,7 +190,7 @@ def test_a_resumed_run_draws_the_prompts_that_come_next(tmp_path, resumed_at):
 def test_a_checkpoint_of_other_data_is_refused_where_the_loader_is_not(tmp_path):
     mail = Letters()
     mail.post("loader", loader_state(0))
-    loader = rollout_team.LoaderElsewhere(SimpleNamespace(step=0), mail, "draw")
+    loader = rollout_team.RemoteLoader(SimpleNamespace(step=0), mail, "draw")
     with pytest.raises(DataError, match=r"data\.train_files"):
         loader.check_state(loader_state(0, fingerprint="other"))
 

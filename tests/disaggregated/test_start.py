@@ -14,7 +14,7 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.entry import all_ready, announce_start, follow_start
 from megarl.runtime import frozen_models
 from megarl.runtime.frozen_models import RunStart, keep_run_start
-from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.rank_state import TeamContext
 from megarl.system.comm import WorkerGroup
 from megarl.system.offload_schedule import OffloadSchedule
 from tests.mail import FolderMail
@@ -49,7 +49,7 @@ def worker(tmp_path, monkeypatch):
             config=RunConfig(name="run", **settings),
             run_dir=tmp_path / "run",
             layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
-            team=OwnTeam(placement[name], placement, mail),
+            team=TeamContext(placement[name], placement, mail),
             context=SimpleNamespace(step=0),
             offload=OffloadSchedule(),
             frozen={},

@@ -13,7 +13,7 @@ from megarl.data.trajectory import Trajectory
 from megarl.data.turns import Turns
 from megarl.envs.host import Host
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
-from megarl.rollout.groups import Group, Groups
+from megarl.rollout.groups import Group, GroupGenerator
 
 EOS = 2
 TOKENIZER = character_tokenizer("0123456789+-=")
@@ -47,7 +47,7 @@ def play(
 ) -> list[Trajectory]:
     """All samples of `groups`, in their order."""
     slots, longest = sum(len(one.seeds) for one in groups), rules.limits.prompt_tokens + rules.limits.tokens
-    with closing(Groups(engine, sampling, eos, slots, longest, rules)) as made:
+    with closing(GroupGenerator(engine, sampling, eos, slots, longest, rules)) as made:
         for number, one in enumerate(groups):
             made.add(Group(number, one.prompt_ids, one.seeds, one.uid, one.row, one.env_seed))
         return [trajectory for samples in made.finish(advance) for trajectory in samples]

@@ -15,7 +15,7 @@ from megarl.data.batch import Batch
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.rollout.rounds import Rounds
+from megarl.rollout.batched import BatchedGeneration
 from tests.dist import single_process
 from tests.envs import playing
 from tests.envs.playing import group, rules_of
@@ -176,7 +176,7 @@ def test_a_round_that_would_come_too_late_is_still_one_for_the_replicas_that_wai
             return super().generate(requests, sampling, eos_ids, advance)
 
         def open(self, sampling, eos_ids, sequences, longest):
-            return Rounds(self.generate, lambda busy: calls.append("busy") or busy, sampling, eos_ids)
+            return BatchedGeneration(self.generate, lambda busy: calls.append("busy") or busy, sampling, eos_ids)
 
     assert [t.ended_by for t in play(Together("1"), 3.5, [[3], [4]])] == ["seconds"] * 2
     assert calls == ["busy", "generate 2", "busy", "generate 0", "busy", "generate 0", "busy"]

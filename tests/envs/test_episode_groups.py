@@ -16,9 +16,9 @@ from megarl.envs import Action, Environment, EnvSettings, Step
 from megarl.envs.host import Host
 from megarl.envs.protocol import SingleTurn
 from megarl.envs.registry import load_environment
+from megarl.rollout.batched import BatchedGeneration
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.groups import EpisodeError, Group
-from megarl.rollout.rounds import Rounds
 from tests.envs.playing import EOS, TOKENIZER, group, play, rules_of
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
@@ -46,7 +46,7 @@ class Scripted:
         return len(self.asked)
 
     def open(self, sampling, eos_ids, sequences, longest):
-        return Rounds(self.generate, lambda busy: busy, sampling, eos_ids)
+        return BatchedGeneration(self.generate, lambda busy: busy, sampling, eos_ids)
 
 
 def ids(text: str) -> list[int]:

@@ -19,7 +19,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.rollout.groups import Group, Groups
+from megarl.rollout.groups import Group, GroupGenerator
 from tests.envs.playing import EOS, rules_of
 from tests.rollout.scripted import ScriptedEngine, rule
 from tests.rollout.test_groups import after
@@ -72,9 +72,9 @@ def asked(number: int, samples: int) -> Group:
     return Group(number, [9], seeds, f"g{number}", {"name": number}, number)
 
 
-def groups_of(made: ScriptedEngine, host: Host, slots: int = 8, **limits: Any) -> Groups:
+def groups_of(made: ScriptedEngine, host: Host, slots: int = 8, **limits: Any) -> GroupGenerator:
     settings = {"turns": 4, "tokens": TOKENS, "replayable": True, **limits}
-    return Groups(made, SAMPLING, STOPS, slots, LONGEST, rules_of(host, **settings))
+    return GroupGenerator(made, SAMPLING, STOPS, slots, LONGEST, rules_of(host, **settings))
 
 
 def check(number: int, place: int, t: Trajectory) -> None:
@@ -167,13 +167,13 @@ def test_any_order_of_calls_gives_every_episode_once_and_as_its_segments_and_env
         assert Chain.stepped == turns, "an environment is asked once for every turn, whatever is interrupted"
 
 
-def opened(made: ScriptedEngine, host: Host, **limits: Any) -> Groups:
+def opened(made: ScriptedEngine, host: Host, **limits: Any) -> GroupGenerator:
     groups = groups_of(made, host, **limits)
     groups.open()
     return groups
 
 
-def until_idle(groups: Groups) -> list[Trajectory]:
+def until_idle(groups: GroupGenerator) -> list[Trajectory]:
     found = []
     while groups.busy:
         found += [one for _, samples in groups.wait() for one in samples]
@@ -305,7 +305,7 @@ class Fails(Chain):
 def test_an_episode_whose_environment_fails_where_it_had_answered_begins_again(capsys):
     """The environment's failure is one of the new episode, which has other turns."""
     broken = Host(Fails, Fails.Settings())
-    groups = Groups(ScriptedEngine(), SAMPLING, STOPS, 8, LONGEST, rules_of(broken, "mark", replayable=True))
+    groups = GroupGenerator(ScriptedEngine(), SAMPLING, STOPS, 8, LONGEST, rules_of(broken, "mark", replayable=True))
     groups.add(asked(1, 1), [between_turns()])
     groups.open()
     [found] = until_idle(groups)
@@ -338,7 +338,7 @@ def test_what_is_beyond_limits_that_were_lowered_begins_again(host, limits):
     assert len(kept.token_ids) == 16
     made.weight_version = 1
     rules = rules_of(host, "mark", **{"turns": 4, "tokens": TOKENS, "replayable": True, **limits})
-    groups = Groups(made, SAMPLING, STOPS, 8, LONGEST, rules)
+    groups = GroupGenerator(made, SAMPLING, STOPS, 8, LONGEST, rules)
     assert groups.add(asked(1, 1), [kept]) == ("prompt_tokens" not in limits), "told, or found out by the environment"
     groups.open()
     [found] = until_idle(groups)
@@ -355,7 +355,7 @@ def test_an_episode_whose_environment_was_taken_away_is_no_plain_answer():
     one_turn.add_segment([7, 8], [-1.0, -2.0], [[0, 2]])
     elsewhere, over = replace(one_turn.copy(), prompt_ids=[6]), between_turns()
     over.end("turns")
-    groups = Groups(made, SAMPLING, STOPS, 8, LONGEST)
+    groups = GroupGenerator(made, SAMPLING, STOPS, 8, LONGEST)
     groups.add(asked(1, 4), [between_turns(), elsewhere, over, one_turn])
     groups.open()
     *begun, gone_on = until_idle(groups)
@@ -407,7 +407,8 @@ def test_log_probs_of_interrupted_turns_are_those_of_a_full_pass():
     single_process()
     chunks, says = build("qwen3"), Host(Says, Says.Settings())
     rules = rules_of(says, turns=3, tokens=70, prompt_tokens=40)
-    groups, asked_for = Groups(engine(chunks, max_running=8), sampled(), STOP, 9, 110, rules), make_requests(count=3)
+    groups = GroupGenerator(engine(chunks, max_running=8), sampled(), STOP, 9, 110, rules)
+    asked_for = make_requests(count=3)
     groups.open()
     for number, request in enumerate(asked_for):
         seeds = [lambda k, seed=seed: seed + 100_000 * k for seed in request.seeds]
@@ -431,7 +432,7 @@ def test_log_probs_of_interrupted_turns_are_those_of_a_full_pass():
 
 def test_an_answer_is_no_episode_of_an_environment_that_was_added(host):
     made, answered = ScriptedEngine(), Trajectory(first(1))
-    plain = Groups(made, SAMPLING, STOPS, 8, LONGEST)
+    plain = GroupGenerator(made, SAMPLING, STOPS, 8, LONGEST)
     plain.add(Group(1, first(1), [lambda k: k]))
     plain.open()
     [(_, [answered])] = plain.wait()

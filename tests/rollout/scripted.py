@@ -31,8 +31,8 @@ class Turn:
 class ScriptedGeneration:
     """`steps(sequence)` says how many tokens of a turn are drawn until the next look."""
 
-    goes_on: ClassVar[bool] = False
-    in_rounds: ClassVar[bool] = False
+    is_async: ClassVar[bool] = False
+    is_batched: ClassVar[bool] = False
 
     def __init__(self, engine: ScriptedEngine, stop_ids: list[int], sequences: int, longest: int) -> None:
         self.engine, self.stop_ids, self.sequences, self.longest = engine, stop_ids, sequences, longest

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import Trajectory
 from megarl.rollout.engine import Request
-from megarl.rollout.groups import Group, Groups
+from megarl.rollout.groups import Group, GroupGenerator
 from megarl.system.comm import team_world
 from tests.dist import fresh_parallel, run_distributed
 from tests.dist import single_process as start
@@ -46,11 +46,11 @@ def partial(prompt: list[int], tokens: list[int], logprobs: list[float]) -> Traj
     return made
 
 
-def scripted(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> Groups:
-    return Groups(made, sampling, EOS, slots, LONGEST)
+def scripted(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> GroupGenerator:
+    return GroupGenerator(made, sampling, EOS, slots, LONGEST)
 
 
-def opened(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> Groups:
+def opened(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> GroupGenerator:
     stream = scripted(made, slots, sampling)
     stream.open()
     return stream
@@ -76,7 +76,7 @@ def check(prompt: list[int], seed: Callable[[int], int], sample: Trajectory) -> 
     assert sample.finish_reason == "stop" or len(sample.token_ids) == MOST
 
 
-def until_idle(stream: Groups) -> dict[int, list[Trajectory]]:
+def until_idle(stream: GroupGenerator) -> dict[int, list[Trajectory]]:
     found = {}
     while stream.busy:
         found |= dict(stream.wait())
@@ -307,7 +307,7 @@ def dense(single_process):
 
 
 def draw(
-    stream: Groups,
+    stream: GroupGenerator,
     requests: list[Request],
     steps: int = 2,
     each: Callable[[], None] = lambda: None,
@@ -337,7 +337,7 @@ def test_without_interruption_samples_are_those_of_generate(single_process, mode
     """Experts go in rounds."""
     made, requests = engine(build(model_type), max_running=running), make_requests(count=8)
     expected = made.generate(requests, sampled(), STOP)
-    found = draw(Groups(made, sampled(), STOP, slots, 40), requests)
+    found = draw(GroupGenerator(made, sampled(), STOP, slots, 40), requests)
     for group, whole in zip(found, expected, strict=True):
         assert [(c.token_ids, c.finish_reason, c.versions) for c in group] == [
             (c.token_ids, c.finish_reason, c.versions) for c in whole
@@ -348,7 +348,7 @@ def test_without_interruption_samples_are_those_of_generate(single_process, mode
 
 def test_a_synchronous_step_is_one_call_of_generate_bit_for_bit(dense):
     made, requests = engine(dense), make_requests(count=8)
-    whole, counted = Groups(made, sampled(), STOP, 40, 40), []
+    whole, counted = GroupGenerator(made, sampled(), STOP, 40, 40), []
     for number, request in enumerate(requests):
         whole.add(Group(number, request.prompt_ids, [lambda k, s=s: s + k for s in request.seeds]))
     found = whole.finish(counted.append)
@@ -365,7 +365,7 @@ def test_whenever_it_is_interrupted_log_probs_are_those_of_a_full_pass(dense, mo
     """Every `moment` steps, and with few rows also while samples wait that have not begun."""
     monkeypatch.setattr("megarl.rollout.embedded.turns._LOOK_EVERY", 1)
     made, requests = engine(dense, max_running=running), make_requests(count=5)
-    stream = Groups(made, sampled(), STOP, 9, 40)
+    stream = GroupGenerator(made, sampled(), STOP, 9, 40)
     waits = itertools.count()
 
     def each() -> None:
@@ -391,7 +391,7 @@ def test_a_stretch_after_new_weights_is_theirs_and_the_ones_before_keep_what_the
     made, weight = engine(chunks), chunks[0].decoder.layers[1].mlp.linear_fc2.weight.data
     made.weight_version = 3
     sampling = sampled(ignore_eos=True)
-    stream = Groups(made, sampling, STOP, 2, 40)
+    stream = GroupGenerator(made, sampling, STOP, 2, 40)
     stream.open()
     stream.add(group(0, [4, 8, 15], 2))
     assert stream.wait(after(1)) == []
@@ -422,7 +422,7 @@ def in_layout(model: str, layout: dict[str, int]) -> list[Any]:
 
     fresh_parallel(**layout)
     world = team_world(120)
-    stream = Groups(engine(build(model, **layout)), sampled(), STOP, 9, 40)
+    stream = GroupGenerator(engine(build(model, **layout)), sampled(), STOP, 9, 40)
     requests = make_requests(count=4) if mpu.get_data_parallel_rank() == 0 else []
 
     def again() -> None:

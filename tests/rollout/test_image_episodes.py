@@ -29,7 +29,7 @@ from megarl.envs.host import Host
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.embedded.engine import EmbeddedEngine
-from megarl.rollout.groups import EpisodeError, Group, Groups
+from megarl.rollout.groups import EpisodeError, Group, GroupGenerator
 from megarl.system.metrics import Metrics
 from megarl.training.microbatch import build
 from megarl.training.vlm_sequences import ImageLayout
@@ -107,13 +107,15 @@ def rules_of(host: Host, reader: ImagePrompts, on_error: str, **limits: Any) -> 
 
 
 @contextmanager
-def producer(made, kind: type[Environment], on_error: str = "fail", **limits: Any) -> Iterator[tuple[Groups, Group]]:
+def producer(
+    made, kind: type[Environment], on_error: str = "fail", **limits: Any
+) -> Iterator[tuple[GroupGenerator, Group]]:
     """Groups of episodes, and the first sample of the first prompt."""
     text = "".join(map(chr, (BEGIN, IMAGE, END)))
     reader = ImagePrompts("images", "prompt", None, None, made.settings, IMAGE, chr(IMAGE), text)
     host = Host(kind, kind.Settings(), None, reader)
     rules = rules_of(host, reader, on_error, **limits)
-    with closing(host), closing(Groups(made.engine, SAMPLING, [0], 4, 200, rules)) as groups:
+    with closing(host), closing(GroupGenerator(made.engine, SAMPLING, [0], 4, 200, rules)) as groups:
         yield groups, asked(made, 0, 1)
 
 

@@ -10,7 +10,7 @@ import pytest
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.rollout.groups import Group, Groups
+from megarl.rollout.groups import Group, GroupGenerator
 from megarl.rollout.sglang.engine import Replica
 from megarl.system.comm import team_world
 from tests.dist import run_distributed
@@ -34,7 +34,7 @@ def waits_at_first(server: FakeServer, payload: dict[str, Any]) -> str:
     return "ok"
 
 
-def add(stream: Groups, number: int, samples: int) -> None:
+def add(stream: GroupGenerator, number: int, samples: int) -> None:
     """Stretch k of sample i of group g has the seed 100 g + 10 i + k."""
     base = 100 * number
     seeds = [lambda turn, seed=base + 10 * i: seed + turn for i in range(samples)]
@@ -50,7 +50,7 @@ def expected(number: int, sample: int, halves: int) -> list[int]:
 
 def test_what_was_interrupted_goes_on_from_its_tokens_with_the_next_seed():
     with servers(waits_at_first) as made:
-        stream = Groups(alone(made), SAMPLING, [], 4, 100)
+        stream = GroupGenerator(alone(made), SAMPLING, [], 4, 100)
         stream.open()
         add(stream, 0, 2)
         assert stream.wait() == []
@@ -72,7 +72,7 @@ def test_what_was_interrupted_goes_on_from_its_tokens_with_the_next_seed():
 
 def test_numbers_of_sequences_are_used_again_and_prompts_are_given_up():
     with servers(lambda server, payload: "ok") as made:
-        stream = Groups(alone(made), SAMPLING, [], 2, 100)
+        stream = GroupGenerator(alone(made), SAMPLING, [], 2, 100)
         stream.open()
         for number in range(1, 6):
             add(stream, number, 2)
@@ -98,7 +98,7 @@ def test_episodes_are_interrupted_inside_a_turn_and_keep_their_environment():
     second = [token([70, 71, *first, *HINT], 2, place) for place in range(8)]
     stops = [first[-1], second[-1]]
     with servers(waits_at_first) as made:
-        groups = Groups(alone(made), SAMPLING, stops, 2, 100, rules_of(host, turns=4, tokens=60))
+        groups = GroupGenerator(alone(made), SAMPLING, stops, 2, 100, rules_of(host, turns=4, tokens=60))
         groups.open()
         add(groups, 0, 1)
         while not made[0].payloads:
@@ -125,7 +125,7 @@ def run_rank(urls: list[str], rank_replica: list[int]) -> Any:
     }
     index = rank_replica[world.rank]
     engine = make_engine(urls, Replica(index, len(groups), groups[index], world), world.rank == 0)
-    stream = Groups(engine, SAMPLING, [], 4, 100)
+    stream = GroupGenerator(engine, SAMPLING, [], 4, 100)
     stream.open()
     if index == 0:
         add(stream, 0, 2)

@@ -22,7 +22,7 @@ from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
 from megarl.rollout.engine import Completion, Request
-from megarl.rollout.groups import Group, Groups
+from megarl.rollout.groups import Group, GroupGenerator
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.system.compat.sglang import shared_memory
@@ -221,7 +221,7 @@ class Hints(Environment):
 def test_episodes_that_are_interrupted_keep_log_probs_of_all_that_was_said_before(some: Fleet, model: Path) -> None:
     host, asked = Host(Hints, Hints.Settings()), requests(2, 2)
     sampling = SamplingConfig(max_new_tokens=200)
-    groups = Groups(engine(some), sampling, EOS, 4, 700, rules_of(host, turns=2, tokens=600))
+    groups = GroupGenerator(engine(some), sampling, EOS, 4, 700, rules_of(host, turns=2, tokens=600))
     groups.open()
     for number, request in enumerate(asked):
         groups.add(Group(number, request.prompt_ids, [partial(int.__add__, 1000 * seed) for seed in request.seeds]))

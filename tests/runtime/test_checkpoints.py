@@ -21,7 +21,7 @@ from megarl.dag.stage import Role
 from megarl.runtime import export, frozen_models, loop
 from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric, settling
 from megarl.runtime.frozen_models import ReferencePlace, kept_reference, put_aside, unchanged_model
-from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.rank_state import TeamContext
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError, DataError, UserError, WorkerError
 from megarl.system.offload_schedule import PARTS, OffloadSchedule
@@ -164,7 +164,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=None, layout=layout, actor=actor)
     c.offload, c.held = OffloadSchedule(), {}
-    c.context, c.team, c.hf_config = SimpleNamespace(), OwnTeam(placement.teams[0], placement), None
+    c.context, c.team, c.hf_config = SimpleNamespace(), TeamContext(placement.teams[0], placement), None
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_rank_state", lambda *_: c)
     monkeypatch.setattr(loop, "place", lambda *_: placement)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.run import RunConfig
-from megarl.runtime.rank_state import OwnTeam, RankState
+from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.roles import RolloutRole, ScorerRole
 
 
@@ -21,7 +21,7 @@ def test_what_only_a_cold_start_draws_with_ends_with_it():
     scorer = ScorerRole(closing("runner", closed))
     rollout = RolloutRole(SimpleNamespace(), SimpleNamespace(), [2], closing("episodes", closed))
     held = {"rollout": rollout, "scorer": scorer}
-    team, sync = OwnTeam.of_all(RunConfig(name="run")), closing("sync", closed)
+    team, sync = TeamContext.of_all(RunConfig(name="run")), closing("sync", closed)
     c = RankState(team, SimpleNamespace(), Path(), SimpleNamespace(), held, sync, None, SimpleNamespace())
     assert c.rollout is rollout
     c.end_generation()

@@ -12,7 +12,7 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.recorder import TeamRecorder
 from megarl.runtime import health, recorder
 from megarl.runtime.context import no_progress
-from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.rank_state import TeamContext
 from megarl.runtime.recorder import Recorder
 from megarl.system.comm import WorkerGroup
 from megarl.system.metrics import Metrics
@@ -161,7 +161,7 @@ def of_team(name: str, tmp_path) -> SimpleNamespace:
         TeamPlan("frozen", (Role.TEACHER,), 1, 1, parallel, ()),
     )
     placement = Placement(plans)
-    team = OwnTeam(placement[name], placement, QueuedMail(tmp_path / "mail"))
+    team = TeamContext(placement[name], placement, QueuedMail(tmp_path / "mail"))
     config = SimpleNamespace(
         tracking=SimpleNamespace(peak_tflops=None),
         model=SimpleNamespace(dtype="fp32"),

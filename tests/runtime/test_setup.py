@@ -13,7 +13,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.runtime import setup
-from megarl.runtime.rank_state import OwnTeam
+from megarl.runtime.rank_state import TeamContext
 from megarl.system.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ def test_experts_of_a_model_that_came_from_the_hub_are_not_drawn_as_they_get_rea
         TeamPlan(role.value, (role,), 1, first, config.actor.parallel, ())
         for first, role in enumerate((Role.ACTOR, Role.ROLLOUT))
     ]
-    team = OwnTeam(plans[0], Placement(tuple(plans)))
+    team = TeamContext(plans[0], Placement(tuple(plans)))
     with pytest.raises(ConfigError if refused else Accepted) as caught:
         setup.build_rank_state(config, Path(), team)
     if refused:

@@ -12,7 +12,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.system.comm import WorkerGroup
 from megarl.system.metrics import Metrics
-from megarl.training.engine import Taught
+from megarl.training.engine import TeacherTargets
 from megarl.training.heads import LogProbs
 from megarl.training.topk import TopTokens, token_logprobs
 from megarl.training.vocabulary import vocabulary_divergence
@@ -167,11 +167,11 @@ def _taught_step(parallel: ParallelConfig, budget: int, topk: int | None = 6) ->
     teacher = cases.make_engine("dense", parallel, layout=layout, engine=engine, layers=2, seed=5, frozen=True)
     policy = cases.make_engine("dense", parallel, layout=layout, engine=engine, layers=2)
     batch = cases.split_over(cases.make_batch(7), layout.dp_rank, layout.dp_size)
-    chosen, taught = KL.choose(DistillationConfig(estimator="jsd")), Taught("teacher_topk")
+    chosen, taught = KL.choose(DistillationConfig(estimator="jsd")), TeacherTargets("teacher_topk")
     if topk is None:
         batch.set("teacher_hidden", teacher.hidden_states(batch))
         policy.teacher_weight = teacher.chunks[-1].lm_head_weight if layout.is_last_stage else None
-        taught = Taught("teacher_hidden", partial(terms, chosen))
+        taught = TeacherTargets("teacher_hidden", partial(terms, chosen))
     else:
         batch.set("teacher_topk", teacher.top_tokens(batch, topk, cases.VOCAB, 0.8))
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.rollout.batched import BatchedGeneration
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.parallel import Mesh
 from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.embedded.turns import TurnSession
 from megarl.rollout.engine import Completion, Generation, Request, ignore_progress
-from megarl.rollout.rounds import Rounds
 from megarl.system.device import DTYPES
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class EmbeddedEngine:
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
         """See `RolloutEngine`. Ranks that share out requests, or experts, generate in rounds."""
         if self._mesh.cp.size > 1 or self.chunks[0].config.num_moe_experts is not None:
-            return Rounds(self.generate, self._any_replica, sampling, eos_ids)
+            return BatchedGeneration(self.generate, self._any_replica, sampling, eos_ids)
         running = max(1, min(self._config.max_running, sequences))
         stage = DecoderStage(self.chunks, self._mesh, self._dtype, rows=running, steps=sampling.max_new_tokens)
         limits = SessionLimits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, sessions=1)
@@ -129,8 +129,8 @@ class _Turns:
 
     session: TurnSession
     version: int
-    goes_on: ClassVar[bool] = False
-    in_rounds: ClassVar[bool] = False
+    is_async: ClassVar[bool] = False
+    is_batched: ClassVar[bool] = False
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
         """See `Generation`."""

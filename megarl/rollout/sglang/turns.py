@@ -163,8 +163,8 @@ class _Report:
 class ServerTurns:
     """A `Generation` over the servers of `engine`. `any_busy` says whether there is anything to `wait` for."""
 
-    goes_on: ClassVar[bool] = True
-    in_rounds: ClassVar[bool] = False
+    is_async: ClassVar[bool] = True
+    is_batched: ClassVar[bool] = False
 
     def __init__(self, engine: SglangEngine, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
         self._engine, self._sampling, self._stop_ids = engine, sampling, list(stop_ids)

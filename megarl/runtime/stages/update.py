@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import ActorRole
     from megarl.system.metrics import Metrics
-    from megarl.training.engine import Taught
+    from megarl.training.engine import TeacherTargets
 
 
 @stage(
@@ -159,13 +159,15 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     return metrics
 
 
-def _taught(objective: Objective) -> Taught | None:
-    from megarl.training.engine import Taught
+def _taught(objective: Objective) -> TeacherTargets | None:
+    from megarl.training.engine import TeacherTargets
 
     chosen = objective.divergence
     if chosen is None:
         return None
-    return Taught("teacher_hidden", partial(terms, chosen)) if chosen.settings.topk is None else Taught("teacher_topk")
+    if chosen.settings.topk is None:
+        return TeacherTargets("teacher_hidden", partial(terms, chosen))
+    return TeacherTargets("teacher_topk")
 
 
 def trained_mask(samples: Batch) -> Jagged:

@@ -16,7 +16,7 @@ Generate = Callable[[list[Request], SamplingConfig, Sequence[int]], list[list[Co
 
 
 @dataclass
-class Rounds:
+class BatchedGeneration:
     """A `Generation` over `generate`. All turns of a round are over when it is; equal sequences share one prefill.
 
     Attributes:
@@ -28,8 +28,8 @@ class Rounds:
     together: Callable[[bool], bool]
     sampling: SamplingConfig
     eos_ids: Sequence[int]
-    goes_on: ClassVar[bool] = False
-    in_rounds: ClassVar[bool] = True
+    is_async: ClassVar[bool] = False
+    is_batched: ClassVar[bool] = True
     _turns: dict[int, tuple[list[int], int, int, ImageSet | None]] = field(default_factory=dict)
     _aborted: list[int] = field(default_factory=list)
 

@@ -1,0 +1,70 @@
+"""When a replica calls the buffer if groups are handed over when they are ready.
+
+    groups are finished, or prompts are missing    a slot is empty, or would soon be    call at once
+                                                   else                                 delay the call
+
+A call takes about a millisecond in the buffer's process, whatever it carries. A delayed group arrives later at a step
+that waits for it, so the delay is short compared with the time between two weight versions. No slot stays empty
+meanwhile: a replica keeps some prompts in reserve and begins them as soon as a slot is free. It builds this reserve
+after its first call of a segment: by then the other replicas have called too, and none of their slots lacks a prompt
+that is reserved here.
+"""
+
+from __future__ import annotations
+
+_PART = 8  # one prompt in reserve for this many slots
+_SHARE = 32  # a call is delayed by at most this fraction of a segment
+_LONGEST_S = 2.0  # longest delay of a call
+
+
+class CallBatcher:
+    """Decides when one replica calls the buffer, and how many prompts it requests.
+
+    Args:
+        places: groups that the replica generates at a time.
+        most: groups that it may hold, with the reserve, so that other replicas get their share.
+
+    Attributes:
+        in_hand: prompts that it keeps in reserve.
+    """
+
+    def __init__(self, places: int, most: int) -> None:
+        self.in_hand = max(0, min(places // _PART, most - places))
+        self._delay_s = 0.0
+        self._is_first = True  # no call in this segment yet
+        self._began: float | None = None
+        self._since: float | None = None
+
+    def begin(self, now: float) -> None:
+        """Begin a segment with one weight version; no call is delayed before the second segment."""
+        if self._began is not None:
+            self._delay_s = min(_LONGEST_S, (now - self._began) / _SHARE)
+        self._began, self._is_first = now, True
+
+    def missing(self, room: int, held: int) -> int:
+        """Return how many prompts to request: `room` for new groups plus the reserve, minus those already `held`."""
+        return max(0, room + (0 if self._is_first else self.in_hand) - held)
+
+    def is_due(self, now: float, missing: int, *, finished: bool, empty: bool) -> bool:
+        """Return whether to call the buffer now.
+
+        Args:
+            now: seconds, of a clock that never goes back.
+            missing: prompts that the call would request.
+            finished: some finished groups are not handed over yet.
+            empty: no group is in flight, or some of the requested prompts could begin at once.
+        """
+        if not (missing or finished):
+            return False
+        if self._since is None:
+            self._since = now
+        soon = finished and 0 < self.in_hand <= missing  # the reserve is empty when the next slot is free
+        return empty or soon or now - self._since >= self._delay_s
+
+    def left_s(self, now: float) -> float:
+        """Return the seconds until a delayed call is due."""
+        return self._delay_s if self._since is None else max(0.0, self._delay_s - (now - self._since))
+
+    def called(self) -> None:
+        """Note that a call was made."""
+        self._since, self._is_first = None, False
