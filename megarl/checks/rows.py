@@ -299,7 +299,10 @@ class _Rows:
             except MissingColumnError as error:
                 if not needless:
                     raise
-                instead = f"; held-out rows are scored by {reward.described}: without, leave data.val_files out"
+                instead = (
+                    f"; held-out rows are scored by {reward.described}: without answers set reward.name=format, and "
+                    "their loss counts, or leave data.val_files out"
+                )
                 raise DataError(
                     error.what, where=error.where, found=error.found, allowed=error.allowed, fix=f"{error.fix}{instead}"
                 ) from error

@@ -110,9 +110,8 @@ def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str])
         settings["sft.response_key"] = prompt if prompt == "messages" else response
     if made.algorithm in ("dpo", "sft"):
         settings.pop("data.answer_key", None)
-        if settings.get("sft.response_key") == "messages" and "data.val_files" in settings:
-            val = settings.pop("data.val_files")
-            made.notes[f"data.val_files: {val}"] = "held-out rows need a column of answers (data.answer_key)"
+        if made.algorithm == "sft" and "data.val_files" in settings:  # of which the other trainer takes the loss
+            settings.setdefault("reward.name", "format")
         return
     if "reward.name" not in settings:
         there = answers_of(rows, settings)

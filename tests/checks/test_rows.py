@@ -199,7 +199,7 @@ def test_an_answer_in_an_object_is_named_for_functions_of_users(check, tmp_path)
 def test_held_out_rows_of_supervised_runs_may_be_left_out(check):
     talk, keys = [{"prompt": "1+1=", "learn": "2"}], ["sft.response_key=learn", "data.val_files=[train.jsonl]"]
     with pytest.raises(
-        DataError, match=r"no column 'answer'(?s:.*)scored by exact_match: without, leave data.val_files"
+        DataError, match=r"no column 'answer'(?s:.*)scored by exact_match: without answers set reward\.name=format"
     ):
         check(talk, *keys, job="sft")
     check(talk, *keys, "reward.name=format", job="sft")

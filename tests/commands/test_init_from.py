@@ -164,7 +164,7 @@ def write(tmp_path, monkeypatch):
         (
             "sft.yaml",
             TRL_SFT,
-            [],
+            ["--val", "chats.jsonl"],
             {
                 "sft.steps": 100,
                 "sft.batch_size": 16,
@@ -172,6 +172,8 @@ def write(tmp_path, monkeypatch):
                 "sft.optim.warmup_ratio": 0.03,
                 "sft.response_key": "messages",
                 "data.prompt_key": "messages",
+                "data.val_files": ["chats.jsonl"],
+                "reward.name": "format",
             },
             {"packing: True": "this is always so here"},
         ),
