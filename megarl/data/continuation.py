@@ -15,22 +15,23 @@ from typing import Any
 
 #: Texts with a token of their own in most tokenizers, which no blank follows.
 _ANCHORS = ("\n", "0", "a", "=")
+#: Text without special tokens, for what a tokenizer adds to every text.
+_ANY = "a"
 
 
-def to_continue(tokenizer: Any, ids: Sequence[list[int]], text: str) -> list[list[int]]:
+def to_continue(tokenizer: Any, texts: Sequence[list[int]]) -> list[list[int]]:
     """Return the tokens of texts that go on: without the end token that some tokenizers add to every text, and with the
     begin token once where the text had it already, as prompts made elsewhere often do.
 
     Args:
-        ids: of each text, with what the tokenizer adds by itself.
-        text: the first of the texts.
+        texts: tokens of each text, with what the tokenizer adds by itself.
     """
-    plain, whole = tokenizer(text, add_special_tokens=False)["input_ids"], ids[0]
+    plain, whole = (tokenizer(_ANY, add_special_tokens=special)["input_ids"] for special in (False, True))
     starts = (n for n in range(len(whole)) if plain and whole[n : n + len(plain)] == plain)
     added = next((len(whole) - start - len(plain) for start in starts), 0)
     begin = tokenizer.bos_token_id
     doubled = None if begin is None else [begin, begin]
-    return [tokens[1 if tokens[:2] == doubled else 0 : len(tokens) - added] for tokens in ids]
+    return [tokens[1 if tokens[:2] == doubled else 0 : len(tokens) - added] for tokens in texts]
 
 
 def continued(tokenizer: Any, prompt: Sequence[int], whole: Sequence[int], text: str) -> list[int]:

@@ -143,8 +143,8 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
     for start in range(0, len(texts), _TOKENISE_AT_ONCE):
         some = list(texts[start : start + _TOKENISE_AT_ONCE])
         ids += tokenizer(some, add_special_tokens=special, return_attention_mask=False)["input_ids"]
-    if special and texts:
-        ids = to_continue(tokenizer, ids, texts[0])
+    if special:
+        ids = to_continue(tokenizer, ids)
     for text, row, tokens in zip(texts, rows, ids, strict=True):
         if not tokens:
             raise DataError("the text has no tokens", where=row.where, found=text, fix=row.way_out)

@@ -68,7 +68,7 @@ class Turns:
         if self._render is not None:
             return self._ids(observation)
         ids = self._tokenizer(observation)["input_ids"]  # with a begin token, as the prompts of the data
-        return self._known(to_continue(self._tokenizer, [ids], observation)[0], observation)
+        return self._known(to_continue(self._tokenizer, [ids])[0], observation)
 
     def following(self, observation: str | Messages | list[int], *, ended: bool) -> list[int]:
         """Return the tokens from the end of a turn to the start of the next one.

@@ -194,6 +194,13 @@ def test_an_end_token_that_the_tokenizer_adds_ends_no_prompt() -> None:
         begun,
     ]
     assert _sequences(SFTDataset(config, tokenizer, rows=rows[:1]).batch([0])) == [[1, *both, 2]]
+    alone = _rows([{"prompt": "<s>"}, {"prompt": "4+8="}])  # as for a text from its beginning on
+    assert [
+        ids.tolist() for ids in PromptDataset(config, tokenizer, rows=alone, answered=False).prompt_ids.unbind()
+    ] == [
+        [1],
+        [1, *plain],
+    ]
     assert Turns(tokenizer, None, [2]).first("4+8=") == [1, *plain]
 
 
