@@ -291,11 +291,11 @@ def typical_cpu(processes: int, threads: int | None = None, cores: int | None = 
 
     Nothing is measured, which takes no time and no torch: rates may be wrong by a factor of two.
     """
-    from megarl.system.machine import processor_flags
+    from megarl.system.machine import bf16_products, processor_flags
 
     flags = processor_flags()
     fp32 = next((rate for flag, rate in _TYPICAL_FP32.items() if flag in flags), _LEAST_FP32)
-    bf16 = fp32 * (_BF16_GAIN if flags & _BF16_FLAGS else _BF16_WITHOUT)
+    bf16 = fp32 * (_BF16_GAIN if bf16_products() is not None else _BF16_WITHOUT)
     hardware = this_cpu(processes, threads, (bf16, fp32, _TYPICAL_COPIED), cores)
     return replace(hardware, source="typical rates of a core with the instructions of this processor")
 
@@ -303,7 +303,6 @@ def typical_cpu(processes: int, threads: int | None = None, cores: int | None = 
 # Rates of one core by its instructions, the best ones first; GEMM of docs/performance.md: 103 and 218 GFLOP/s in fp32.
 _TYPICAL_FP32 = {"avx512f": 90e9, "avx2": 50e9, "asimd": 40e9}
 _LEAST_FP32 = 15e9
-_BF16_FLAGS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
 _BF16_GAIN, _BF16_WITHOUT = 2.3, 0.1
 _TYPICAL_COPIED = 10e9
 

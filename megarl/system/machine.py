@@ -67,12 +67,8 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
 
 def bf16_products(root: Path = _ROOT) -> str | None:
     """Return the name of the processor's instructions for products of bf16 numbers; None: it has none."""
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
-            name, _, flags = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return next((flag for flag in _BF16_FLAGS if flag in flags.split()), None)
-    return None
+    flags = processor_flags(root)
+    return next((flag for flag in _BF16_FLAGS if flag in flags), None)
 
 
 def available_cores() -> int:
@@ -192,14 +188,14 @@ def processor_name() -> str:
     return _of_processor("model name") or platform.processor() or platform.machine()
 
 
-def processor_flags() -> frozenset[str]:
+def processor_flags(root: Path = _ROOT) -> frozenset[str]:
     """Return the names of the processor's instruction sets, as Linux has them."""
-    return frozenset((_of_processor("flags", "Features") or "").split())
+    return frozenset((_of_processor("flags", "Features", root=root) or "").split())
 
 
-def _of_processor(*names: str) -> str | None:
+def _of_processor(*names: str, root: Path = _ROOT) -> str | None:
     """Return a field of the first processor by one of its names; None: there is none, or this is not Linux."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+    with contextlib.suppress(OSError), (root / "proc/cpuinfo").open() as file:
         for line in file:
             if line.startswith(names):
                 return line.partition(":")[2].strip()

@@ -18,7 +18,7 @@ _HUGE = [*_QWEN, "data.batch_size=512"]
 
 @pytest.fixture(autouse=True)
 def processor(monkeypatch):
-    monkeypatch.setattr("megarl.system.machine.processor_flags", lambda: frozenset({"avx2", "avx512f"}))
+    monkeypatch.setattr("megarl.system.machine.processor_flags", lambda *_: frozenset({"avx2", "avx512f"}))
 
 
 def checked(recipe, *overrides, machine=LAPTOP):
@@ -69,7 +69,7 @@ def test_what_no_formula_knows_is_skipped_with_the_reason(recipe, overrides, why
 def test_a_processor_without_bf16_products_is_slow_in_bf16(monkeypatch):
     rates = {}
     for name, flags in {"new": {"avx512f", "avx512_bf16"}, "old": {"avx2"}, "unknown": set()}.items():
-        monkeypatch.setattr("megarl.system.machine.processor_flags", lambda flags=flags: frozenset(flags))
+        monkeypatch.setattr("megarl.system.machine.processor_flags", lambda *_, flags=flags: frozenset(flags))
         rates[name] = hardware.typical_cpu(2, cores=2)
     assert rates["new"].bf16_tflops > rates["new"].fp32_tflops > rates["old"].fp32_tflops
     assert rates["old"].bf16_tflops < rates["old"].fp32_tflops

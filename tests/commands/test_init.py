@@ -113,7 +113,7 @@ def test_comments_are_about_keys_that_exist():
 
 
 def test_the_time_of_a_step_is_said_and_a_small_model_for_a_slow_cpu(init, capsys, monkeypatch):
-    monkeypatch.setattr("megarl.system.machine.processor_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("megarl.system.machine.processor_flags", lambda *_: frozenset({"avx2"}))
     init("--gpus", "0")
     shown = capsys.readouterr().out
     assert "min a step" in shown
