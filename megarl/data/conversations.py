@@ -32,7 +32,7 @@ class Turn(NamedTuple):
     Attributes:
         before: text from the end token of the turn before, or from the start, to where the assistant begins.
         text: what the assistant says, and the end token that the template writes.
-        ended: there is one; else the model learns one after the text.
+        ended: the text ends with an end token; else the model learns one after it.
         learnt: the loss counts the turn.
     """
 
@@ -56,7 +56,8 @@ class Conversations:
 
     def __init__(self, chat: ChatTemplate | None, ends: Sequence[str]) -> None:
         self._chat, self._ends = chat, [end for end in dict.fromkeys(ends) if end]
-        # Characters between a prompt and what is said, as a blank: in the last turn, in others; None: no such prompt.
+        # Number of characters, such as a blank, that the template writes between a prompt and the answer, by whether
+        # the turn is the last one; None: it begins an answer in another way than it ends a prompt.
         self._inserted: dict[bool, int | None] = {}
         self.without_reasoning = list[Row]()
         self.shortened = list[Row]()
@@ -87,7 +88,7 @@ class Conversations:
 
     @cached_property
     def _writes_turns(self) -> bool:
-        """Tell whether the template writes what the assistant says; some are for one question only."""
+        """Return whether the template writes what the assistant says; some are for one question only."""
         assert self._chat is not None
         try:
             return self._chat.write([_QUESTION, _MARKED], Row({}, "an example", 0), prompt=False).count(MARK) == 1
@@ -225,6 +226,6 @@ def _has_reasoning(text: str) -> bool:
 
 
 def _is_shortened(message: Message, text: str) -> bool:
-    """Tell whether reasoning of the message is not in its turn's text."""
+    """Return whether reasoning of the message is missing in its turn's text."""
     keys = [message[key].strip() for key in extra_keys(message) if isinstance(message[key], str)]
     return (_CLOSE in message["content"] and _CLOSE not in text) or any(value not in text for value in keys)

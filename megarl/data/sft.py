@@ -162,8 +162,8 @@ class SFTDataset(PromptDataset):
     ) -> list[Response]:
         """Return the tokens of each row: prompt and response.
 
-        The prompt's are another's than in RL where the template writes the conversation in another way, without the
-        `<think>` that it ends a prompt with.
+        The prompt differs from that of RL where the template writes the whole conversation without the `<think>` that
+        it ends a prompt with.
         """
         # A template may end some turns with another token, as Llama 3.1's does those that call a tool.
         others = [] if self.chat is None else [token for token in stops if is_special(tokenizer, token)]
@@ -217,7 +217,7 @@ def within_tokens(
     """Return the indices of the examples, or pairs, of at most `limit` tokens; None: of all.
 
     Args:
-        key: limits them, too, beside the model.
+        key: the key that limits them below the model's limit, for the message.
         overlong: as in SFTDataset.
 
     Raises:

@@ -212,7 +212,7 @@ def files_of_folder(folder: Path) -> list[Path]:
 def other_forms(folder: Path, where: str) -> DataError | None:
     """Return the error, at `where`, for data in a folder in forms that are not read, as `b.jsonl.gz` beside `a.jsonl`.
 
-    None: there is no such file.
+    None: the folder has no such file.
     """
     packed = (*SUFFIXES, *_OTHER_FORMS, ".tar")
     others = [

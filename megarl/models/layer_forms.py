@@ -87,8 +87,10 @@ def te_version() -> str | None:
 
 
 def te_problem() -> str | None:
-    """Say why Transformer Engine cannot be used in this interpreter; None where it can, with a warning if it is newer
-    than those that were tested."""
+    """Return why Transformer Engine cannot be used in this interpreter; None: it can.
+
+    Warns where it is newer than the tested versions.
+    """
     version = te_version()
     if version is None:
         return "Transformer Engine is not installed in this interpreter"
