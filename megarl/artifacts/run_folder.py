@@ -47,6 +47,11 @@ _FOLDERS = (
 )
 _OF_FILES = (".", "checkpoints", "errors", "heartbeats", "logs", "trace")
 _SUFFIXES = frozenset({".html", ".json", ".jsonl", ".svg", ".txt", ".yaml"})
+#: Entries by which a folder is a run's, also where a start was refused, or only the files of a job are there.
+_MARKS = frozenset({RUN, "log.txt", "metrics.jsonl", "checkpoints", LAUNCH_FOLDER})
+_LOCK = ".lock"  # the beginning of the names of a run's locks
+_NOT_FILES = frozenset({"lost+found"})  # of a volume
+_NAMED = 3
 _RECORDS: dict[str, Needs] = {
     RUN: {},
     "checkpoints/best.json": {"step": int},
@@ -125,6 +130,28 @@ def folder_gone(run_dir: Path) -> UserError:
         found=f"{left}; checkpoints, metrics and log are lost with the deleted one",
         fix="of a folder that was moved: move it back, and start the same command with this --run-dir, which goes on "
         "from the newest checkpoint; else start the run again",
+    )
+
+
+def refuse_other_files(run_dir: Path) -> None:
+    """Refuse a folder for a run that holds files, and none of a run: a run writes among them, and may replace some.
+
+    Raises:
+        UserError: names some of them. A folder that is not there, or has hidden entries only, holds nothing.
+    """
+    if not run_dir.is_dir():
+        return
+    names = sorted(os.listdir(run_dir))
+    others = [name for name in names if not name.startswith(".") and name not in _NOT_FILES]
+    if not others or any(name in _MARKS or name.startswith(_LOCK) for name in names):
+        return
+    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    raise UserError(
+        "this folder holds other files than those of a run",
+        where="--run-dir",
+        found=f"{run_dir}: {', '.join(others[:_NAMED])}{more}",
+        allowed="the folder of a run, an empty folder, or a new one",
+        fix=f"name a new folder, such as {run_dir / 'run'}",
     )
 
 

@@ -64,6 +64,10 @@ class Checklist:
         """Record a setting that is legal but probably not intended."""
         self._add("warn", what, key, found, None, fix)
 
+    def warn_of(self, problem: ConfigError) -> None:
+        """Record a problem that does not stop the run."""
+        self._add("warn", problem.what, problem.where, problem.found, problem.allowed, problem.fix)
+
     def failed(self, key: str | None) -> bool:
         """Return whether a problem at `key` is recorded, under any subject."""
         return any(check.status == "fail" and check.key == key for check in self.items)

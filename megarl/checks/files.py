@@ -40,7 +40,7 @@ from megarl.data.templates import check_template_kwargs, read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located, raise_part_problems
-from megarl.rewards.references import gives_images
+from megarl.rewards.references import gives_images, uses_reward
 from megarl.rewards.registry import refuse_images, reward_settings
 from megarl.system.errors import ConfigError, count, relative_path_fix
 from megarl.system.imports import is_file_reference, is_module_reference
@@ -284,6 +284,19 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
             _check_function(config, label, reward, checks)
         if config.reward.parts and "reward_parts" in estimator_fields(config.algorithm):
             _check_weighted_parts(config, checks.of("reward parts"))
+
+
+def check_reward_is_named(config: RunConfig, job: str, roles: Roles, checks: Checklist) -> None:
+    """Warn of a default reward that scores samples: no recipe file and no override names one."""
+    named = any(key.startswith(("reward.name", "reward.parts")) for key in config.given)
+    scores = bool(config.data.held_out) or (job == "train" and (roles is None or Role.REWARD in roles))
+    if not config.given or named or not scores or not uses_reward(config):
+        return
+    checks.of("reward").warn(
+        "reward.name",
+        f"the recipe names no reward, so {config.reward.name} scores: the whole response has to be the answer",
+        fix=f"set reward.name: {', '.join(REWARDS.names())}, or file.py:function",
+    )
 
 
 def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks: Checklist) -> None:

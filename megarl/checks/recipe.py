@@ -22,6 +22,7 @@ from megarl.checks.files import (
     check_other_models,
     check_places,
     check_reward,
+    check_reward_is_named,
 )
 from megarl.checks.gpus import check_machine_gpus
 from megarl.checks.graph import build, check_graph
@@ -125,7 +126,7 @@ def check_config(
     check_job(config, job, checks)
     _check_parts(config, facts, placement, checks)
     check_robot(config, placement, checks, starts=starts and launcher != "ray")
-    _check_texts(config, facts, job, checks)
+    _check_texts(config, facts, job, roles, checks)
     check_places(config, checks)
     if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
         check_disk(config, sizes, roles, job, run_dir, checks)
@@ -171,7 +172,7 @@ def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, j
     check_watched_metrics(config, job, checks)
 
 
-def _check_texts(config: RunConfig, facts: ModelFacts | None, job: str, checks: Checklist) -> None:
+def _check_texts(config: RunConfig, facts: ModelFacts | None, job: str, roles: Roles, checks: Checklist) -> None:
     """Check prompts in files and the reward function, which a robot's policy does not have."""
     if config.robot is not None:
         return
@@ -180,6 +181,7 @@ def _check_texts(config: RunConfig, facts: ModelFacts | None, job: str, checks: 
     check_data(config, job, checks)
     if job != "generate" and not (job == "train" and config.preference is not None):
         check_reward(config, checks)
+        check_reward_is_named(config, job, roles, checks)
         check_deadline("reward.timeout_s", config.reward.timeout_s, "the rewards do", config, checks.of("deadlines"))
 
 

@@ -24,7 +24,7 @@ from megarl.checks.recipe import ConfigWarning
 from megarl.checks.references import check_reference, signature_of
 from megarl.config.base import as_config_error, raise_problems
 from megarl.config.data import RewardConfig
-from megarl.config.run import RunConfig
+from megarl.config.run import RunConfig, repeated_problem
 from megarl.config.training import PreferenceConfig
 from megarl.data.images import image_folder, image_size
 from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
@@ -90,6 +90,7 @@ def check_rows(
         if config.sft.steps:
             read |= rows.check("train", config.sft.train_files or data.train_files, config.sft.response_key)
         rows.raise_all()
+        rows.warn_of_repeats(job)
         return read
     read = rows.check("val", data.held_out, scored=job != "generate", needless=job == "sft")
     if job not in ("eval", "generate"):
@@ -99,6 +100,7 @@ def check_rows(
         if supervised and examples:
             read |= rows.check("train", examples, response)
     rows.raise_all()
+    rows.warn_of_repeats(job)
     return read
 
 
@@ -109,6 +111,7 @@ class _Rows:
     Attributes:
         tokenizer: None where no text is certain.
         counter: counts the tokens that a prompt has at least; None where only the workers know the tokenizer.
+        sizes: number of training samples of sources that were read whole.
     """
 
     config: RunConfig
@@ -118,6 +121,7 @@ class _Rows:
     in_time: Callable[[], bool]
     lengths: Checklist
     problems: list[UserError] = field(default_factory=list)
+    sizes: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     def check(
         self,
@@ -157,7 +161,7 @@ class _Rows:
         if scored:
             self._warn_of_names(known)
         if len(self.problems) == before:
-            self._check_split(split, sources, known)
+            self._check_split(split, sources, known, len(known))
             with self._recorded():
                 self._check_texts(split, sources, known, response)
         self.problems[:] = self.problems[before:] + self.problems[:before]  # the rows that are trained on come first
@@ -181,13 +185,24 @@ class _Rows:
                     for key in keys:
                         self._response(row, key)
         if len(self.problems) == before:
-            self._check_split(split, sources, known)
+            self._check_split(split, sources, known, differing)
             if known and not differing and all(map(is_readable_here, sources)):
                 with self._recorded():
                     differing_pairs(known, data, settings, split)
         if known:
             self.lengths.skip(f"{_of(split)}: those of pairs are known when the run starts")
         return bool(known)
+
+    def warn_of_repeats(self, job: str) -> None:
+        """Record the batches that hold a sample twice, where the number of samples is known."""
+        data, sft = self.config.data, self.config.sft
+        batches = [("data.batch_size", data.batch_size, data.train_files)] if job == "train" else []
+        if trains_supervised(self.config, job):
+            batches.append(("sft.batch_size", sft.batch_size, sft.train_files or data.train_files))
+        for key, size, sources in batches:
+            samples = self.sizes.get(tuple(sources))
+            if samples is not None and (problem := repeated_problem(key, size, samples)) is not None:
+                self.lengths.of("batches").warn_of(problem)
 
     def raise_all(self) -> None:
         """Raise the recorded problems, if there are any."""
@@ -203,11 +218,21 @@ class _Rows:
         except UserError as error:
             self.problems.append(error)
 
-    def _check_split(self, split: Split, sources: list[str], known: list[Row]) -> None:
-        """Record that `data.val_split` leaves a split without rows, where all of its files are known."""
-        if self.config.data.val_split is not None and known and all(map(is_readable_here, sources)):
+    def _check_split(self, split: Split, sources: list[str], known: list[Row], samples: int) -> None:
+        """Record that `data.val_split` leaves a split without rows, where all of its files are known; note the size of
+        training data.
+
+        Args:
+            samples: that the rows make without `data.val_split`.
+        """
+        if not known or not all(map(is_readable_here, sources)):
+            return
+        if self.config.data.val_split is not None:
+            samples = 0
             with self._recorded():
-                split_rows(known, self.config.data, split)
+                samples = len(split_rows(known, self.config.data, split))
+        if split == "train" and samples:
+            self.sizes[tuple(sources)] = samples
 
     def _check_texts(self, split: Split, sources: list[str], known: list[Row], response: str | None) -> None:
         """Render and tokenise rows while there is time."""

@@ -22,6 +22,7 @@ from megarl.system.errors import close_matches
 
 #: Lowest temperature except 0: logits of hundreds, divided by it, keep their differences in float32.
 _COLDEST = 1e-3
+_LARGEST_GROUP = 1024
 #: Learning rates beyond which AdamW breaks fresh weights and trained ones; tiny models still learn just below.
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
 
@@ -226,6 +227,16 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
                 found=temperature,
                 allowed=f"0, or number from {_COLDEST} to 100",
                 fix=f"set {key}.sampling.temperature=" + ("1" if key == "rollout" else "0, which is greedy"),
+            )
+    for key, size in (("rollout", training.n), ("validation", own.n)):
+        if size > _LARGEST_GROUP:
+            checks.warn(
+                f"{key}.sampling.n",
+                f"{size:,} samples of every prompt: a step generates data.batch_size times as many"
+                if key == "rollout"
+                else f"{size:,} samples of every held-out prompt",
+                found=size,
+                fix=f"set {key}.sampling.n to at most {_LARGEST_GROUP:,}; groups of 4 to 64 are usual",
             )
     corrected = training.logprobs == "processed" and config.rollout_correction.resolved().active
     plain = SamplingConfig()

@@ -54,6 +54,7 @@ class Owner:
         lacks: what the job lacks where it has not.
         fix: how to get the reader.
         but: keys below `prefix` that something else reads, or that switch the reader on.
+        only: the keys below `prefix` that it reads; empty: all except `but`.
     """
 
     prefix: str
@@ -61,6 +62,7 @@ class Owner:
     lacks: str
     fix: str
     but: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
 
 OWNERS = (
@@ -137,6 +139,27 @@ OWNERS = (
         "no supervised steps come first",
         "set sft.steps",
     ),
+    Owner(
+        "data",
+        lambda j: j.config.data.image_key is not None,
+        "prompts have no images",
+        "set data.image_key",
+        only=("image_dir", "min_pixels", "max_pixels", "limit_images"),
+    ),
+    Owner(
+        "tracking",
+        lambda j: j.config.tracking.mlflow,
+        "MLflow is off",
+        "set tracking.mlflow=true",
+        only=("mlflow_uri",),
+    ),
+    Owner(
+        "tracking",
+        lambda j: j.config.tracking.mlflow or bool(j.config.tracking.loggers),
+        "no tracker is on",
+        "set tracking.mlflow=true, or tracking.loggers",
+        only=("project",),
+    ),
 )
 
 
@@ -161,7 +184,8 @@ def check_unused(config: RunConfig, graph: TaskGraph | None, placement: Placemen
 
 def _belongs(key: str, owner: Owner) -> bool:
     inside = key.removeprefix(f"{owner.prefix}.")
-    return inside != key and inside.partition(".")[0] not in owner.but
+    name = inside.partition(".")[0]
+    return inside != key and name not in owner.but and (not owner.only or name in owner.only)
 
 
 def _leaves(data: dict[str, Any], prefix: str) -> dict[str, Any]:

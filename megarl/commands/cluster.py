@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from megarl.artifacts.run_folder import refuse_other_files
 from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
     image, show = slurm.image is not None, arguments.dry_run
     _, found = _check(config, launcher, arguments.job, image=image, memory=memory, show=show)
     parent = Path(config.tracking.dir) / config.name
+    if arguments.run_dir is not None:
+        refuse_other_files(arguments.run_dir)
     run_dir = (arguments.run_dir or parent / "STAMP").resolve()
     job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
     check_settings(job)

@@ -84,8 +84,6 @@ _COMMENTS = {
     "data.prompt_key": "column of the prompt: text, or chat messages",
     "data.answer_key": "column of the reference answer, which the reward reads",
     "data.max_prompt_tokens": "longer prompts are left out",
-    "data.batch_size": "prompts per step, over all devices",
-    "data.max_val_samples": "held-out prompts of a validation, at most",
     "reward.name": "an included reward, or file.py:function of yours",
     "reward.kwargs.extract": "the number of the response that counts: whole, first, last",
     "rollout.engine": "embedded: on the training weights; sglang: on servers",
@@ -112,14 +110,43 @@ _COMMENTS = {
     "cluster.nnodes": "machines",
     "cluster.device_memory_gb": "GB of each GPU, which the checks hold the run against",
 }
-_MORE = """\
-# Often set next; megarl keys KEY tells more about each:
-#   model.lora                  train adapters in place of all weights: {rank: 16, alpha: 32}
-#   algorithm.kl                stay near the first policy: {use: loss, coef: 0.001}
-#   data.format_prompt          a template around each prompt: "{{ content }}\\nEnd with the answer after ####."
-#   validation.sampling.n       several responses per held-out prompt
-#   tracking.loggers            [wandb], [tensorboard], [trackio]
-"""
+#: Comments on keys that count samples, which are not the same in every algorithm.
+_COUNTS = {
+    "data.batch_size": "{} per step, over all devices",
+    "data.max_val_samples": "held-out {} of a validation, at most",
+}
+_SAMPLES = {"kto": "examples", "reward_model": "pairs", "dpo": "pairs", "sft": "examples"}  # else prompts
+_LORA = ("model.lora", "train adapters in place of all weights: {rank: 16, alpha: 32}")
+_LOGGERS = ("tracking.loggers", "[wandb], [tensorboard], [trackio]")
+_LIMIT = ("preference.max_tokens", "longer sequences, of prompt and response, are left out")
+_GENERATING = (
+    ("algorithm.kl", "stay near the first policy: {use: loss, coef: 0.001}"),
+    ("data.format_prompt", 'a template around each prompt: "{{ content }}\\nEnd with the answer after ####."'),
+    ("validation.sampling.n", "several responses per held-out prompt"),
+)
+#: Keys that are often set next, by algorithm; else `_GENERATING`.
+_NEXT = {
+    "kto": (
+        ("preference.desirable_weight", "weight of desirable examples, where there are fewer of them"),
+        ("preference.completion_key", "column of the response; preference.label_key: of its label"),
+        _LIMIT,
+    ),
+    "reward_model": (
+        ("preference.margin_key", "column of the least difference of the scores of a pair"),
+        ("preference.center_coef", "keep scores near 0: 0.01"),
+        _LIMIT,
+    ),
+    "dpo": (
+        ("preference.label_smoothing", "assumed share of pairs with a wrong label"),
+        ("preference.sft_coef", "weight of a supervised term on the chosen responses"),
+        ("preference.chosen_key", "column of the better response; preference.rejected_key: of the worse one"),
+        _LIMIT,
+    ),
+    "sft": (
+        ("sft.max_tokens", "longer sequences, of prompt and response, are left out"),
+        ("sft.eval_every", "steps between validations"),
+    ),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -413,19 +440,22 @@ def _recipe_text(file: Path, arguments: argparse.Namespace, settings: _Settings)
         "# Every key that is not here has its default: `megarl keys SECTION` lists them.",
         f"name: {_written(file.stem)}",
     ]
-    body = [line for section, keys in tree.items() for line in ["", f"{section}:", *_lines(keys, (section,))]]
-    return "\n".join([*head, *body, "", _MORE])
+    samples = _SAMPLES.get(arguments.algorithm, "prompts")
+    comments = _COMMENTS | {key: text.format(samples) for key, text in _COUNTS.items()}
+    body = [line for section, keys in tree.items() for line in ["", f"{section}:", *_lines(keys, (section,), comments)]]
+    more = [f"#   {key:<27} {text}" for key, text in (_LORA, *_NEXT.get(arguments.algorithm, _GENERATING), _LOGGERS)]
+    return "\n".join([*head, *body, "", "# Often set next; megarl keys KEY tells more about each:", *more, ""])
 
 
-def _lines(keys: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+def _lines(keys: Mapping[str, Any], path: tuple[str, ...], comments: Mapping[str, str]) -> Iterator[str]:
     indent = "  " * len(path)
     for name, value in keys.items():
         here = (*path, name)
         if isinstance(value, dict):
             yield f"{indent}{name}:"
-            yield from _lines(value, here)
+            yield from _lines(value, here, comments)
             continue
-        line, said = f"{indent}{name}: {_written(value)}", _COMMENTS.get(".".join(here))
+        line, said = f"{indent}{name}: {_written(value)}", comments.get(".".join(here))
         yield f"{line:<40}  # {said}" if said else line
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megarl.artifacts.pipes import refuse_pipes
 from megarl.artifacts.records import read_run
+from megarl.artifacts.run_folder import refuse_other_files
 from megarl.artifacts.trained import steps_in
 from megarl.checks import before_start
 from megarl.system.credentials import mask
@@ -149,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command on the launcher's workers, or show its plan; return the exit code."""
     if arguments.run_dir is not None:
         refuse_pipes(arguments.run_dir)
+        refuse_other_files(arguments.run_dir)
     config = read_recipe(arguments)
     config = before_start.with_steps(config, arguments.command)
     if arguments.dry_run:

@@ -87,6 +87,7 @@ def load_config(
     file = find_recipe(path)
     document = _read_with_parents(file, ())
     document.data.setdefault("name", file.stem)
+    layers = set(_value_paths(document.data))
     # Some sections have defaults of their own (rollout.sampling.n is 8, not 1): giving one key keeps the others.
     defaults = Document(RunConfig(name="").model_dump())
     del defaults.data["cluster"]["max_restarts"]  # follows from the placement
@@ -111,7 +112,7 @@ def load_config(
         dropped.append(line)
     for line in dropped:
         print(f"megarl: {line}", file=sys.stderr)
-    config = config.with_written(_written(document, file))
+    config = config.with_written(_written(document, file), _given(document, layers))
     if "lr" not in document.data["sft"]["optim"]:
         optim = config.sft.optim.model_copy(update={"lr": _fine_tuning_lr(config.model)})
         config = config.model_copy(update={"sft": config.sft.model_copy(update={"optim": optim})})
@@ -127,6 +128,12 @@ def _written(document: Document, file: Path) -> set[str]:
     own = () if shipped or (file.parent / _RECORD).exists() else (f"{file}:",)  # a run's recipe has every key
     places = ("override ", *own)
     return {".".join(path) for path in _value_paths(document.data) if _origin(document, path, "").startswith(places)}
+
+
+def _given(document: Document, layers: set[tuple[str, ...]]) -> set[str]:
+    """Return the dotted keys of `document` that `layers`, the paths of recipe files, or an override set."""
+    paths = _value_paths(document.data)
+    return {".".join(path) for path in paths if path in layers or _origin(document, path, "").startswith("override ")}
 
 
 def _value_paths(data: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -37,6 +37,7 @@ from megarl.config.training import (
     SFTConfig,
     TeacherConfig,
 )
+from megarl.system.errors import ConfigError
 
 
 class EarlyStopConfig(Section):
@@ -226,16 +227,22 @@ class RunConfig(Section):
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="launcher and cluster")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")
     _written: Written = PrivateAttr(default_factory=Written)
+    _given: Written = PrivateAttr(default_factory=Written)
 
     @property
     def written(self) -> Written:
         """The keys that the user's own recipe file and overrides set, not those of parent recipes."""
         return self._written
 
-    def with_written(self, keys: Iterable[str]) -> RunConfig:
-        """Return the recipe with these keys as those that the user wrote."""
+    @property
+    def given(self) -> Written:
+        """The keys that a recipe file, one of its parents or an override sets; empty where no file was read."""
+        return self._given
+
+    def with_written(self, keys: Iterable[str], given: Iterable[str]) -> RunConfig:
+        """Return the recipe with `keys` as those that the user wrote, and `given` as those that any layer sets."""
         copy = self.model_copy()
-        copy._written = Written(keys)
+        copy._written, copy._given = Written(keys), Written(given)
         return copy
 
     def longest_sequence(self) -> int:
@@ -330,3 +337,17 @@ def steps_text(steps: int, size: int, samples: int, unit: str) -> str:
     '200 steps of 32 = 3.4 epochs of 1,882 prompts'
     """
     return f"{steps:,} steps of {size:,} = {steps * size / samples:.3g} epochs of {samples:,} {unit}s"
+
+
+def repeated_problem(key: str, size: int, samples: int) -> ConfigError | None:
+    """Return the problem of a batch of `size` (configuration key `key`) that holds a sample twice: there are fewer
+    samples; None if there are enough.
+    """
+    if size <= samples:
+        return None
+    return ConfigError(
+        f"there are only {samples:,} different samples: every step holds some of them more than once",
+        where=key,
+        found=size,
+        fix=f"add data, or set {key}={samples} or less",
+    )

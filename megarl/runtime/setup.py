@@ -14,7 +14,7 @@ from megarl.algorithms.kl import KLController
 from megarl.architectures.vision_language import DECODERS
 from megarl.artifacts.layout import image_problems
 from megarl.config.base import raise_problems
-from megarl.config.run import RunConfig, steps_text
+from megarl.config.run import RunConfig, repeated_problem, steps_text
 from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
 from megarl.data.announcement import NO_TOOLS, Announcement
@@ -494,15 +494,6 @@ def open_loader(
             steps = config.sft.steps if key.startswith("sft.") else config.trainer.steps
             unit = "example" if key.startswith("sft.") else config.data_unit
             print(steps_text(steps, size, len(data), unit), flush=True)
-        warn_if_repeated(key, size, len(data))
+        if (problem := repeated_problem(key, size, len(data))) is not None:
+            print(f"WARNING: {problem}", flush=True)
     return PromptLoader(data, size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle)
-
-
-def warn_if_repeated(key: str, size: int, samples: int) -> None:
-    """Say that a batch of `size` (configuration key `key`) meets some of the `samples` there are more than once."""
-    if size > samples:
-        print(
-            f"WARNING: {key} is {size}, and there are only {samples} different ones: every step meets some of them "
-            f"more than once. Add data, or set {key}={samples} or less",
-            flush=True,
-        )

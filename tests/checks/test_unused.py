@@ -26,6 +26,10 @@ def unused(config):
         (["rollout.sglang.tp_size=2"], "rollout.sglang.tp_size", "engine is another"),
         (["sync.transport=disk"], "sync.transport", "own weights"),
         (["validation.sampling.max_new_tokens=4"], "validation.sampling.max_new_tokens", "no held-out prompts"),
+        (["data.image_dir=pictures"], "data.image_dir", "no images"),
+        (["data.min_pixels=784", "data.max_pixels=1568"], "data.min_pixels", "data.max_pixels"),
+        (["tracking={mlflow: false, mlflow_uri: 'sqlite:///a.db'}"], "tracking.mlflow_uri", "MLflow is off"),
+        (["tracking={mlflow: false, project: other}"], "tracking.project", "no tracker"),
         (["sft.optim.lr=1e-4"], "sft.optim.lr", "no supervised steps"),
     ],
 )
@@ -42,6 +46,8 @@ def test_a_key_without_a_reader_is_warned_of(config_of, overrides, key, lacks):
         ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "critic.optim.lr=1e-4"],
         ["sft={steps: 2, optim: {lr: 1e-4}}"],
         ["sft={epochs: 2, optim: {lr: 1e-4}}"],
+        ["tracking={mlflow_uri: 'sqlite:///a.db', project: other}"],
+        ["tracking={mlflow: false, project: other, loggers: [tensorboard]}"],
         ["algorithm.pipeline=file.py:missing", "critic.optim.lr=1e-4"],
     ],
 )
@@ -67,4 +73,4 @@ def test_owners_are_sections_of_recipes():
         key = find_key(tuple(owner.prefix.split(".")))
         assert key is not None
         assert key.section is not None
-        assert set(owner.but) <= set(key.section.model_fields)
+        assert {*owner.but, *owner.only} <= set(key.section.model_fields)

@@ -70,6 +70,26 @@ def test_pairs_have_no_reward_and_no_sampling(init, tmp_path):
     assert "rollout:" not in text
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "samples", "key"),
+    [
+        ("dpo", "pairs", "preference.label_smoothing"),
+        ("kto", "examples", "preference.desirable_weight"),
+        ("reward_model", "pairs", "preference.margin_key"),
+    ],
+)
+def test_comments_speak_of_what_the_algorithm_learns_from(init, tmp_path, algorithm, samples, key):
+    init("--algorithm", algorithm, "--val", "rows.jsonl", rows=[PAIR, PAIR])
+    text = (tmp_path / "mine.yaml").read_text()
+    assert f"# {samples} per step" in text
+    assert f"# held-out {samples} of a validation" in text
+    _, _, following = text.partition("Often set next")
+    assert key in following
+    assert "algorithm.kl" not in following
+    for line in following.splitlines()[1:]:
+        assert find_key(tuple(line.split()[1].split("."))) is not None
+
+
 def test_the_layout_is_the_first_that_fits(init):
     assert init("--gpus", "8").actor.parallel.tp == 1
     Path("mine.yaml").unlink()

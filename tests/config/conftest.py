@@ -16,6 +16,7 @@ data:
   max_prompt_tokens: 16
 rollout: {sampling: {max_new_tokens: 8}}
 """
+REWARDED = f"{RECIPE}reward: {{name: exact_match}}\n"
 
 
 @pytest.fixture
@@ -35,5 +36,5 @@ def write(tmp_path, monkeypatch):
 @pytest.fixture
 def config_of(write):
     """config_of("actor.parallel.tp=3", ...) -> a small valid recipe with these overrides."""
-    file = write(RECIPE)
+    file = write(REWARDED)
     return lambda *overrides: load_config(file, overrides, components=COMPONENTS)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.artifacts.run_folder import RunFolder, restore_config
+from megarl.artifacts.run_folder import RunFolder, refuse_other_files, restore_config
+from megarl.cli import main
 from megarl.system.errors import UserError
 from tests.launchers.test_launchers import DEADLINE_S, Drive
 
@@ -58,3 +59,25 @@ def test_a_configuration_that_was_deleted_is_written_again(tmp_path: Path) -> No
     restore_config(tmp_path, "name: run")
     restore_config(tmp_path, "name: of-another-start")
     assert (tmp_path / "config.yaml").read_text() == "name: run"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [(), (".DS_Store", "lost+found"), ("notes.txt", "run.json"), ("config.yaml", "log.txt"), (".lock", "config.yaml")],
+)
+def test_an_empty_folder_and_the_folder_of_a_run_are_taken(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    refuse_other_files(tmp_path)
+    refuse_other_files(tmp_path / "new")
+
+
+def test_a_folder_with_other_files_is_refused_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name in ("a.py", "b.csv", "config.yaml", "d", "e"):
+        (tmp_path / name).touch()
+    for command in ("train", "sft", "eval", "generate"):
+        assert main([command, "grpo_quickstart", "--run-dir", str(tmp_path)]) == 2
+        assert "a.py, b.csv, config.yaml and 2 more" in capsys.readouterr().err
+    assert main(["launch", "grpo_quickstart", "--slurm", "--run-dir", str(tmp_path)]) == 2
+    assert "holds other files than those of a run" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 5

@@ -59,10 +59,10 @@ def test_a_loss_of_examples_that_explodes():
 
 
 @pytest.mark.parametrize(("size", "warned"), [(17, True), (16, False)])
-def test_a_batch_larger_than_the_data(size: int, warned: bool, capsys: pytest.CaptureFixture[str]):
-    from megarl.runtime.setup import warn_if_repeated
+def test_a_batch_larger_than_the_data(size: int, warned: bool):
+    from megarl.config.run import repeated_problem
 
-    warn_if_repeated("data.batch_size", size, 16)
-    out = capsys.readouterr().out
-    assert ("WARNING: data.batch_size is 17, and there are only 16" in out) is warned
-    assert ("data.batch_size=16 or less" in out) is warned
+    problem = repeated_problem("data.batch_size", size, 16)
+    assert (problem is not None) is warned
+    assert not warned or "data.batch_size: there are only 16 different samples" in str(problem)
+    assert not warned or "data.batch_size=16 or less" in str(problem)
