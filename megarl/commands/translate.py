@@ -7,6 +7,7 @@ file -> read_settings   names and values: a YAML or JSON mapping, or a command l
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from megarl.config.yamlio import parse_value, read_yaml
 from megarl.system.errors import UserError
 
 _KEY_VALUE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
+_VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::?-(?P<default>[^${}]*))?\}|\$(?P<plain>\w+)")
+_INNER = 4  # variables inside one another
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _OF_GRPO = {"num_generations", "max_completion_length", "reward_funcs", "num_iterations", "epsilon", "scale_rewards"}
 _OF_SFT = {"packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "eos_token"}
@@ -102,13 +104,15 @@ def read_settings(file: Path) -> OtherSettings:
 
 
 def _of_words(words: list[str]) -> OtherSettings:
-    """Return the settings of a command line; variables that it assigns are put in."""
-    settings, variables = OtherSettings({}), dict[str, str]()
+    """Return the settings of a script; variables that it assigns, their defaults and `HOME` are put in."""
+    settings, variables = OtherSettings({}), {"HOME": os.path.expanduser("~")}
     name = ""
     for raw in words:
-        word = _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), raw)
+        word = _put_in(raw, variables)
         pair = _KEY_VALUE.fullmatch(word)
-        if word.startswith("--"):
+        if word == "--":
+            name = ""
+        elif word.startswith("--"):
             name, equals, value = (
                 word[2:].replace("-", "_").partition("=")
                 if "=" not in word
@@ -120,7 +124,7 @@ def _of_words(words: list[str]) -> OtherSettings:
             )
             settings.values[name] = _value(value) if equals else True
             name = "" if equals else name
-        elif pair is not None and pair[1].isupper():
+        elif pair is not None and "." not in pair[1]:
             variables[pair[1]] = pair[2]
         elif pair is not None:
             settings.values[pair[1]] = _value(pair[2])
@@ -134,6 +138,22 @@ def _of_words(words: list[str]) -> OtherSettings:
             settings.words.append(word)
             name = ""
     return settings
+
+
+def _put_in(word: str, variables: Mapping[str, str]) -> str:
+    """Return a word of a script with its variables replaced, inner ones first; unknown ones stay.
+
+    >>> _put_in("${A:-${B}/c} $D", {"B": "b"})
+    'b/c $D'
+    """
+
+    def value(match: re.Match[str]) -> str:
+        default = match[0] if match["default"] is None else match["default"]
+        return variables.get(match["braced"] or match["plain"], default)
+
+    for _ in range(_INNER):
+        word = _VARIABLE.sub(value, word)
+    return word
 
 
 def _value(text: str) -> Any:
@@ -194,8 +214,8 @@ def _the_others(source: OtherSettings, made: Translation) -> None:
     for name, value in source.values.items():
         if value is None or value in ([], {}, "") or name.rpartition(".")[2].startswith("_"):
             continue
-        if isinstance(value, str) and "${" in value:
-            made.note(name, value, f"a reference that only {made.trainer} follows")
+        if isinstance(value, str) and (sign := next((sign for sign in ("${", "$(") if sign in value), None)):
+            made.note(name, value, f"a reference that only {made.trainer if sign == '${' else 'the shell'} follows")
             continue
         path = tuple(name.split("."))
         key = key_of(path)

@@ -327,3 +327,19 @@ def test_fine_tuning_is_validated_by_a_key_of_its_own(values):
     made = translate(OtherSettings(values), None)
     assert made.settings["sft.eval_every"] == 50
     assert "validation.every" not in made.settings
+
+
+def test_variables_of_a_script_have_their_values(write, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    script = """export adv_estimator=rloo
+NNODES=${NNODES:-2}
+DATA=${DATA:-"${HOME}/verl"}
+longest=$((1024 * 2))
+ray job submit --no-wait -- python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$adv_estimator \\
+    actor_rollout_ref.model.path="${DATA}/model" trainer.nnodes="${NNODES}" data.max_prompt_length=${longest}
+"""
+    made = translate(read_settings(write("dapo.sh", script)), None)
+    settings = [made.settings[key] for key in ("algorithm.advantage.name", "model.path", "cluster.nnodes")]
+    assert settings == ["rloo", "/home/me/verl/model", 2]
+    notes = {"no_wait: True", "data.max_prompt_length: $((1024"}
+    assert set(made.notes) == notes
