@@ -9,6 +9,7 @@ from megarl.checks.algorithm import check_algorithm, check_distributions
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
 from megarl.checks.layout import divides_devices
+from megarl.checks.step_metrics import is_known, nearest
 from megarl.config.algorithm import DistillationConfig, KLConfig, PolicyLossConfig
 from megarl.config.rollout import LimitsConfig, SamplingConfig
 from megarl.config.run import RunConfig
@@ -468,13 +469,13 @@ def check_watched_metrics(config: RunConfig, job: str, checks: Checklist) -> Non
     if trainer.best_metric is not None:
         end = "no checkpoint would be the best"
         fix = "name one of these, or null to keep no best checkpoint"
-        _check_held_out_metric(config, job, checks, "best metric", "trainer.best_metric", trainer.best_metric, end, fix)
+        _check_metric(config, job, checks, "best metric", "trainer.best_metric", trainer.best_metric, end, fix)
     stop = trainer.early_stop
     if stop is None:
         return
     key = "trainer.early_stop.metric"
     end = "the run would never end early"
-    _check_held_out_metric(config, job, checks, "early stop", key, stop.metric, end, "name one of these")
+    _check_metric(config, job, checks, "early stop", key, stop.metric, end, "name one of these")
     if stop.patience is None and stop.target is None:
         fix = "set trainer.early_stop.patience=5, or a target"
         checks.fail("trainer.early_stop.patience", "nothing would end the run early", found="null", fix=fix)
@@ -489,14 +490,20 @@ def check_watched_metrics(config: RunConfig, job: str, checks: Checklist) -> Non
         )
 
 
-def _check_held_out_metric(
+def _check_metric(
     config: RunConfig, job: str, checks: Checklist, subject: str, key: str, name: str, end: str, otherwise: str
 ) -> None:
-    """Check the metric's name against the held-out metrics, which are known except for the prompts' data sources.
+    """Check the metric's name against the held-out metrics, which are known except for the prompts' data sources, or
+    else against those of training steps.
 
     A pipeline of a user may write metrics of its own.
     """
-    if not config.data.held_out or (job == "train" and config.algorithm.pipeline not in PIPELINES):
+    if job == "train" and config.algorithm.pipeline not in PIPELINES:
+        return
+    if "/" in name and not name.startswith("val/"):
+        _check_step_metric(config, checks.of(subject), key, name, end)
+        return
+    if not config.data.held_out:
         return
     measures = metric_names(config.validation_sampling.n, ranked=config.validation.select_by is not None)
     errors = {"env_errors": config.has_episodes, "reward_errors": config.reward.on_error != "raise"}
@@ -504,7 +511,7 @@ def _check_held_out_metric(
     kind, _, measure = name.rpartition("/")
     if config.preference is not None and kind in ("val/rewards", "val/logps", "val/preference"):
         return
-    if name in known or (kind.startswith("val/") and measure in measures) or (kind and kind.split("/")[0] != "val"):
+    if name in known or (kind.startswith("val/") and measure in measures):
         return
     near = close_matches(measure, measures)
     meant = f"{kind or 'val'}/{near[0]}" if near else ""
@@ -514,4 +521,18 @@ def _check_held_out_metric(
         found=name,
         allowed=f"{', '.join(known)}; the same of one data source, val/SOURCE/acc; another metric of a step",
         fix=f"did you mean {meant}?" if meant else otherwise,
+    )
+
+
+def _check_step_metric(config: RunConfig, checks: Checklist, key: str, name: str, end: str) -> None:
+    """Warn of a metric that no training step is known to write; losses and advantages of a user may write more."""
+    algorithm = config.algorithm
+    if is_known(name) or ":" in f"{algorithm.loss.name}{algorithm.advantage.name}":
+        return
+    near = nearest(name)
+    checks.warn(
+        key,
+        f"no metric of a training step is known by this name: without it {end}, and the first step refuses it",
+        found=name,
+        fix=f"did you mean {' or '.join(near)}?" if near else "name a metric that docs/tracking.md lists",
     )
