@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megarl.algorithms.preference import log_ratios
+from megarl.algorithms.preference import log_ratios, rounding
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -46,7 +46,13 @@ def baseline(total: float, examples: float) -> float:
 
 
 def kto_loss(
-    logp: Tensor, responses: Responses, labels: Tensor, z: float, settings: PreferenceConfig, counts: Counts
+    logp: Tensor,
+    responses: Responses,
+    labels: Tensor,
+    z: float,
+    settings: PreferenceConfig,
+    counts: Counts,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
     """Return the part of the loss that some examples contribute, and their metrics.
 
@@ -55,6 +61,7 @@ def kto_loss(
         labels: bool [B], which are desirable.
         z: the mini-batch's `baseline`.
         counts: of the mini-batch: the loss is a mean over its examples.
+        dtype: of the model; an example whose r is z up to its rounding is a tie, which is not right.
     """
     own, ratios = log_ratios(logp, responses)
     gains = torch.where(labels, ratios - z, z - ratios)
@@ -62,7 +69,7 @@ def kto_loss(
     losses = of_label[labels.long()] * (1 - torch.sigmoid(settings.beta * gains))
     metrics = Metrics()
     metrics.mean("preference/loss", float(losses.detach().double().sum()), len(losses))
-    metrics.mean("rewards/accuracies", float((gains > 0).sum()), len(gains))
+    metrics.mean("rewards/accuracies", float((gains.detach() > rounding(logp, responses, dtype)).sum()), len(gains))
     rewards = (settings.beta * ratios).detach().double()
     for name, some in (("chosen", labels), ("rejected", ~labels)):
         if count := int(some.sum()):

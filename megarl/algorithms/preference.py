@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from megarl.config.training import PreferenceConfig
 
 
-#: Share of a response's log-prob by which two float32 passes over it may differ: 16 units in the last place.
-_ROUNDING = 16 * 2.0**-23
+#: Units in the last place by which two float32 sums of the same numbers may differ: they add in different orders.
+_UNITS = 16
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,36 @@ def log_ratios(logp: Tensor, responses: Responses) -> tuple[Tensor, Tensor]:
     return own, own - rows.sum(torch.where(mask, at_least_float32(responses.ref_logp), 0))
 
 
+def rounding(logp: Tensor, responses: Responses, dtype: torch.dtype) -> Tensor:
+    """Return by how much the log-prob of each response may differ between two passes over equal weights: float [B].
+
+    The sum over a response's tokens is float32: `_UNITS` of its last place. A model in a narrower type rounds what the
+    log-prob of every token is made from, about one unit of the log-prob. These errors are independent, so they add up
+    as the root of their squares: a plain sum would call what a long response has learnt a tie.
+
+    Args:
+        logp: float [N], log-probs of the policy.
+        dtype: of the model that computed them.
+    """
+    rows, tokens = Rows.of(responses.mask, responses.offsets), at_least_float32(logp.detach())
+    tokens = torch.where(responses.mask, tokens, 0)
+    size = _UNITS * torch.finfo(torch.float32).eps * rows.sum(tokens).abs().clamp(min=1)
+    if dtype.itemsize < torch.float32.itemsize:
+        size = size + torch.finfo(dtype).eps * rows.sum(tokens**2).sqrt()
+    return size
+
+
+def score_rounding(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return by how much each of a reward model's scores may differ between two passes over equal weights, as `scores`.
+
+    A float32 score is a sum over the hidden state; a narrower type, whose products are added in float32, rounds the
+    result once.
+    """
+    narrow = dtype.itemsize < torch.float32.itemsize
+    units = torch.finfo(dtype).eps if narrow else _UNITS * torch.finfo(torch.float32).eps
+    return units * scores.detach().abs()
+
+
 def pair_losses(margins: Tensor, settings: PreferenceConfig) -> Tensor:
     """Return the loss of each pair from its margin of log-ratios, both [P]."""
     scaled, wrong = settings.beta * margins, settings.label_smoothing
@@ -71,7 +101,11 @@ def pair_losses(margins: Tensor, settings: PreferenceConfig) -> Tensor:
 
 
 def preference_loss(
-    logp: Tensor, responses: Responses, settings: PreferenceConfig, counts: Tensor
+    logp: Tensor,
+    responses: Responses,
+    settings: PreferenceConfig,
+    counts: Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
     """Return the part of the loss that whole pairs contribute, and their metrics.
 
@@ -79,6 +113,7 @@ def preference_loss(
         logp: float [N], log-probs of the policy, differentiable.
         counts: `local_pair_counts` added over all ranks of the mini-batch: the loss is a mean over its pairs, and the
             term of the chosen responses one over their tokens.
+        dtype: of the model, whose rounding makes ties.
     """
     own, ratios = log_ratios(logp, responses)
     lengths = Rows.of(responses.mask, responses.offsets).counts(responses.mask)
@@ -92,13 +127,17 @@ def preference_loss(
         nll = -own.view(-1, 2)[:, 0].sum()
         loss = loss + settings.sft_coef * nll / tokens
         metrics.mean("preference/sft_loss", float(nll.detach()), int(lengths.view(-1, 2)[:, 0].sum()))
-    rounding = _ROUNDING * own.detach().abs().view(-1, 2).amax(1).clamp(min=1)
-    _measure(metrics, own.detach(), settings.beta * ratios.detach(), settings.beta * rounding)
+    ties = settings.beta * rounding(logp, responses, dtype).view(-1, 2).amax(1)
+    _measure(metrics, own.detach(), settings.beta * ratios.detach(), ties)
     return loss, metrics
 
 
 def score_loss(
-    scores: Tensor, margins: Tensor | None, settings: PreferenceConfig, pairs: float
+    scores: Tensor,
+    margins: Tensor | None,
+    settings: PreferenceConfig,
+    pairs: float,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
     """Return the part of a reward model's loss that whole pairs contribute, and their metrics.
 
@@ -106,6 +145,7 @@ def score_loss(
         scores: float [2P], differentiable, each chosen response's before its rejected one's.
         margins: float [P], by how much chosen scores are to be larger; None: not at all.
         pairs: in the mini-batch over all ranks: the loss is a mean over them.
+        dtype: of the model, whose rounding makes ties.
     """
     scores = at_least_float32(scores)
     chosen, rejected = scores.view(-1, 2).unbind(1)
@@ -114,7 +154,7 @@ def score_loss(
     losses = losses + settings.center_coef * (chosen + rejected) ** 2
     metrics = Metrics()
     metrics.mean("preference/loss", float(losses.detach().double().sum()), len(losses))
-    _measure_rewards(metrics, scores.detach())
+    _measure_rewards(metrics, scores.detach(), score_rounding(scores, dtype).view(-1, 2).amax(1))
     return losses.sum() / pairs, metrics
 
 
@@ -129,20 +169,20 @@ def local_pair_counts(mask: Tensor, offsets: Tensor) -> Tensor:
     return torch.tensor([len(lengths), int(lengths[:, 0].sum())], dtype=torch.float64)
 
 
-def _measure(metrics: Metrics, logp: Tensor, rewards: Tensor, rounding: Tensor) -> None:
-    """Record what TRL's trainer records of a batch of pairs, from both [2P] of whole responses; `rounding` [P] is the
+def _measure(metrics: Metrics, logp: Tensor, rewards: Tensor, ties: Tensor) -> None:
+    """Record what TRL's trainer records of a batch of pairs, from both [2P] of whole responses; `ties` [P] is the
     margin up to which a pair is a tie."""
-    _measure_rewards(metrics, rewards, rounding)
+    _measure_rewards(metrics, rewards, ties)
     for name, values in zip(("logps/chosen", "logps/rejected"), logp.view(-1, 2).unbind(1), strict=True):
         metrics.mean(name, float(values.double().sum()), len(values))
 
 
-def _measure_rewards(metrics: Metrics, rewards: Tensor, rounding: Tensor | float = 0.0) -> None:
+def _measure_rewards(metrics: Metrics, rewards: Tensor, ties: Tensor) -> None:
     chosen, rejected = rewards.view(-1, 2).unbind(1)
     for name, values in {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
-        "rewards/accuracies": chosen - rejected > rounding,
+        "rewards/accuracies": chosen - rejected > ties,
     }.items():
         metrics.mean(name, float(values.double().sum()), len(chosen))

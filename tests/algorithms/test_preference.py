@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from megarl.algorithms.kto import Counts, kto_loss
 from megarl.algorithms.preference import Responses, local_pair_counts, preference_loss, score_loss
 from megarl.config.training import PreferenceConfig
 
@@ -121,6 +122,39 @@ def test_pairs_that_differ_by_rounding_only_are_ties():
         for scale in (0.0, 1e-7, 1e-2)
     ]
     assert [numbers["rewards/accuracies"] > 0 for numbers in accuracies] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "tie"),
+    [
+        (torch.float32, 1e-7, True),
+        (torch.float32, 1e-3, False),
+        (torch.bfloat16, 1e-3, True),
+        (torch.bfloat16, 0.1, False),
+    ],
+)
+def test_a_tie_is_equality_up_to_the_rounding_of_the_model(dtype, scale, tie):
+    _, responses = cases()
+    counts, settings = local_pair_counts(responses.mask, responses.offsets), PreferenceConfig()
+    noise = torch.repeat_interleave(torch.tensor([-1.0, 1.0] * 3), responses.offsets.diff())
+    moved = responses.ref_logp * (1 + scale * noise)
+    assert (preference_loss(moved, responses, settings, counts, dtype)[1].result()["rewards/accuracies"] == 0) is tie
+    scores = torch.tensor([2.0, 1.0, -0.5]).repeat_interleave(2) + scale * torch.tensor([1.0, -1.0] * 3)
+    assert (score_loss(scores, None, settings, 3.0, dtype)[1].result()["rewards/accuracies"] == 0) is tie
+    labels = torch.tensor([True, False] * 3)
+    examples = kto_loss(moved, responses, labels, 0.0, PreferenceConfig(loss="kto"), Counts(3, 3), dtype)[1].result()
+    assert (examples["rewards/accuracies"] == 0) is tie
+
+
+def test_what_a_long_response_has_learnt_is_no_tie_in_bf16():
+    mask, offsets = torch.ones(2000, dtype=torch.bool), torch.tensor([0, 1000, 2000])
+    reference = -torch.ones(2000)
+    moved = reference.clone()
+    moved[:1000] += 0.001
+    responses = Responses(mask, offsets, reference)
+    counts = local_pair_counts(mask, offsets)
+    numbers = preference_loss(moved, responses, PreferenceConfig(), counts, torch.bfloat16)[1].result()
+    assert numbers["rewards/accuracies"] == 1
 
 
 @pytest.mark.parametrize("margins", [None, [0.5, -0.2, 1.0]])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.groups import ORDINAL
 from megarl.runtime.stages.needs import call_fields
-from megarl.runtime.stages.preference import PAIR_FIELDS, count_tokens, responses_of
+from megarl.runtime.stages.preference import PAIR_FIELDS, count_tokens, dtype_of, responses_of
 from megarl.runtime.stages.resampling import COPIES
 from megarl.runtime.stages.update import train_actor
 from megarl.system.metrics import Metrics
@@ -68,7 +68,7 @@ def example_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         labels = micro["label"].to(logp.device)
-        return kto_loss(logp, responses_of(micro, logp.device), labels, z, settings, counts)
+        return kto_loss(logp, responses_of(micro, logp.device), labels, z, settings, counts, dtype_of(c))
 
     metrics = actor.train_step(mini, loss)
     metrics.mean("preference/kl", z, 1)
@@ -98,7 +98,7 @@ def measure_examples(c: StepContext, rounds: Iterable[Batch], actor: ActorRole, 
     z, counts = _baseline(c, sums)
     metrics = Metrics()
     for values, responses, labels in parts:
-        metrics.merge(kto_loss(values, responses, labels, z, settings, counts)[1])
+        metrics.merge(kto_loss(values, responses, labels, z, settings, counts, dtype_of(c))[1])
         metrics.mean("preference/kl", z * len(labels), len(labels))
     return metrics
 

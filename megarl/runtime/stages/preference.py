@@ -65,7 +65,7 @@ def pair_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     counts = c.all_sum(local_pair_counts(mask.values, mask.offsets))
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
-        return preference_loss(logp, responses_of(micro, logp.device), settings, counts)
+        return preference_loss(logp, responses_of(micro, logp.device), settings, counts, dtype_of(c))
 
     return actor.train_step(mini, loss, unit=_PAIR)
 
@@ -107,7 +107,7 @@ def score_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     pairs = float(c.all_sum(torch.tensor([len(mini) / _PAIR], dtype=torch.float64)))
 
     def loss(scores: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
-        return score_loss(scores, _margins(micro, settings, scores.device), settings, pairs)
+        return score_loss(scores, _margins(micro, settings, scores.device), settings, pairs, dtype_of(c))
 
     return actor.score_step(sequences_of(mini), loss, unit=_PAIR)
 
@@ -150,12 +150,20 @@ def measure_pairs(c: StepContext, pairs: Batch, actor: ActorRole, reference: Ref
     assert settings is not None, "there are pairs"
     if reference is None:
         scores = actor.scores(sequences_of(pairs)).values
-        return score_loss(scores, _margins(pairs, settings, "cpu"), settings, 1.0)[1] if len(pairs) else Metrics()
+        margins = _margins(pairs, settings, "cpu")
+        return score_loss(scores, margins, settings, 1.0, dtype_of(c))[1] if len(pairs) else Metrics()
     logp = actor.score(pairs)
     pairs.set("ref_logp", reference.score(pairs))
     if not len(pairs):
         return Metrics()
-    return preference_loss(logp.values, responses_of(pairs, "cpu"), settings, torch.ones(2))[1]
+    return preference_loss(logp.values, responses_of(pairs, "cpu"), settings, torch.ones(2), dtype_of(c))[1]
+
+
+def dtype_of(c: StepContext) -> torch.dtype:
+    """Return the type that the models of the run compute in."""
+    from megarl.system.device import DTYPES
+
+    return DTYPES[c.config.model.dtype]
 
 
 def responses_of(samples: Batch, device: torch.device | str) -> Responses:
