@@ -25,6 +25,9 @@ def misbehave(how: str) -> str:
         time.sleep(60)
     if how == "die":
         os._exit(3)
+    if how == "shout":
+        os.write(2, b"x" * 200_000)
+        return "done"
     raise ToolError(how)
 
 

@@ -16,6 +16,7 @@ from megarl.envs import Action
 from megarl.envs.registry import load_environment
 from megarl.envs.tools.environment import Tools
 from megarl.envs.tools.mcp_servers import McpServer, McpServers
+from megarl.rewards.process_output import LIMIT
 from megarl.system.errors import ConfigError
 from megarl.system.processes import free_port
 
@@ -65,6 +66,17 @@ def test_what_goes_wrong_is_told_to_the_model(servers):
     text, failed = servers.call("misbehave", {"how": "raise"})
     assert failed
     assert "raise" in text
+
+
+def test_what_a_server_prints_as_errors_has_a_bound(servers, capfd):
+    assert servers.call("misbehave", {"how": "shout"}) == ("done", False)
+    printed, deadline = "", time.monotonic() + LIMIT_S
+    while "dropped" not in printed and time.monotonic() < deadline:
+        time.sleep(0.01)
+        captured = capfd.readouterr()
+        printed += captured.out + captured.err
+    assert printed.count("x") <= LIMIT
+    assert "the MCP server 'arithmetic': what it prints beyond" in printed
 
 
 def test_a_server_that_ends_is_started_again(servers):

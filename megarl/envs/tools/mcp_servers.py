@@ -7,22 +7,23 @@ McpServers          the connections of one replica; calls come from any thread
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, model_validator
 
 from megarl.config.base import Section
 from megarl.envs.tools.schema import as_schema
+from megarl.rewards.process_output import ProcessOutput
 from megarl.system.errors import ConfigError
 from megarl.system.imports import installed_version
 
@@ -258,14 +259,15 @@ class _Connection:
         """Hold the connection open from beginning to end in one task, as the package requires."""
         try:
             async with AsyncExitStack() as stack:
-                ready.set_result(await stack.enter_async_context(await _connect(self.server, stack)))
+                client = await _connect(self.name, self.server, stack)
+                ready.set_result(await stack.enter_async_context(client))
                 await over.wait()
         except Exception as error:
             if not ready.done():
                 ready.set_exception(error)
 
 
-async def _connect(server: McpServer, stack: AsyncExitStack) -> Client:
+async def _connect(name: str, server: McpServer, stack: AsyncExitStack) -> Client:
     from mcp import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
@@ -274,11 +276,21 @@ async def _connect(server: McpServer, stack: AsyncExitStack) -> Client:
     if server.url is None:
         given = {name: _variable(name) for name in server.pass_env}
         program = StdioServerParameters(command=str(server.command), args=server.args, env=given, cwd=server.cwd)
-        # The stream of the process: a replacement by a test or a progress bar has no file descriptor.
-        return Client(stdio_client(program, sys.__stderr__ or sys.stderr), cache=None)
+        # Entered before the client, so that it is closed after the program has ended.
+        errors = stack.enter_context(bounded_errors(f"the MCP server {name!r}"))
+        return Client(stdio_client(program, errors), cache=None)
     headers = {"Authorization": f"Bearer {_variable(server.token_env)}"} if server.token_env else None
     http = await stack.enter_async_context(create_mcp_http_client(headers))
     return Client(streamable_http_client(server.url, http_client=http), cache=None)
+
+
+@contextlib.contextmanager
+def bounded_errors(name: str) -> Iterator[TextIO]:
+    """Yield a file for the error output of a program, which is printed up to a bound and then dropped."""
+    reading, writing = os.pipe()
+    ProcessOutput(os.fdopen(reading, "rb", buffering=0), name)  # its thread ends when the last writer has closed
+    with os.fdopen(writing, "w") as errors:
+        yield errors
 
 
 async def _tools_of(client: Client) -> dict[str, dict[str, Any]]:
