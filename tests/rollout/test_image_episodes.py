@@ -47,13 +47,16 @@ ONE_KIND = pytest.mark.parametrize("made", KINDS[:1], indirect=True)
 class Letters:
     """A tokenizer whose token 65 is the letter A."""
 
-    unk_token_id = None
+    unk_token_id = bos_token_id = eos_token_id = None
 
     def __len__(self) -> int:
         return VOCABULARY
 
     def __call__(self, text: str, **settings: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
 
 
 def texts(rows: list[list[int]]) -> tuple[list[str], list[str]]:

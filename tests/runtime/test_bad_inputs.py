@@ -126,7 +126,10 @@ def train(folder: Path, *arguments: str) -> Ended:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["actor.optim.learning_rate=1"], ["unknown key actor.optim.learning_rate", "allowed: lr, min_lr"]),
+        (
+            ["actor.optim.learning_rate=1"],
+            ["unknown key actor.optim.learning_rate", "fix:     here this is actor.optim.lr"],
+        ),
         (["trainr.steps=1"], ["unknown key trainr", "did you mean trainer?"]),
         (["cluster.nproc=two"], ["cluster.nproc has a wrong type", "'two'", "integer > 0"]),
         (["data.train_files=god.jsonl"], ["data.train_files", "no such file", "did you mean good.jsonl?"]),
