@@ -1,4 +1,4 @@
-# megarl on CPUs; the steps are those of `make` (README.md, "Start").
+# megarl on CPUs; the steps are those of `make install` (README.md).
 #
 #   docker build -t megarl .
 #   docker run --rm -v "$PWD/runs:/data/runs" megarl train grpo_quickstart --dry-run

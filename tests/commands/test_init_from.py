@@ -330,7 +330,7 @@ def test_fine_tuning_is_validated_by_a_key_of_its_own(values):
 
 
 def test_variables_of_a_script_have_their_values(write, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/mine")
     script = """export adv_estimator=rloo
 NNODES=${NNODES:-2}
 DATA=${DATA:-"${HOME}/verl"}
@@ -340,6 +340,6 @@ ray job submit --no-wait -- python3 -m verl.trainer.main_ppo algorithm.adv_estim
 """
     made = translate(read_settings(write("dapo.sh", script)), None)
     settings = [made.settings[key] for key in ("algorithm.advantage.name", "model.path", "cluster.nnodes")]
-    assert settings == ["rloo", "/home/me/verl/model", 2]
+    assert settings == ["rloo", "/mine/verl/model", 2]
     notes = {"no_wait: True", "data.max_prompt_length: $((1024"}
     assert set(made.notes) == notes

@@ -1,4 +1,4 @@
-"""The installer of `make`: uv takes packages from where pip is told to take them, and pip installs what uv does not."""
+"""The installer of `make`: uv takes packages from where pip is told to take them; pip installs what uv does not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_environment_has_precedence_over_files_and_what_says_no_place_is_lef
     }
 
 
-@pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make .venv/.installed` brings it")
+@pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make install` brings it")
 @pytest.mark.parametrize("setting", ["file", "environment"])
 def test_uv_finds_a_package_where_pip_does(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, target = tmp_path / "wheels", tmp_path / "target"
@@ -61,7 +61,7 @@ def test_uv_finds_a_package_where_pip_does(setting: str, tmp_path: Path, monkeyp
     assert (target / "megarl_probe-1.0.dist-info" / "INSTALLER").read_text() == "uv"
 
 
-@pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make .venv/.installed` brings it")
+@pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make install` brings it")
 def test_pip_installs_where_it_is_told_to_ask_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """uv would ask PyPI: it has no variable for this."""
     write_wheel(tmp_path)
@@ -73,7 +73,7 @@ def test_pip_installs_where_it_is_told_to_ask_no_index(tmp_path: Path, monkeypat
     assert installer.uv_environment() is not None
 
 
-@pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make .venv/.installed` brings it")
+@pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make install` brings it")
 def test_pip_installs_what_uv_does_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """uv knows no `--use-pep517`."""
     write_wheel(tmp_path)
