@@ -169,7 +169,7 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
     ]
     plain = SamplingConfig()
     for section, sampling in (("rollout", rollout.sampling), ("validation", config.validation.sampling)):
-        for name in ("top_p", "top_k", "min_p", "min_new_tokens", "stop_token_ids"):
+        for name in ("top_p", "top_k", "min_p", "min_new_tokens", "stop_token_ids", "stop"):
             kept = getattr(plain, name)
             value = kept if getattr(sampling, name) is None else getattr(sampling, name)
             why = "an action is as many tokens as it has numbers, sampled from all of their values"

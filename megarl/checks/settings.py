@@ -210,6 +210,8 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
         if own.max_new_tokens is not None or own.min_new_tokens is not None:
             _check_lengths("validation.sampling", config.validation_sampling, config, facts, checks)
         _check_stop_tokens("validation.sampling", own.stop_token_ids, facts, checks)
+        _check_stop_strings("rollout.sampling", training, checks)
+        _check_stop_strings("validation.sampling", config.validation_sampling, checks)
     if not config.has_turns:
         _check_limits(config.rollout.limits, checks)
     if training.temperature == 0:
@@ -336,6 +338,25 @@ def _check_stop_tokens(key: str, ids: list[int], facts: ModelFacts | None, check
             allowed=f"integers from 0 to {facts.vocab - 1}",
             fix="remove them",
         )
+
+
+def _check_stop_strings(key: str, sampling: SamplingConfig, checks: Checklist) -> None:
+    """Refuse stop strings together with settings that keep a response from ending."""
+    checks, plain = checks.of("stop strings"), SamplingConfig()
+    for name, why in (
+        ("min_new_tokens", "an end token is held back by its probability, and a text has none"),
+        ("ignore_eos", "it asks for responses that nothing ends"),
+    ):
+        found, allowed = getattr(sampling, name), getattr(plain, name)
+        if sampling.stop and found != allowed and not checks.failed(f"rollout.sampling.{name}"):  # which is inherited
+            value = str(allowed).lower()
+            checks.fail(
+                f"{key}.{name}",
+                f"{key}.stop={sampling.stop} ends responses as well: {why}",
+                found=found,
+                allowed=value,
+                fix=f"set {key}.{name}={value}, or remove {key}.stop",
+            )
 
 
 def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:

@@ -84,6 +84,7 @@ _KEYS = {
     "rollout.limits.turns": "max_turns max_assistant_turns max_tool_calling_iterations max_rollout_turns",
     "rollout.sampling.logprobs (full or processed)": "logprobs_mode",
     "rollout.sampling.stop_token_ids": "generation.stop_token_ids",
+    "rollout.sampling.stop (a list of strings)": "rollout.stop generation.stop_strings stop_strings stop",
     "rollout.sampling.ignore_eos": "ignore_eos",
     "rollout.sglang.context_length": "max_model_len vllm_max_model_length",
     "env.name": "multi_turn",
@@ -258,16 +259,10 @@ _REVISION = (
     "model.path"
 )
 _VLLM = "vLLM is not there; servers are SGLang's (rollout.engine=sglang)"
-_SAMPLING = (
-    "this rule of sampling is not there; temperature, top_p, top_k, min_p, min_new_tokens, stop_token_ids are here"
-)
+_SAMPLING = "this rule is not here; rollout.sampling has temperature, top_p, top_k, min_p, min_new_tokens, stop"
 _PENALTY = (
     "there is no penalty here: it depends on the tokens before, and training computes log-probs without it, "
     "so ratios would be wrong. A reward can punish repetition (reward.name=FILE.py:FUNCTION)"
-)
-_STOP = (
-    "responses end at tokens, not at texts, so that training sees where: write the ids of tokens that end a response "
-    "into rollout.sampling.stop_token_ids"
 )
 _PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
 _ABSENT = {
@@ -305,7 +300,6 @@ _ABSENT = {
     ),
     _SAMPLING: "generation_kwargs cache_implementation do_sample",
     _PENALTY: "repetition_penalty frequency_penalty presence_penalty",
-    _STOP: "stop stop_strings",
     "the model's own configuration is used here, with model.dtype and model.trust_remote_code": "model_init_kwargs",
     "pairs and prompts that are too long are left out here, never cut (data.overlong)": "truncation_mode",
     f"{_ALWAYS}: activations are recomputed as actor.engine.recompute says, at the places that torch chose": (

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StringConstraints
 
 from megarl.config.base import Seconds, Section
 from megarl.config.model import ParallelConfig
 from megarl.config.sglang import SGLangConfig
+
+#: U+FFFD stands for broken bytes: half a character looks like it until the other half is sampled.
+StopString = Annotated[str, StringConstraints(pattern=r"^[^\ufffd]+$")]
 
 
 class SamplingConfig(Section):
@@ -27,6 +30,10 @@ class SamplingConfig(Section):
     stop_token_ids: list[int] = Field(
         default_factory=list,
         description="end tokens in addition to those of tokenizer, generation_config.json and chat template",
+    )
+    stop: list[StopString] = Field(
+        default_factory=list,
+        description="texts that end a response with the token that completes one; rewards get the text before it",
     )
     logprobs: Literal["full", "processed"] = Field(
         "full",
@@ -110,13 +117,15 @@ class HeldOutSamplingConfig(Section):
     stop_token_ids: list[int] = Field(
         default_factory=list, description="end tokens in addition to those of rollout.sampling"
     )
+    stop: list[StopString] = Field(default_factory=list, description="stop strings in addition to rollout.sampling's")
     ignore_eos: bool | None = Field(None, description="generate max_new_tokens; null: as rollout.sampling")
 
     def after(self, training: SamplingConfig) -> SamplingConfig:
         """Return the full settings; stop conditions of training apply here, too."""
         own = self.model_dump(exclude_none=True)
         ids = [*self.stop_token_ids, *training.stop_token_ids]
-        return training.model_copy(update={**own, "stop_token_ids": list(dict.fromkeys(ids))})
+        ends = {"stop_token_ids": list(dict.fromkeys(ids)), "stop": list(dict.fromkeys([*self.stop, *training.stop]))}
+        return training.model_copy(update=own | ends)
 
 
 class ValidationConfig(Section):

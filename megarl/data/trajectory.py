@@ -145,6 +145,11 @@ class Trajectory:
         return len(self.turn_starts) > len(self.turn_ends)
 
     @property
+    def begun_turn(self) -> list[int]:
+        """Tokens of the turn that is being sampled; empty when none is."""
+        return self.token_ids[self.turn_starts[-1] :] if self.in_turn else []
+
+    @property
     def is_unanswered(self) -> bool:
         """The last turn is over, and the environment has not answered it."""
         return len(self.turn_ends) > len(self.turn_rewards)

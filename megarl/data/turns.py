@@ -82,6 +82,10 @@ class Turns:
         ids = self._after(tail) if ended else self._ids(tail)
         return ids[1:] if ended and ids and ids[0] in self._stops else ids
 
+    def is_ended(self, turn: Sequence[int]) -> bool:
+        """Return whether the last token of a turn is one of `stop_ids`: a stop string may have ended it at another."""
+        return turn[-1] in self._stops
+
     def _tail(self, messages: Messages) -> str:
         """Return the template's text after the assistant's turn when `messages` follow it."""
         talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *messages]

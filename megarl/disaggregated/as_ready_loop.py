@@ -287,7 +287,9 @@ class AsReadyLoop:
         c, numbers = self.c, [number for number, _ in groups]
         with self._measuring(Metrics()) as metrics:
             prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
-            batch = samples_of(c.rollout, prompts, [trajectories for _, trajectories in groups])
+            batch = samples_of(
+                c.rollout, prompts, [trajectories for _, trajectories in groups], c.config.rollout.sampling
+            )
             refuse_broken_logprobs(batch)
             record_samples(c.context, batch)
             self.channel.give(c.context, self.executor.graph[c.team.plan.nodes[0]], batch)

@@ -58,7 +58,7 @@ def pump_engine(c: RankState, fleet: Fleet) -> SglangEngine:
     with phase("await_trainer", waits_for=c.team.of(Role.ACTOR)):
         run = c.mail.read(RUN)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
-    return SglangEngine(c.config.rollout.sglang, fleet, replica, None, run)
+    return SglangEngine(c.config.rollout.sglang, fleet, replica, None, run, c.rollout.tokenizer)
 
 
 def follow_servers(

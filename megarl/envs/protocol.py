@@ -35,8 +35,8 @@ class Action:
     """One turn of the policy.
 
     Attributes:
-        text: of the turn, without special tokens.
-        raw: of the turn, with special tokens.
+        text: of the turn, without special tokens, up to its stop string.
+        raw: of the whole turn, with special tokens.
         token_ids: as sampled, end token included.
         finish_reason: `stop`; `length` or `abort` when the limit of tokens or of seconds cut the turn, and nothing
             can follow.

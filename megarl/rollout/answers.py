@@ -187,7 +187,7 @@ class Answers:
         if ids is not None and (ids, _digests(images)) != (trajectory.prompt_ids, _digests(trajectory.images_of(-1))):
             return False
         for turn, (reply, reward) in enumerate(zip(again, trajectory.turn_rewards, strict=False)):
-            ids, images = ([], None) if reply.error or reply.done else self._answer(reply)
+            ids, images = ([], None) if reply.error or reply.done else self._answer(reply, trajectory.turn(turn))
             before = trajectory.observation(turn), _digests(trajectory.images_of(turn))
             if reply.error or reply.done or reply.reward != reward or (ids, _digests(images)) != before:
                 return False
@@ -210,10 +210,12 @@ class Answers:
         """Return the tokens and images of an answer, no tokens when nothing follows; notes an error in `reply`."""
         if reply.error or reply.done or self._rules.limits.end_after(trajectory):
             return _NOTHING
-        return self._answer(reply)
+        return self._answer(reply, trajectory.last_turn)
 
-    def _answer(self, reply: Reply) -> tuple[list[int], ImageSet | None]:
-        return self._tokens(reply, lambda said: self._rules.turns.following(said, ended=True))
+    def _answer(self, reply: Reply, turn: list[int]) -> tuple[list[int], ImageSet | None]:
+        """Return the tokens and images of the answer to `turn`; notes an error in `reply`."""
+        ended = self._rules.turns.is_ended(turn)
+        return self._tokens(reply, lambda said: self._rules.turns.following(said, ended=ended))
 
     def _tokens(self, reply: Reply, tokenise: Callable[[Any], list[int]]) -> tuple[list[int], ImageSet | None]:
         try:

@@ -30,12 +30,14 @@ class BatchedGeneration:
     eos_ids: Sequence[int]
     is_async: ClassVar[bool] = False
     is_batched: ClassVar[bool] = True
-    _turns: dict[int, tuple[list[int], int, int, ImageSet | None]] = field(default_factory=dict)
+    _turns: dict[int, tuple[list[int], int, int, ImageSet | None, int]] = field(default_factory=dict)
     _aborted: list[int] = field(default_factory=list)
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
+    def submit(
+        self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
+    ) -> None:
         """See `Generation`."""
-        self._turns[sequence] = (tokens, seed, room, images)
+        self._turns[sequence] = (tokens, seed, room, images, begun)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """See `Generation`; `enough` is asked before a round, and then its turns wait for the next one.
@@ -44,12 +46,13 @@ class BatchedGeneration:
         """
         kept = self._turns if self._turns and enough is not None and enough() else {}
         turns = {} if kept else self._turns
-        groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        for sequence, (tokens, _, room, images) in turns.items():
-            groups.setdefault((room, tuple(tokens), () if images is None else images.digests), []).append(sequence)
+        groups: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for sequence, (tokens, _, room, images, begun) in turns.items():
+            seen = () if images is None else images.digests
+            groups.setdefault((room, begun, tuple(tokens), seen), []).append(sequence)
         requests = [
-            Request(list(tokens), [turns[sequence][1] for sequence in members], room, turns[members[0]][3])
-            for (room, tokens, _), members in groups.items()
+            Request(list(tokens), [turns[sequence][1] for sequence in members], room, turns[members[0]][3], begun)
+            for (room, begun, tokens, _), members in groups.items()
         ]
         self._turns = kept
         done = self.generate(requests, self.sampling, self.eos_ids)

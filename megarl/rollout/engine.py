@@ -12,7 +12,8 @@ from megarl.data.versions import VersionRuns
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImageSet
 
-#: An end token was sampled; the limit of tokens was reached; it was ended with what there was.
+#: An end token was sampled, or a stop string completed; the limit of tokens was reached; it was ended with what there
+#: was.
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -24,12 +25,14 @@ class Request:
 
     Attributes:
         room: tokens of a sample, at most; None: `sampling.max_new_tokens`, which it never exceeds.
+        begun: of the prompt, the last tokens that belong to the turn which the samples continue.
     """
 
     prompt_ids: list[int]
     seeds: list[int]
     room: int | None = None
     images: ImageSet | None = None
+    begun: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -112,7 +115,9 @@ class Generation(Protocol):
     is_async: ClassVar[bool]
     is_batched: ClassVar[bool]
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
+    def submit(
+        self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
+    ) -> None:
         """Ask for the next turn of `sequence` (a number below `sequences`), which is `tokens` so far.
 
         Args:
@@ -120,6 +125,7 @@ class Generation(Protocol):
             seed: of this turn.
             room: tokens of the turn, at most.
             images: of all of `tokens`.
+            begun: of `tokens`, the last ones that belong to this turn already.
         """
         ...
 

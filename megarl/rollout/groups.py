@@ -32,6 +32,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import PLAIN, Trajectory
 from megarl.rollout.answers import Answer, Answers, EpisodeRules, apply_answer
 from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine, ignore_progress
+from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class GroupGenerator:
         slots: samples under way, at most.
         longest: tokens of a prompt and its sample, at most.
         rules: of episodes; None: samples are plain answers.
+        strings: the stop strings of `sampling`; None: it has none.
     """
 
     def __init__(
@@ -142,8 +144,9 @@ class GroupGenerator:
         slots: int,
         longest: int,
         rules: EpisodeRules | None = None,
+        strings: StopStrings | None = None,
     ) -> None:
-        self._engine, self._sampling, self._eos_ids = engine, sampling, list(eos_ids)
+        self._engine, self._sampling, self._eos_ids, self._strings = engine, sampling, list(eos_ids), strings
         self._slots, self._longest, self._rules = slots, longest, rules
         self._tokens = sampling.max_new_tokens if rules is None else rules.limits.tokens
         self._seconds = None if rules is None else rules.limits.seconds
@@ -404,13 +407,14 @@ class GroupGenerator:
         trajectory, group = sample.trajectory, sample.under_way.group
         tokens = [*trajectory.prompt_ids, *trajectory.token_ids]
         seed = group.seeds[sample.place](trajectory.segments)
-        self._generation.submit(slot, tokens, seed, self._room(trajectory), trajectory.images)
+        begun = len(trajectory.begun_turn)
+        self._generation.submit(slot, tokens, seed, self._room(trajectory), trajectory.images, begun)
         self._submitted.add(slot)
         self._in_turn.add(slot)
 
     def _room(self, trajectory: Trajectory) -> int:
         """Return the tokens that the present turn may still have."""
-        begun = len(trajectory.token_ids) - trajectory.turn_starts[-1] if trajectory.in_turn else 0
+        begun = len(trajectory.begun_turn)
         return min(self._sampling.max_new_tokens - begun, self._tokens - len(trajectory.token_ids))
 
     def _collect(self, over: Mapping[int, Completion]) -> list[int]:
@@ -437,9 +441,10 @@ class GroupGenerator:
         return ended
 
     def _end_if_full(self, trajectory: Trajectory) -> None:
-        """End a turn that reached an end token or the limit of tokens just when it was interrupted."""
+        """End a turn that reached an end token, a stop string or the limit of tokens just when it was interrupted."""
         if trajectory.in_turn:
-            if trajectory.token_ids[-1] in self._stop_ids:
+            turn = trajectory.begun_turn
+            if turn[-1] in self._stop_ids or (self._strings is not None and self._strings.end(turn) is not None):
                 trajectory.end_turn("stop")
             elif self._room(trajectory) <= 0:
                 trajectory.end_turn("length")

@@ -52,7 +52,7 @@ def open_rollout(c: RankState) -> None:
     sync = send_weights_to(c, fleet)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
     c.rollout.engine = SglangEngine(
-        config.rollout.sglang, fleet, replica, lambda: account_update(c, sync.catch_up()), sync.run
+        config.rollout.sglang, fleet, replica, lambda: account_update(c, sync.catch_up()), sync.run, c.rollout.tokenizer
     )
     show_servers(c, fleet, sync)
 

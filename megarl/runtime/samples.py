@@ -17,6 +17,7 @@ from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts
+from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import shortened
 
 if TYPE_CHECKING:
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
 def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, slots: int) -> GroupGenerator:
     """Make the producer of this run's samples, up to `slots` at a time."""
     config, episodes, rules = c.config, rollout.episodes, None
+    strings = StopStrings.of(sampling, rollout.tokenizer)
     if episodes is not None:
         limits, prompt_tokens, images = config.rollout.limits, config.data.max_prompt_tokens, episodes.images
         rules = EpisodeRules(
             episodes.host,
             episodes.turns,
-            lambda ids: (rollout.decode(ids), rollout.tokenizer.batch_decode(ids)),
+            lambda ids: (_turn_texts(rollout, sampling, ids), rollout.tokenizer.batch_decode(ids)),
             c.layout.mp_group.broadcast_json,
             EpisodeLimits(
                 limits.turns,
@@ -53,7 +55,7 @@ def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, 
             images,
         )
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
-    return GroupGenerator(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules)
+    return GroupGenerator(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules, strings)
 
 
 def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[int]) -> Iterator[Group]:
@@ -74,7 +76,9 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
         yield Group(number, ids.tolist(), seeds, uid, of_row, c.seeds.env(uid), images)
 
 
-def samples_of(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]]) -> Batch:
+def samples_of(
+    rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]], sampling: SamplingConfig
+) -> Batch:
     """Return the samples of `prompts`, equally many for each, with the fields of samples, and of turns of episodes."""
     n = len(groups[0]) if groups else 1
     trajectories = [trajectory for group in groups for trajectory in group]
@@ -83,10 +87,17 @@ def samples_of(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[T
         samples.set("prompt_text", _prompt_texts(rollout.tokenizer, samples, trajectories))
     add_fields(samples, trajectories, by_turn=rollout.episodes is not None)
     samples.set("sample_id", [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])])
-    samples.set("response_text", rollout.decode([t.last_turn for t in trajectories]))
+    samples.set("response_text", _turn_texts(rollout, sampling, [t.last_turn for t in trajectories]))
     if rollout.episodes is not None:
         samples.set("transcript", rollout.decode([t.token_ids for t in trajectories]))
     return samples
+
+
+def _turn_texts(rollout: RolloutRole, sampling: SamplingConfig, turns: Sequence[list[int]]) -> list[str]:
+    """Return the texts of turns, each up to its stop string."""
+    strings = StopStrings.of(sampling, rollout.tokenizer)
+    texts = rollout.decode(turns)
+    return texts if strings is None else [strings.before(text) for text in texts]
 
 
 def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectories: list[Trajectory]) -> list[str]:

@@ -35,6 +35,7 @@ from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import RolloutEngine, UnopenedEngine
+from megarl.rollout.stop_strings import check_stop_strings
 from megarl.runtime.context import StepContext
 from megarl.runtime.episodes import Episodes, build_episodes
 from megarl.runtime.rank_state import RankState, TeamContext
@@ -240,6 +241,8 @@ class _Source:
                 None,
             )
         check_loader_kwargs(config.data, config.sft.train_files or ())
+        check_stop_strings("rollout.sampling", config.rollout.sampling.stop, tokenizer)
+        check_stop_strings("validation.sampling", config.validation.sampling.stop, tokenizer)
         eos_ids = _end_tokens(config, tokenizer, layout)
         episodes = build_episodes(config, tokenizer, eos_ids, layout, image_prompts(config, hf_config, tokenizer))
         tools = NO_TOOLS if episodes is None else episodes.tools
@@ -268,7 +271,7 @@ class _Source:
                 "scorer": ScorerRole(None, by_environment=True),
             }
         if chunks:
-            engine = embedded = EmbeddedEngine(chunks, config.rollout, layout)
+            engine = embedded = EmbeddedEngine(chunks, config.rollout, layout, tokenizer)
             stale = StaleWeights(chunks, embedded, lag) if lag else None
         return {
             "rollout": RolloutRole(engine, tokenizer, self.eos_ids, episodes, stale=stale),

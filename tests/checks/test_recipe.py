@@ -162,6 +162,13 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
             ["249 + 8", "256 positions", "at most 7"],
         ),
         (["rollout.sampling.stop_token_ids=[3, 32]"], "rollout.sampling.stop_token_ids", ["[32]", "from 0 to 31"]),
+        (["rollout.sampling={stop: [a], min_new_tokens: 2}"], "rollout.sampling.min_new_tokens", ["a text has none"]),
+        (
+            ["rollout.sampling={stop: [a], ignore_eos: true}"],
+            "rollout.sampling.ignore_eos",
+            ["['a']", "allowed: false"],
+        ),
+        (["validation.sampling={stop: [a], ignore_eos: true}"], "validation.sampling.ignore_eos", ["nothing ends"]),
         # schedules
         (["actor.optim.min_lr=1"], "actor.optim.min_lr", ["would rise"]),
         (

@@ -33,6 +33,7 @@ def test_messages_get_the_delimiters_of_the_template_and_end_tokens_are_not_doub
     said = [{"role": "tool", "content": "42"}]
     assert text(turns().following(said, ended=True)) == "tool:42;assistant:"
     assert text(turns().following(said, ended=False)) == "<eos>tool:42;assistant:"
+    assert [turns().is_ended(turn) for turn in ([7, EOS], [EOS, 7])] == [True, False]
 
 
 def test_a_whole_talk_is_the_first_observation_turns_and_what_follows_them():

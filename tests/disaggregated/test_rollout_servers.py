@@ -31,6 +31,7 @@ def teams(tmp_path: Path) -> SimpleNamespace:
     rollout_servers.name_run("1f", world(), mail)
     team = SimpleNamespace(of=lambda role: role.value)
     c = SimpleNamespace(config=CONFIG, run_dir=tmp_path, layout=single_process(), mail=mail, team=team)
+    c.rollout = SimpleNamespace(tokenizer=None)
     engine = rollout_servers.pump_engine(c, pump)
     trainer = rollout_servers.connect_servers(c)
     return SimpleNamespace(mail=mail, pump=pump, engine=engine, trainer=trainer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 
 from megarl.config.rollout import SamplingConfig
+from megarl.data.rows import Row
+from megarl.data.templates import chat_renderer
 from megarl.data.trajectory import Trajectory
+from megarl.data.turns import Turns
 from megarl.envs import Action, Environment, EnvSettings, Step
 from megarl.envs.host import Host
 from megarl.envs.protocol import SingleTurn
@@ -100,6 +104,28 @@ def test_tokens_of_the_environment_are_masked_and_rewards_sit_on_turns(player):
     assert trajectory.turn_ends == [2, 7, 11]
     assert trajectory.turn_rewards == [0.0, 1.0, 2.0]
     assert (trajectory.ended_by, trajectory.finish_reason, trajectory.info) == ("done", "stop", {"said": 4.0})
+
+
+def test_a_turn_that_a_stop_string_ended_gets_the_end_token_of_the_template_with_the_answer(player):
+    class Talks(Echo):
+        def step(self, action: Action) -> tuple[Any, ...]:
+            return [{"role": "tool", "content": "1"}], 0.0, action.turn == 1, {}
+
+    class Cut(Scripted):
+        """Ends its first turn without an end token."""
+
+        def generate(self, requests, sampling, eos_ids, advance=None):
+            [[done]] = super().generate(requests, sampling, eos_ids, advance)
+            count = len(done.token_ids) - (len(self.asked) == 1)
+            return [[replace(done, token_ids=done.token_ids[:count], logprobs=done.logprobs[:count])]]
+
+    template = "{% for m in messages %}{{ m.content|replace('x', '1')|replace('y', '1') }}<eos>={% endfor %}"
+    render = chat_renderer(TOKENIZER, template)
+    made = player(Cut("12", "3"), Talks)
+    turns = Turns(TOKENIZER, lambda messages: render(messages, Row({}, "here", 0)), [EOS])
+    [trajectory] = partial(play, made.args[0], replace(made.args[1], turns=turns))([start()], SAMPLING, [EOS])
+    assert trajectory.token_ids == [*ids("12"), EOS, *ids("=1"), EOS, *ids("="), *ids("3"), EOS]
+    assert trajectory.sampled[:3] == [True, True, False]
 
 
 def test_every_turn_begins_with_the_tokens_so_far_and_a_seed_of_its_own(player):

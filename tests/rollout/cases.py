@@ -44,10 +44,21 @@ def build(model_type: str = "qwen3", seed: int = 3, dtype: torch.dtype = torch.f
     return chunks
 
 
-def engine(chunks: Sequence[Any], **config: Any):
+def engine(chunks: Sequence[Any], tokenizer: Any = None, **config: Any):
     from megarl.rollout.embedded.engine import EmbeddedEngine
 
-    return EmbeddedEngine(chunks, RolloutConfig(**config), current_layout())
+    return EmbeddedEngine(chunks, RolloutConfig(**config), current_layout(), tokenizer)
+
+
+def strings_of(results: list[list[Completion]], tokenizer: Any) -> list[str]:
+    """Return stop strings that end some of these samples: the texts of two tokens in the middle of one."""
+    return [tokenizer.decode(group[0].token_ids[4:6]).strip("\ufffd") or "!" for group in results]
+
+
+def cut_at(strings: Any, results: list[list[Completion]]) -> list[list[tuple[list[int], str]]]:
+    """Return tokens and finish reasons of samples that `strings` end, from those without them."""
+    ends = [[(c, strings.end(c.token_ids)) for c in group] for group in results]
+    return [[(c.token_ids[:n], c.finish_reason if n is None else "stop") for c, n in group] for group in ends]
 
 
 def make_requests(count: int = 5, n: int = 3, seed: int = 0, longest: int = 14) -> list[Request]:
@@ -91,12 +102,12 @@ PROMPTS = dict(enumerate([[4], [5, 6, 7], [5, 6, 7], list(range(20, 33)), [9] * 
 ANSWERS = [[7, 8, 9], [3], list(range(40, 60))]
 
 
-def play_turns(made: Any, prompts: dict[int, list[int]]) -> dict[int, list[tuple]]:
+def play_turns(made: Any, prompts: dict[int, list[int]], **settings: Any) -> dict[int, list[tuple]]:
     """Four turns of every prompt, with ANSWERS in between: (tokens before, drawn, log-probs, finish reason) of each.
 
-    Turn t of prompt i has the seed 1000 i + t.
+    Turn t of prompt i has the seed 1000 i + t. `settings`: of sampling.
     """
-    generation = made.open(sampled(max_new_tokens=6), STOP, len(prompts), 80)
+    generation = made.open(sampled(max_new_tokens=6, **settings), STOP, len(prompts), 80)
     numbers, talk = list(prompts), list(prompts.values())
     turns: dict[int, list[tuple]] = {number: [] for number in numbers}
     for place, number in enumerate(numbers):

@@ -24,6 +24,7 @@ class Turn:
     before: list[int]
     seed: int
     room: int
+    begun: int = 0
     sampled: list[tuple[int, float]] = field(default_factory=list)
     aborted: bool = False
 
@@ -41,14 +42,16 @@ class ScriptedGeneration:
         self.over: set[int] = set()  # not forgotten, and no next turn has begun
         self.closed = False
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: object = None) -> None:
+    def submit(
+        self, sequence: int, tokens: list[int], seed: int, room: int, images: object = None, begun: int = 0
+    ) -> None:
         assert not self.closed
         assert 0 <= sequence < self.sequences
         assert sequence not in self.turns
         self.over.discard(sequence)
         assert room >= 1
         assert len(tokens) + room <= self.longest
-        self.turns[sequence] = Turn(list(tokens), seed, room)
+        self.turns[sequence] = Turn(list(tokens), seed, room, begun)
         self.engine.submitted.append((sequence, list(tokens), seed, room))
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:

@@ -8,8 +8,21 @@ import torch
 from megarl.rollout.embedded.cache import free_bytes
 from megarl.rollout.embedded.model import can_pack
 from megarl.rollout.engine import Request
+from megarl.rollout.stop_strings import StopStrings
+from tests.data.templates import tokenizer_of
 from tests.models.tiny import ARCHITECTURES, build_tiny, save_tiny
-from tests.rollout.cases import STOP, build, engine, full_forward, logprobs, make_requests, sampled, tokens
+from tests.rollout.cases import (
+    STOP,
+    build,
+    cut_at,
+    engine,
+    full_forward,
+    logprobs,
+    make_requests,
+    sampled,
+    strings_of,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -124,6 +137,22 @@ def test_stop_tokens_end_a_sample_and_are_part_of_it(dense, requests):
         assert not set(c.token_ids[:-1]) & set(stop)
         assert (c.token_ids[-1] in stop) == (c.finish_reason == "stop")
         assert len(c.token_ids) == len(c.logprobs) <= 20
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("running", [256, 4])
+def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(model_type, running, requests):
+    """Tokens and log-probs are those without it, up to there."""
+    made = engine(build(model_type), tokenizer_of("bytes"), max_running=running)
+    free = made.generate(requests, sampled(), STOP)
+    strings = strings_of(free, tokenizer_of("bytes"))
+    found = made.generate(requests, sampled(stop=strings), STOP)
+    expected = cut_at(StopStrings(strings, tokenizer_of("bytes")), free)
+    assert [[(c.token_ids, c.finish_reason) for c in group] for group in found] == expected
+    assert tokens(found) != tokens(free)
+    for group, whole in zip(found, free, strict=True):
+        for c, other in zip(group, whole, strict=True):
+            assert c.logprobs == pytest.approx(other.logprobs[: len(c.token_ids)], abs=1e-5)
 
 
 def test_configured_stop_tokens_join_the_tokenizers(dense, requests):

@@ -18,7 +18,9 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import Trajectory
 from megarl.rollout.engine import Request
 from megarl.rollout.groups import Group, GroupGenerator
+from megarl.rollout.stop_strings import StopStrings
 from megarl.system.comm import team_world
+from tests.data.templates import tokenizer_of
 from tests.dist import fresh_parallel, run_distributed
 from tests.dist import single_process as start
 from tests.rollout.cases import STOP, build, engine, full_forward, logprobs, make_requests, sampled, tokens
@@ -357,6 +359,44 @@ def test_a_synchronous_step_is_one_call_of_generate_bit_for_bit(dense):
     assert [[(t.token_ids, t.logprobs, t.finish_reason, t.versions) for t in some] for some in found] == [
         [(c.token_ids, c.logprobs, c.finish_reason, c.versions) for c in some] for some in drawn
     ]
+
+
+def test_a_stop_string_may_begin_before_an_interruption_and_end_after_it(dense, monkeypatch):
+    """After each token, so that every string of two tokens does, and with rows that wait in the queue."""
+    monkeypatch.setattr("megarl.rollout.embedded.turns._LOOK_EVERY", 1)
+    requests, tokenizer = make_requests(count=5), tokenizer_of("bytes")
+    made, across = engine(dense, tokenizer, max_running=8), 0
+
+    def interrupted(**settings: Any) -> list[list[Trajectory]]:
+        sampling = sampled(max_new_tokens=8, **settings)
+        stream = GroupGenerator(made, sampling, STOP, 15, 40, strings=StopStrings.of(sampling, tokenizer))
+        return draw(stream, requests, 1, lambda: (stream.interrupt(), stream.open()))
+
+    free = interrupted()
+    texts = [tokenizer.decode(group[0].token_ids[3:5]) for group in free]
+    wanted = [text for text in texts if len(text) > 1 and "\ufffd" not in text]
+    strings = StopStrings(wanted, tokenizer)
+    for group, others in zip(interrupted(stop=wanted), free, strict=True):
+        for sample, other in zip(group, others, strict=True):
+            end = strings.end(other.token_ids)
+            assert sample.token_ids == other.token_ids[:end]
+            assert sample.logprobs == pytest.approx(other.logprobs[:end], abs=1e-5)
+            assert sample.finish_reason == (other.finish_reason if end is None else "stop")
+            across += end is not None and sample.segments > 1
+    assert across > 1
+
+
+def test_a_partial_turn_that_has_a_stop_string_by_the_settings_of_now_is_over():
+    tokenizer, sampling = tokenizer_of("bytes"), SamplingConfig(max_new_tokens=MOST, stop=["b!"])
+    ids = tokenizer("ab!", add_special_tokens=False)["input_ids"]
+    strings = StopStrings.of(sampling, tokenizer)
+    made = ScriptedEngine()
+    stream = GroupGenerator(made, sampling, EOS, 2, LONGEST, strings=strings)
+    stream.add(group(0, [8], 2), [partial([8], ids[:k], [-1.0] * k) for k in (len(ids), len(ids) - 1)])
+    [over, going_on] = stream.partial()[0]
+    assert (over.finish_reason, over.ended_by, going_on.ended_by) == ("stop", "answer", "")
+    stream.open()
+    assert [(turn.before, turn.begun) for turn in made.opened[0].turns.values()] == [([8, *ids[:-1]], len(ids) - 1)]
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3, 5, 8, 13, 19])

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.data.templates import tokenizer_of
 from tests.dist import run_distributed, run_pretending
 from tests.rollout.cases import STOP, build, engine, logprobs, make_requests, sampled, tokens
 
@@ -20,6 +21,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "to the limit": {"ignore_eos": True},
     # More tokens than steps between two looks at what has ended: rows are closed up while others go on.
     "many ends": {"stop_token_ids": tuple(range(30, 70)), "max_new_tokens": 10},
+    # Of one token and of two: rows run on until such a look.
+    "stop strings": {"stop": [*"!#+7Jl", "A)", "%&"], "max_new_tokens": 12},
 }
 CASES = [("qwen3", name) for name in SETTINGS] + [("mistral", "sampled"), ("qwen3_moe", "sampled")]
 ONE_LAYER, TWO_LAYERS = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
@@ -28,7 +31,8 @@ ONE_LAYER, TWO_LAYERS = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
 def generate(chunks, settings: dict, dtype: str = "model", **config: Any) -> list:
     limits = {"max_running": 7, **config}
     sampling = sampled(**{"max_new_tokens": 6, **settings})
-    return engine(chunks, dtype=dtype, **limits).generate(make_requests(4), sampling, STOP)
+    tokenizer = tokenizer_of("bytes") if sampling.stop else None
+    return engine(chunks, tokenizer, dtype=dtype, **limits).generate(make_requests(4), sampling, STOP)
 
 
 def plain() -> list:

@@ -9,6 +9,8 @@ import pytest
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.samples import BadAnswerError, ServedSample, samples_of
+from megarl.rollout.stop_strings import StopStrings
+from tests.data.templates import tokenizer_of
 
 SAMPLING = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=5, top_p=0.9, min_p=0.05)
 STOP = [2, 9]
@@ -88,6 +90,26 @@ def test_an_end_token_of_the_model_that_is_none_here_is_passed_by() -> None:
     assert sample.finish_reason is None
     sample.add(answer([9], "stop"), SAMPLING, STOP, NOW)
     assert sample.completion().token_ids == [7, 3, 9]
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+@pytest.mark.parametrize("begun", [0, 1, 2])
+def test_a_sample_ends_with_the_token_that_completes_a_stop_string_wherever_it_was_interrupted(cut, begun) -> None:
+    """Servers sample on, here to an end token; the turn may have begun before the sample."""
+    tokenizer = tokenizer_of("bytes")
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in ("x", "a", "b", "!", "c", "</s>")]
+    strings = StopStrings(["ab!"], tokenizer)
+    sample = ServedSample(0, [5, *ids[:begun]], 1, strings=strings, begun=begun)
+    rest = ids[begun:]
+    for part, reason in ((rest[:cut], "abort"), (rest[cut:], "stop")):
+        if part and sample.finish_reason is None:
+            sample.add(answer(part, reason), SAMPLING, [2], NOW)
+    done = sample.completion()
+    assert (done.token_ids, done.finish_reason, done.versions) == (ids[begun:4], "stop", [[5, 4 - begun]])
+    assert len(done.logprobs) == 4 - begun
+    plain = samples_of([Request([5], [1], begun=0)], strings)[0]
+    plain.add(answer([ids[0], ids[4], 2], "stop"), SAMPLING, [2], NOW)
+    assert plain.completion().token_ids == [ids[0], ids[4], 2]
 
 
 @pytest.mark.parametrize("said", ["stop", "length", "abort"])

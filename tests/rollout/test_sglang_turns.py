@@ -15,12 +15,13 @@ from megarl.config.sglang import SGLangConfig
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.rollout.engine import Completion
+from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.turns import ServerTurns
 from megarl.system.comm import team_world
 from megarl.system.errors import ServerError
+from tests.data.templates import tokenizer_of
 from tests.dist import run_distributed
 from tests.envs import playing
 from tests.envs.playing import group, rules_of
@@ -35,7 +36,9 @@ HINT = [5, 6]
 TURNS = 3
 
 
-def make_engine(urls: list[str], replica: Replica, is_first: bool = True, **config: Any) -> SglangEngine:
+def make_engine(
+    urls: list[str], replica: Replica, is_first: bool = True, tokenizer: Any = None, **config: Any
+) -> SglangEngine:
     import os
     from pathlib import Path
 
@@ -44,7 +47,7 @@ def make_engine(urls: list[str], replica: Replica, is_first: bool = True, **conf
     place = WorkerPlace(is_first=is_first)
     fleet = open_fleet(settings, place, Path(), Path(), "float32", cuda=False, world=replica.world)
     acknowledge(fleet, 1)
-    engine = SglangEngine(settings, fleet, replica, lambda: acknowledge(fleet, 1), RUN)
+    engine = SglangEngine(settings, fleet, replica, lambda: acknowledge(fleet, 1), RUN, tokenizer)
     engine.weight_version = 1
     return engine
 
@@ -88,6 +91,24 @@ def test_all_turns_of_episodes_that_begin_alike_go_to_one_server():
         assert homes[0] | homes[1] == {70, 71, 72}
         assert not homes[0] & homes[1]
         assert sum(len(server.payloads) for server in made) == TURNS * len(TALKS)
+
+
+def test_what_a_server_samples_after_a_stop_string_is_dropped():
+    """In turns and in whole calls."""
+    tokenizer = tokenizer_of("bytes")
+    with servers(ok) as made:
+        engine = alone(made, tokenizer=tokenizer)
+        free = [token([70], 50, place) for place in range(8)]  # a letter each
+        strings, end = [tokenizer.decode(free[2:4])], 4
+        sampling = SamplingConfig(max_new_tokens=8, stop=strings)
+        [[whole]] = engine.generate([Request([70], [50])], sampling, [])
+        generation = engine.open(sampling, [], 1, 100)
+        generation.submit(0, [70], 50, 8)
+        [turn] = collect(generation, 1).values()
+        generation.close()
+        for done in (whole, turn):
+            assert (done.token_ids, done.finish_reason, done.versions) == (free[:end], "stop", [[1, end]])
+            assert len(done.logprobs) == end
 
 
 def test_an_episode_keeps_its_server_when_connections_end_that_were_idle_between_its_turns(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.rollout.embedded.rows import CacheRows
 from megarl.rollout.engine import Request
+from tests.data.templates import tokenizer_of
 from tests.rollout.cases import PROMPTS, STOP, build, engine, full_forward, play_turns, sampled
 
 
@@ -51,13 +52,14 @@ def dense(single_process):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
-@pytest.mark.parametrize("running", [256, 3, 1])
-def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, model_type, running):
-    made = engine(build(model_type), max_running=running, max_prefill_tokens=40)
-    chunk = made.chunks[0]
-    for number, turns in play_turns(made, PROMPTS).items():
+@pytest.mark.parametrize(("running", "stop"), [(256, []), (3, [*"!#+7Jl"]), (1, [])])
+def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, model_type, running, stop):
+    """Also where stop strings end turns, of which a kept row has nothing more."""
+    made = engine(build(model_type), tokenizer_of("bytes"), max_running=running, max_prefill_tokens=40)
+    chunk, sampling = made.chunks[0], sampled(max_new_tokens=6, stop=stop)
+    for number, turns in play_turns(made, PROMPTS, stop=stop).items():
         for turn, (before, drawn, logprobs, reason) in enumerate(turns):
-            [[whole]] = made.generate([Request(before, [1000 * number + turn], 6)], sampled(max_new_tokens=6), STOP)
+            [[whole]] = made.generate([Request(before, [1000 * number + turn], 6)], sampling, STOP)
             assert (whole.token_ids, whole.finish_reason) == (drawn, reason)
             expected = full_forward(chunk, before, drawn)
             torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)

@@ -22,9 +22,12 @@ from megarl.rollout.embedded.parallel import Mesh
 from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.embedded.turns import TurnSession
 from megarl.rollout.engine import Completion, Generation, Request, ignore_progress
+from megarl.rollout.stop_strings import StopStrings
 from megarl.system.device import DTYPES
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from megarl.data.image_prompts import ImageSet
     from megarl.models.policy import PolicyModel
     from megarl.training.parallel import Layout
@@ -40,13 +43,20 @@ class EmbeddedEngine:
 
     Args:
         chunks: this process's PolicyModels, unwrapped, in pipeline order.
+        tokenizer: reads responses where sampling has stop strings.
 
     Attributes:
         weight_version: stamped on completions; each update of the parameters counts it up.
     """
 
-    def __init__(self, chunks: Sequence[PolicyModel], config: RolloutConfig, layout: Layout) -> None:
-        self.chunks, self._config = list(chunks), config
+    def __init__(
+        self,
+        chunks: Sequence[PolicyModel],
+        config: RolloutConfig,
+        layout: Layout,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.chunks, self._config, self._tokenizer = list(chunks), config, tokenizer
         self._mesh = Mesh.of(layout)
         model_dtype = chunks[0].config.params_dtype
         self._dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
@@ -83,7 +93,9 @@ class EmbeddedEngine:
         stage = DecoderStage(self.chunks, self._mesh, self._dtype, rows=running, steps=sampling.max_new_tokens)
         limits = SessionLimits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, sessions=1)
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
-        return _Turns(TurnSession(stage, sampling, stop_ids, limits, sequences, longest), self.weight_version)
+        strings = StopStrings.of(sampling, self._tokenizer)
+        session = TurnSession(stage, sampling, stop_ids, limits, sequences, longest, strings)
+        return _Turns(session, self.weight_version)
 
     def _any_replica(self, busy: bool) -> bool:
         """Tell whether a replica that shares experts with this one is busy."""
@@ -102,10 +114,11 @@ class EmbeddedEngine:
         rows = min(running, max(sum(len(requests[i].seeds) for i in share) for share in shares))
         stage = DecoderStage(self.chunks, self._mesh, self._dtype, rows=rows, steps=sampling.max_new_tokens)
         limits = SessionLimits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, lanes)
+        strings = StopStrings.of(sampling, self._tokenizer)
         sessions = [
             (
                 lambda share=share: Session(
-                    stage, [requests[i] for i in share], sampling, stop_ids, limits, advance
+                    stage, [requests[i] for i in share], sampling, stop_ids, limits, advance, strings
                 ).run()
             )
             for share in shares
@@ -132,9 +145,11 @@ class _Turns:
     is_async: ClassVar[bool] = False
     is_batched: ClassVar[bool] = False
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
+    def submit(
+        self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
+    ) -> None:
         """See `Generation`."""
-        self.session.submit(sequence, tokens, seed, room, images)
+        self.session.submit(sequence, tokens, seed, room, images, begun)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """See `Generation`."""

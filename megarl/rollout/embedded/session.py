@@ -27,7 +27,9 @@ from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bu
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.sampler import Sampler
 from megarl.rollout.embedded.scheduler import Prefill, Scheduler
-from megarl.rollout.engine import FinishReason, Request
+from megarl.rollout.embedded.texts import RunningTexts, Sampled
+from megarl.rollout.engine import Request
+from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import MegarlError
 from megarl.system.tracing import beat
 
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from megarl.models.vlm.model import Images
 
 _CHECK_EVERY_GPU = 8
-#: Tokens, their log-probs, and what ended them.
-Sampled = tuple[list[int], list[float], FinishReason]
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,10 @@ class Session:
         stop_ids: Sequence[int],
         limits: SessionLimits,
         advance: Callable[[int], None],
+        strings: StopStrings | None = None,
     ) -> None:
         self._advance, self._requests = advance, requests
+        self._texts = None if strings is None else RunningTexts(strings)
         seeds = [seed for request in requests for seed in request.seeds]
         prompt = max((len(r.prompt_ids) for r in requests), default=1)
         slots = self._allocate(stage, sampling, stop_ids, limits, seeds, prompt - 1 + sampling.max_new_tokens)
@@ -82,6 +84,7 @@ class Session:
         samples = (request for request in requests for _ in request.seeds)
         for number, request in enumerate(samples):
             self._place_images(number, len(request.prompt_ids), request.images)
+            self._begin_text(number, request.prompt_ids, request.begun)
 
     def _allocate(
         self,
@@ -142,6 +145,17 @@ class Session:
         """Keep by how much the positions of a sample differ from its places after `tokens` tokens with `images`."""
         if self._shifts is not None:
             self._shifts[sample] = 0 if images is None else next_position(tokens, images.places) - tokens
+
+    def _begin_text(self, sample: int, tokens: list[int], begun: int) -> None:
+        """Begin the text of a sample, to which the last `begun` of the tokens before it belong."""
+        if self._texts is not None:
+            self._texts.begin(sample, tokens[len(tokens) - begun :])
+
+    def _read_texts(self, rows: int) -> None:
+        """End the samples of running rows whose text has come to a stop string."""
+        if self._texts is not None:
+            sample, _, _, count = self._state.numbers[:, :rows]
+            self._state.done[self._texts.ended(sample, count, self._tokens)] = True
 
     def _slots(self, wanted: int, length: int, sessions: int) -> int:
         """Return the rows that fit into memory, the same number on all ranks of the replica."""
@@ -284,6 +298,7 @@ class Session:
 
     def _retire(self, rows: int) -> None:
         """Give the rows of finished samples back and close the gaps."""
+        self._read_texts(rows)
         finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
         if not finished:
             return
@@ -303,12 +318,15 @@ class Session:
 
     def _results(self) -> list[Sampled]:
         room = torch.tensor(self._sampling.max_new_tokens) if self._room is None else self._room[:-1].cpu()
-        return self._cut(self._tokens[:-1], self._mesh.from_last_stage(self._logprobs)[:-1], room)
+        logprobs = self._mesh.from_last_stage(self._logprobs)[:-1]
+        return self._cut(range(len(self._tokens) - 1), self._tokens[:-1], logprobs, room)
 
-    def _cut(self, tokens: Tensor, logprobs: Tensor, room: Tensor) -> list[Sampled]:
+    def _cut(self, samples: Sequence[int], tokens: Tensor, logprobs: Tensor, room: Tensor) -> list[Sampled]:
         """Return rows cut at the first end token, else after their `room`; those that ran on until a check are longer.
+        A row whose text has come to a stop string is cut there.
 
         Args:
+            samples: of the rows.
             tokens, logprobs: [n, tokens].
             room: int64 [n] or one for all, on the CPU.
         """
@@ -317,10 +335,13 @@ class Session:
         stop = torch.isin(tokens, self._stops.cpu()) & (torch.arange(most) < room[..., None])
         ended = stop.any(1)
         lengths = torch.where(ended, stop.int().argmax(1) + 1, room).tolist()
-        return [
+        sampled: list[Sampled] = [
             (tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if ended[i] else "length")
             for i, n in enumerate(lengths)
         ]
+        if self._texts is None:
+            return sampled
+        return [self._texts.cut(number, one) for number, one in zip(samples, sampled, strict=True)]
 
 
 def seen(parts: Sequence[tuple[range, ImageSet | None]], stage: DecoderStage) -> tuple[Images | None, Tensor]:

@@ -18,7 +18,9 @@ from megarl.config.rollout import SamplingConfig
 from megarl.rollout.embedded.attention import ExtendAttention
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.rows import CacheRows, RowAssignment
-from megarl.rollout.embedded.session import Sampled, Session, SessionLimits, seen
+from megarl.rollout.embedded.session import Session, SessionLimits, seen
+from megarl.rollout.embedded.texts import RunningTexts, Sampled
+from megarl.rollout.stop_strings import StopStrings
 from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
@@ -40,7 +42,9 @@ class TurnSession(Session):
         limits: SessionLimits,
         sequences: int,
         longest: int,
+        strings: StopStrings | None = None,
     ) -> None:
+        self._texts = None if strings is None else RunningTexts(strings)
         slots = self._allocate(stage, sampling, stop_ids, limits, [0] * sequences, longest + 1)
         device = stage.device
         self._budget = limits.max_prefill_tokens
@@ -58,8 +62,12 @@ class TurnSession(Session):
         nowhere = self._cache.max_length - 1 if stage.kernels is None else -1
         self._idle = torch.tensor([[sequences], [0], [nowhere], [0]], device=device)
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None) -> None:
-        """Ask for the next turn of `sequence`, which is `tokens` so far with `images`, of up to `room` tokens."""
+    def submit(
+        self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None, begun: int
+    ) -> None:
+        """Ask for the next turn of `sequence`, which is `tokens` so far with `images`, of up to `room` tokens; the last
+        `begun` of `tokens` belong to it already."""
+        self._begin_text(sequence, tokens, begun)
         self._contexts[sequence], self._images[sequence] = tokens, images
         self._place_images(sequence, len(tokens), images)
         self._seeds[sequence] = seed
@@ -187,13 +195,15 @@ class TurnSession(Session):
 
     def _retire_turns(self, rows: int) -> dict[int, Sampled]:
         """Take the turns that are over out of the running rows; their rows are kept."""
+        self._read_texts(rows)
         finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
         if not finished:
             return {}
         sequences = [self._rows.holders[row] for row in finished]
         place = torch.tensor(sequences, device=self._stage.device)
         logprobs = self._mesh.from_last_stage(self._logprobs[place])
-        sampled = dict(zip(sequences, self._cut(self._tokens[place], logprobs, self._rooms[place].cpu()), strict=True))
+        turns = self._cut(sequences, self._tokens[place], logprobs, self._rooms[place].cpu())
+        sampled = dict(zip(sequences, turns, strict=True))
         for sequence, (tokens, _, _) in sampled.items():
             self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1  # the last token was not fed
         moves = self._rows.retire(finished)

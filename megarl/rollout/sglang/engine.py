@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
@@ -30,10 +30,14 @@ from megarl.rollout.sglang.client import Dispatch, GenerationClient, for_others
 from megarl.rollout.sglang.fleet import Fleet, LostServer, Server
 from megarl.rollout.sglang.samples import ServedSample, samples_of
 from megarl.rollout.sglang.turns import ServerTurns
+from megarl.rollout.stop_strings import StopStrings
 from megarl.sync.protocol import version_tag
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ServerError
 from megarl.system.tracing import beat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MEET_EVERY_S = 5.0
 
@@ -71,6 +75,7 @@ class SglangEngine:
         catch_up: brings the servers that are not current to the weights of `weight_version`; collective. None: nobody
             can while samples are generated.
         run: this run's name in what servers call their weights (`version_tag`); an answer with others is refused.
+        tokenizer: reads responses where sampling has stop strings.
 
     Attributes:
         weight_version: version of the weights to generate with; only servers that have acknowledged it are asked.
@@ -78,10 +83,16 @@ class SglangEngine:
     """
 
     def __init__(
-        self, config: SGLangConfig, fleet: Fleet, replica: Replica, catch_up: Callable[[], None] | None, run: str
+        self,
+        config: SGLangConfig,
+        fleet: Fleet,
+        replica: Replica,
+        catch_up: Callable[[], None] | None,
+        run: str,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self._config, self._fleet, self.replica, self._catch_up = config, fleet, replica, catch_up
-        self._run_name = run
+        self._run_name, self._tokenizer = run, tokenizer
         self._client = GenerationClient(config)
         self._untold: list[LostServer] = []
         self._drafts = 0, 0
@@ -99,7 +110,8 @@ class SglangEngine:
         Raises:
             ServerError: no server is left, or one refused a request as wrong.
         """
-        samples = samples_of(requests) if self.replica.is_first else []
+        strings = StopStrings.of(sampling, self._tokenizer)
+        samples = samples_of(requests, strings) if self.replica.is_first else []
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
 
         def begin(pool: ThreadPoolExecutor) -> Future[None] | None:
@@ -122,7 +134,8 @@ class SglangEngine:
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
         """See `RolloutEngine`: servers cache what came before, as much as they have room for."""
-        return ServerTurns(self, sampling, [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids])
+        stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
+        return ServerTurns(self, sampling, stop_ids, StopStrings.of(sampling, self._tokenizer))
 
     def call(
         self,

@@ -14,6 +14,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import runs_of
 from megarl.rollout.engine import Completion, FinishReason, Request
 from megarl.rollout.sglang.images import ServedImages
+from megarl.rollout.stop_strings import StopStrings
 from megarl.sync.protocol import read_tag
 
 
@@ -36,6 +37,9 @@ class ServedSample:
         aborted: it is to end with what there is of it.
         cached: tokens of the prompt that the server had in its prefix cache.
         room: tokens, at most; None: as the sampling settings say.
+        strings: of sampling; None: it has none. Servers have no tokenizer and sample on: what they sampled after the
+            end is dropped.
+        begun: of the prompt, the last tokens that belong to the turn which the sample continues.
         drafts: tokens that a draft has proposed (speculative decoding), and how many of them the model has taken.
     """
 
@@ -53,6 +57,8 @@ class ServedSample:
     cached: int = 0
     images: ServedImages | None = None
     drafts: tuple[int, int] = (0, 0)
+    strings: StopStrings | None = None
+    begun: int = 0
 
     def _most(self, sampling: SamplingConfig) -> int:
         """Return the tokens of this sample, at most."""
@@ -112,9 +118,12 @@ class ServedSample:
         self.drafts = self.drafts[0] + proposed, self.drafts[1] + taken
         if not self.token_ids:
             self.cached = int(meta.get("cached_tokens") or 0)
+        before = len(self.token_ids)
         self.token_ids += ids
         self.logprobs += logprobs
         self.versions += versions
+        if self._end_at_string(before):
+            return
         # The server also stops at the end tokens of the model's configuration; those that are none here are passed by.
         # At the last allowed place it says `length` whatever the token is.
         if self.token_ids and self.token_ids[-1] in stop_ids:
@@ -123,6 +132,19 @@ class ServedSample:
             self.finish_reason = "length"
         else:
             self.interruptions += 1
+
+    def _end_at_string(self, before: int) -> bool:
+        """End the sample where its text has come to a stop string after the first `before` tokens."""
+        if self.strings is None:
+            return False
+        turn = [*self.prompt_ids[len(self.prompt_ids) - self.begun :], *self.token_ids]
+        end = self.strings.end(turn, self.begun + before)
+        if end is None:
+            return False
+        for per_token in (self.token_ids, self.logprobs, self.versions):
+            del per_token[end - self.begun :]
+        self.finish_reason = "stop"
+        return True
 
     def _check_prompt(self, answer: dict[str, Any]) -> None:
         """Compare the tokens that the server has read with those that it should have; text it takes as it is."""
@@ -144,13 +166,21 @@ class ServedSample:
         return Completion(self.token_ids, self.logprobs, self.finish_reason, runs_of(self.versions), self.cached)
 
 
-def samples_of(requests: Sequence[Request]) -> list[ServedSample]:
-    """Return every sample of `requests`, in order."""
+def samples_of(requests: Sequence[Request], strings: StopStrings | None = None) -> list[ServedSample]:
+    """Return every sample of `requests`, in order; `strings` end them, too."""
     found = []
     for number, request in enumerate(requests):
         images = None if request.images is None else ServedImages(request.images)
         found += [
-            ServedSample(number, list(request.prompt_ids), seed, room=request.room, images=images)
+            ServedSample(
+                number,
+                list(request.prompt_ids),
+                seed,
+                room=request.room,
+                images=images,
+                strings=strings,
+                begun=request.begun,
+            )
             for seed in request.seeds
         ]
     return found

@@ -30,6 +30,7 @@ from megarl.rollout.sglang.client import Dispatch, for_others, taken
 from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.images import ServedImages
 from megarl.rollout.sglang.samples import ServedSample
+from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import ServerError
 from megarl.system.tracing import beat
 
@@ -166,8 +167,15 @@ class ServerTurns:
     is_async: ClassVar[bool] = True
     is_batched: ClassVar[bool] = False
 
-    def __init__(self, engine: SglangEngine, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        engine: SglangEngine,
+        sampling: SamplingConfig,
+        stop_ids: Sequence[int],
+        strings: StopStrings | None,
+    ) -> None:
         self._engine, self._sampling, self._stop_ids = engine, sampling, list(stop_ids)
+        self._strings = strings
         self._replica = engine.replica
         self._client: TurnClient | None = None
         self._samples: dict[int, ServedSample] = {}  # sequence -> its turn, until it is taken
@@ -181,7 +189,9 @@ class ServerTurns:
         self._recoveries = 0
         self._looked = time.monotonic()  # when this rank looked after servers
 
-    def submit(self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None) -> None:
+    def submit(
+        self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
+    ) -> None:
         """See `Generation`. Sent with the next `any_busy` or `wait`."""
         if not self._replica.is_first:
             return
@@ -193,7 +203,7 @@ class ServerTurns:
                 self._prompts[begin] = next(self._numbers)
         served = None if images is None else self._images.setdefault(key, ServedImages(images))
         prompt = self._prompts[self._begins[sequence]]
-        sample = ServedSample(prompt, list(tokens), seed, room=room, images=served)
+        sample = ServedSample(prompt, list(tokens), seed, room=room, images=served, strings=self._strings, begun=begun)
         self._samples[sequence] = self._to_send[sequence] = sample
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:

@@ -201,7 +201,7 @@ def generate(
             with closing(open_groups(c, rollout, sampling, len(prompts) * sampling.n)) as groups:
                 for group in groups_of_prompts(c, prompts, sampling.n, range(len(prompts))):
                     groups.add(group)
-                samples = samples_of(rollout, prompts, groups.finish(advance))
+                samples = samples_of(rollout, prompts, groups.finish(advance), sampling)
     refuse_broken_logprobs(samples)
     return samples
 

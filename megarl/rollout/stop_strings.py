@@ -1,0 +1,137 @@
+"""Stop strings: a turn ends with the token that completes one of them in the turn's text.
+
+The text is that of the turn's tokens so far without special tokens, which is the text that rewards get. The rule reads
+tokens one after the other, so it gives the same end to a turn that is still being sampled and to one that was sampled
+further and is cut afterwards.
+
+A character may be spread over several tokens, and a tokenizer may write the first token of a text differently. So a
+text is never put together from the texts of single tokens: the last tokens are decoded together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.config.rollout import SamplingConfig
+from megarl.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BROKEN = "\ufffd"  # an incomplete or wrong sequence of bytes
+_FIRST_LOOK = 64  # tokens that are decoded together before the first of them are dropped
+_MARGIN = 16  # characters that are kept in addition to the longest string
+_EDGE = 8  # characters at the start of kept text that no match begins with: what was dropped may have changed them
+
+
+class StopStrings:
+    """The stop strings of one kind of sampling, for one tokenizer."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._strings, self._tokenizer = list(strings), tokenizer
+        #: Characters that are decoded again with every new token.
+        self.kept = max(map(len, strings)) + _MARGIN
+        self._last = "".join({string[-1] for string in strings})
+        # These may complete a string with a token that does not hold its last character.
+        self._always = any(c.isspace() for c in self._last) or bool(tokenizer.clean_up_tokenization_spaces)
+        self._completing: dict[int, bool] = {}
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase | None) -> StopStrings | None:
+        """Return the stop strings of `sampling`; None: it has none."""
+        if not sampling.stop:
+            return None
+        assert tokenizer is not None, "an engine that samples with stop strings has a tokenizer"
+        return cls(sampling.stop, tokenizer)
+
+    def end(self, tokens: Sequence[int], begun: int = 0) -> int | None:
+        """Return the number of `tokens` of a turn after which it ends; None: it goes on.
+
+        Args:
+            begun: of these tokens, those after which it has not ended.
+        """
+        text = TurnText(self, tokens[:begun])
+        return next((begun + text.length for token in tokens[begun:] if text.add(token)), None)
+
+    def before(self, text: str) -> str:
+        """Return the part of a turn's text before the first stop string."""
+        return text[: min(place if place >= 0 else len(text) for place in map(text.find, self._strings))]
+
+    def are_in(self, text: str, start: int) -> bool:
+        """Return whether one of them begins in `text` at `start` or later."""
+        return any(text.find(string, start) >= 0 for string in self._strings)
+
+    def may_end_with(self, token: int) -> bool:
+        """Return whether this token may be the one that completes a string."""
+        if self._always:
+            return True
+        if token not in self._completing:
+            text = self.decode([token])
+            self._completing[token] = any(c == _BROKEN or c in self._last for c in text)
+        return self._completing[token]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def check_stop_strings(key: str, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check the stop strings of the section `key`.
+
+    Raises:
+        ConfigError: one holds a special token, which is never in the text.
+    """
+    special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for string in strings:
+        for token, number in special.items():
+            if token in string:
+                raise ConfigError(
+                    f"a stop string holds the special token {token!r}, and the text of a response has none",
+                    where=f"{key}.stop",
+                    found=string,
+                    allowed="text without special tokens",
+                    fix=f"write the id of the token into {key}.stop_token_ids: {number}",
+                )
+
+
+class TurnText:
+    """The end of the text of a turn that grows.
+
+    Args:
+        begun: tokens of the turn after which it has not ended.
+
+    Attributes:
+        length: tokens that were added.
+    """
+
+    def __init__(self, strings: StopStrings, begun: Sequence[int] = ()) -> None:
+        self._strings = strings
+        self._tokens: list[int] = []
+        self._most, self._start = _FIRST_LOOK, 0
+        for token in begun:
+            self._append(token)
+        self.length = 0
+
+    def add(self, token: int) -> bool:
+        """Add the next token; return whether the turn ends with it."""
+        self.length += 1
+        self._append(token)
+        strings = self._strings
+        return strings.may_end_with(token) and strings.are_in(strings.decode(self._tokens), self._start)
+
+    def _append(self, token: int) -> None:
+        if len(self._tokens) >= self._most:
+            self._drop()
+        self._tokens.append(token)
+
+    def _drop(self) -> None:
+        """Drop the first half of the tokens where the text of the others is that which they have after these."""
+        text, half = self._strings.decode(self._tokens), len(self._tokens) // 2
+        for start in range(half, half + 4) if not text.endswith(_BROKEN) else ():  # a character has up to four tokens
+            rest = self._strings.decode(self._tokens[start:])
+            if len(rest) >= self._strings.kept and text.endswith(rest):
+                self._tokens, self._start = self._tokens[start:], _EDGE
+                self._most = max(_FIRST_LOOK, 2 * len(self._tokens))
+                return
+        self._most += 1 + self._most // 16  # perhaps it ends in the middle of a character
