@@ -148,7 +148,7 @@ def check_tokens(
         raise misfit(
             kind,
             function,
-            f"returns a {noun} that is not finite",
+            f"returns {noun} with a number that is not finite",
             found=f"{float(value.detach()[tuple(bad)])} at {bad}, of {form(value)}",
             allowed=allowed,
             fix="guard log(0), 0/0 and overflow; hide tokens by torch.where(mask, x, 0), since NaN * 0 is NaN",

@@ -54,8 +54,10 @@ def check_time(
         return None
     steps, sft = config.trainer.steps, config.sft.steps * total(plan.sft)
     run = f"{duration(steps * plan.step_s + sft)} for {'the cold start and ' if sft else ''}{steps:,} steps"
-    where = plan.hardware.describe() if hardware.gpu else "this CPU"
-    text = f"about {_step(plan.step_s)} a step, {run} on {where}, by formulas; megarl plan shows the parts"
+    where, parts = plan.hardware.describe(), "by formulas; megarl plan shows the parts"
+    if not hardware.gpu:
+        where, parts = "this CPU", "by formulas and typical rates; megarl plan measures the rates and shows the parts"
+    text = f"about {_step(plan.step_s)} a step, {run} on {where}, {parts}"
     if plan.step_s <= _LONG_S:
         checks.ok(text)
     else:

@@ -67,6 +67,10 @@ def _place(made: Translation, gpus: int, engine: str, machine: Machine) -> None:
                 made.notes[f"{key}: {value}"] = "the recipe is for the CPU: --gpus writes one for GPUs"
         batch = settings.get("data.batch_size", 64)
         settings["cluster.nproc"] = 2 if machine.cores > 1 and batch % 2 == 0 else 1
+        if (dtype := settings.get("model.dtype", "fp32")) != "fp32":
+            made.notes[f"model.dtype: {dtype}"] = (
+                "fp32 on the CPU; auto takes bf16 where the processor has its products"
+            )
         settings["model.dtype"] = "fp32"
     if made.algorithm in ("dpo", "sft"):
         return

@@ -122,7 +122,14 @@ def load_held_out(c: RankState) -> SFTDataset | None:
 
     Rows of `sft.train_files` are others than those of `data.val_files`, and may be in another form.
     """
-    if c.config.robot is not None or c.config.sft.train_files or not c.config.data.held_out:
+    if c.config.robot is not None or not c.config.data.held_out:
+        return None
+    if c.config.sft.train_files:
+        if c.layout.rank == 0:
+            reason = (
+                "with sft.train_files, rows of data.val_files may have another form; data.train_files has it measured"
+            )
+            print(f"val/loss is not measured: {reason}", flush=True)
         return None
     try:
         return _examples(c, "val")

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.checks.before_start import with_steps
 from megarl.runtime.setup import check_epochs
-from megarl.runtime.sft import check_sft_epochs
+from megarl.runtime.sft import check_sft_epochs, load_held_out
 from megarl.system.errors import ConfigError, DataError
 
 
@@ -103,3 +103,9 @@ def test_workers_that_find_other_examples_say_so(recipe):
 def test_demonstrations_are_no_epoch(recipe):
     with pytest.raises(ConfigError, match="demonstrations are read when the run starts"):
         with_steps(recipe("sft.epochs=2").model_copy(update={"robot": SimpleNamespace()}))
+
+
+def test_a_held_out_loss_that_is_not_measured_is_named(config_of, capsys):
+    config = config_of("sft.train_files=[more.jsonl]", "data.val_files=[test.jsonl]")
+    assert load_held_out(SimpleNamespace(config=config, layout=SimpleNamespace(rank=0))) is None
+    assert "val/loss is not measured: with sft.train_files" in capsys.readouterr().out

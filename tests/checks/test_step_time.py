@@ -32,7 +32,7 @@ def test_the_line_names_a_step_and_the_run():
     step_s, [check] = checked("grpo_quickstart", *_QWEN)
     assert check.status == "ok"
     assert check.message.startswith(f"about {step_s / 60:.0f} min a step, ")
-    assert "for 100 steps on this CPU, by formulas" in check.message
+    assert "for 100 steps on this CPU, by formulas and typical rates" in check.message
     _, [check] = checked("grpo_quickstart", "trainer.steps=1000")
     assert "for the cold start and 1,000 steps" in check.message
 

@@ -278,6 +278,12 @@ def test_options_go_before_the_settings(write, capsys):
     assert config.cluster.device_memory_gb is None
 
 
+def test_bf16_of_a_gpu_is_named_as_left_out_of_a_recipe_for_the_cpu(write, tmp_path, capsys):
+    file = write("trl.sh", "python train.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name rows --bf16\n")
+    main(["init", "mine", "--from", str(file), "--gpus", "0", "--reward", "exact_match"])
+    assert "model.dtype: bf16" in (tmp_path / "mine.yaml").read_text().partition("does not have")[2]
+
+
 def test_the_recipe_stays_where_the_data_are_on_another_machine(write, tmp_path, capsys):
     file = write("verl.sh", VERL.replace("verl.jsonl", "/data/elsewhere.parquet"))
     assert main(["init", "mine", "--from", str(file)]) == 2
