@@ -69,7 +69,7 @@ ALGORITHMS: Mapping[str, _Settings] = {
 #: What to know about a key, where its name does not tell.
 _COMMENTS = {
     "model.path": "Hugging Face folder or hub name",
-    "model.dtype": "bf16 or fp32",
+    "model.dtype": "bf16, fp32, or auto: what the processor computes fast",
     "algorithm.pipeline": "the task graph: grpo, dapo, ppo, dpo, kto, reward_model, or file.py:fn",
     "algorithm.advantage.name": "how scores become advantages",
     "algorithm.loss.clip_low": "how far a ratio may fall below 1",

@@ -501,10 +501,8 @@ def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Seque
     """Return the error for a `path` that is unknown from some part on."""
     unknown = _unknown_part(_unwrapped(path))
     near = _components_keys(unknown, owned) or _keys_ending(path) or nearest_keys(unknown)
-    meant = meaning_of(path)
     is_prefix = any(key.startswith(".".join(path)) for key in near)  # as beta1 is by beta
-    if meant is not None and is_prefix and not any(key in meant for key in near):
-        meant = None
+    meant = None if is_prefix else meaning_of(path)
     parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
     # Where the name here is known, the others would only be in the way; and all sections are too many to read.
     listed = not meant and (parent is not RunConfig or not near)

@@ -81,6 +81,13 @@ def environment_class(name: Any) -> type[Environment]:
             found=name,
             allowed=there or "a class derived from megarl.envs.Environment",
         )
+    if kind.step is Environment.step:
+        raise ConfigError(
+            f"the environment {class_name} in {module_name} has no method step",
+            where="env.name",
+            found=name,
+            fix="define step(self, action): it answers a turn of the policy",
+        )
     return kind
 
 

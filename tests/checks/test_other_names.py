@@ -100,7 +100,6 @@ def test_a_name_of_the_page_leads_to_the_key_in_its_row(theirs, here):
         ("actor.fsdp_config=x", "there is no FSDP"),
         ("actor.optim.beta=0.9", "did you mean actor.optim.beta1 or actor.optim.beta2?"),
         ("actor.optim.lrr=1", "did you mean actor.optim.lr?"),
-        ("rollout.sampling.stop=[x]", "responses end at tokens, not at texts"),
     ],
 )
 def test_a_name_of_another_project_leads_to_the_key(write, override, words):

@@ -71,3 +71,12 @@ def test_the_documentation_shows_the_environments_that_are_tested():
     root = Path(__file__).parents[2]
     shown = (root / "docs/environments.md").read_text()
     assert all((root / "tests/envs" / name).read_text() in shown for name in ("guess.py", "look.py"))
+
+
+def test_an_environment_that_answers_no_turn_is_refused(tmp_path):
+    file = tmp_path / "silent.py"
+    file.write_text(
+        "from megarl.envs import Environment\nclass Silent(Environment):\n    def reset(self, row, seed): ...\n"
+    )
+    with pytest.raises(ConfigError, match=r"the environment Silent in .*silent.py has no method step"):
+        load_environment({"name": f"{file}:Silent"})
