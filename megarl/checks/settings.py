@@ -25,7 +25,7 @@ from megarl.system.errors import close_matches
 _COLDEST = 1e-3
 _LARGEST_GROUP = 1024
 #: Learning rates beyond which AdamW breaks fresh weights and trained ones; tiny models still learn just below.
-_FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
+_FRESH_LR, _TRAINED_LR = 1e-2, 1e-4
 
 
 def check_batches(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
@@ -439,7 +439,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, ch
     elif config.model.lora is not None:  # their product begins at 0
         trained, limit, usual = "adapters are", _FRESH_LR, "1e-5"
     else:
-        trained, limit, usual = "a trained model is", _TRAINED_LR, "1e-6"
+        trained, limit, usual = "a trained model is", _TRAINED_LR, "1e-5" if key == "sft.optim" else "1e-6"
     if optim.lr > limit:
         checks.of("learning rate").warn(
             f"{key}.lr",

@@ -315,7 +315,9 @@ def command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str, 
     """
     from megarl.launchers.attempts import next_start
 
-    command = ["megarl", arguments.command, arguments.recipe, *map(mask, arguments.overrides)]
+    is_file = Path(arguments.recipe).is_file()  # of any folder; else it is the name of an included recipe
+    recipe = str(Path(arguments.recipe).absolute()) if is_file else arguments.recipe
+    command = ["megarl", arguments.command, recipe, *map(mask, arguments.overrides)]
     start, key = next_start(run_dir, resume, begun=begun)
     if key != resume:
         command.append(f"trainer.resume={key}")

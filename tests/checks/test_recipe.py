@@ -256,7 +256,7 @@ def test_one_mistake_gives_one_failure(failures, config_of, overrides, key, word
         (["actor.optim.warmup_steps=100"], "actor.optim.warmup_steps"),
         (["actor.optim.lr=0.5"], "actor.optim.lr"),
         (["sft={steps: 300, optim: {lr: 0.011}}"], "sft.optim.lr"),
-        (["model.path=org/model", "model.hf_config=null", "actor.optim.lr=2e-3"], "actor.optim.lr"),
+        (["model.path=org/model", "model.hf_config=null", "actor.optim.lr=2e-4"], "actor.optim.lr"),
         (["actor.optim={schedule: linear, warmup_steps: 10}", "trainer.steps=3"], "actor.optim.warmup_steps"),
     ],
 )
