@@ -67,7 +67,9 @@ def step(engine, pairs: Batch, budget: int, settings: dict = SETTINGS) -> tuple[
     scores = engine.chunks[0].has_value_head
     engine.config = engine.config.model_copy(update={"micro_batch_tokens": budget})
     c = SimpleNamespace(
-        config=SimpleNamespace(preference=PreferenceConfig(**(SCORES if scores else settings))),
+        config=SimpleNamespace(
+            preference=PreferenceConfig(**(SCORES if scores else settings)), model=SimpleNamespace(dtype="fp32")
+        ),
         all_sum=lambda values: engine.layout.dp_group.all_reduce(values.clone()),
         temperature=1.0,
         layout=engine.layout,
@@ -185,7 +187,8 @@ def test_held_out_numbers_of_kto_are_those_of_all_examples_at_once(tmp_path, siz
         ids = samples["response_ids"]
         return ids.like(times * (ids.values * prompts.repeat_interleave(ids.lengths)).float().sin().abs())
 
-    c = SimpleNamespace(config=SimpleNamespace(preference=settings), all_sum=lambda values: values)
+    config = SimpleNamespace(preference=settings, model=SimpleNamespace(dtype="fp32"))
+    c = SimpleNamespace(config=config, all_sum=lambda values: values)
     actor, reference = (SimpleNamespace(score=partial(score, times=times)) for times in (1.5, 1.0))
     numbers, whole = (
         measure_examples(c, rounds(data, count), actor, reference).result() for count in (size, len(data))
