@@ -447,6 +447,15 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
                 allowed="0",
                 fix=f"set {key}.min_new_tokens=0, or rollout.engine=embedded",
             )
+    for key, min_p in {"rollout.sampling": rollout.min_p, "validation.sampling": held_out.min_p}.items():
+        if min_p:
+            checks.fail(
+                f"{key}.min_p",
+                "SGLang ends a server that samples by min_p with a seed per sample",
+                found=min_p,
+                allowed="0",
+                fix=f"set {key}.min_p=0 and top_p or top_k in its place, or rollout.engine=embedded",
+            )
     if rollout.logprobs == "processed":
         checks.fail(
             "rollout.sampling.logprobs",

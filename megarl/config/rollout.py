@@ -23,7 +23,10 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; 1 keeps everything")
     top_k: NonNegativeInt = Field(0, description="keep the k likeliest tokens; 0 keeps everything")
     min_p: float = Field(
-        0.0, ge=0, lt=1, description="keep tokens of at least this share of the likeliest token's probability; 0: all"
+        0.0,
+        ge=0,
+        lt=1,
+        description="keep tokens of at least this share of the likeliest one's probability; 0: all (embedded engine)",
     )
     max_new_tokens: PositiveInt = Field(256, description="response length limit, end token included")
     min_new_tokens: NonNegativeInt = Field(0, description="no end token before this many tokens")

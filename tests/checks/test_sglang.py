@@ -237,6 +237,8 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["rollout.sampling.min_new_tokens=2"], "rollout.sampling.min_new_tokens"),
         (["rollout.sampling.logprobs=processed"], "rollout.sampling.logprobs"),
         (["validation.sampling.min_new_tokens=2"], "validation.sampling.min_new_tokens"),
+        (["rollout.sampling.min_p=0.1"], "rollout.sampling.min_p"),
+        (["validation.sampling.min_p=0.1"], "validation.sampling.min_p"),
         (["rollout.stale_steps=1"], "rollout.stale_steps"),
         (["rollout.sglang.host=0.0.0.0"], "rollout.sglang.host"),
         (

@@ -12,7 +12,7 @@ from megarl.rollout.sglang.samples import BadAnswerError, ServedSample, samples_
 from megarl.rollout.stop_strings import StopStrings
 from tests.data.templates import tokenizer_of
 
-SAMPLING = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=5, top_p=0.9, min_p=0.05)
+SAMPLING = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=5, top_p=0.9)
 STOP = [2, 9]
 NOW = "5@run"
 
@@ -37,7 +37,6 @@ def test_the_request_carries_ids_seed_and_limits() -> None:
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 5,
-        "min_p": 0.05,
         "max_new_tokens": 6,
         "sampling_seed": 77,
         "stop_token_ids": [2, 9],
@@ -48,7 +47,6 @@ def test_the_request_carries_ids_seed_and_limits() -> None:
     settings = ServedSample(0, [5], 1).payload(everything, [])["sampling_params"]
     assert settings["ignore_eos"] is True
     assert settings["top_k"] == -1
-    assert settings["min_p"] == 0
 
 
 def test_an_answer_that_ends_completes_the_sample() -> None:

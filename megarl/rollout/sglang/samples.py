@@ -73,7 +73,6 @@ class ServedSample:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
             "max_new_tokens": self._most(sampling) - len(self.token_ids),
             "sampling_seed": self.seed,
         }
