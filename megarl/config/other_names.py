@@ -399,7 +399,7 @@ def meaning_of(path: tuple[str, ...]) -> str | None:
 def key_of(path: tuple[str, ...]) -> str | None:
     """Return the key here that takes the value of another project's setting as it is.
 
-    None where there is no such key, where several keys share it, or where its value means something else here.
+    None if no key has this name, several keys share it, or its value means something else here.
 
     >>> key_of(("trainer", "save_freq")), key_of(("policy_loss", "clip_cov_ratio"))
     ('trainer.save_every', None)
