@@ -6,6 +6,7 @@
     megarl/runtime                      imports between its files (arrows), and groups of files that import each other
                                         in a circle
     the product                         lines of all files that are installed, and files of less than 60 lines
+    habits                              how often each habit of tools/habits.py stands in the product
 
 It counts the tree that it stands in, so that an earlier commit is counted by a copy of this file in a clone of it.
 """
@@ -21,6 +22,9 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools import habits
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("megarl", "launchers", "recipes", "kernels", "benchmarks")
@@ -167,6 +171,8 @@ def main() -> int:
     listed = subprocess.check_output(["git", "ls-files", *(f"{name}/*.py" for name in FOLDERS)], cwd=ROOT, text=True)
     lines = [lines_of(ROOT / name) for name in listed.splitlines()]
     print(f"product: {len(lines)} files, {sum(lines)} lines, {sum(count < 60 for count in lines)} files under 60 lines")
+    for habit, places in habits.counts().items():
+        print(f"{habit}: {len(places)}")
     return 0
 
 

@@ -1,0 +1,51 @@
+"""Habits that make code hard to read: the count of each may only fall. `python tools/habits.py NAME` lists places."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tools.habits import HABITS, counts
+
+#: The places there are now. Whoever removes some lowers the number.
+ALLOWANCES = {
+    "local variables that name nothing": 1312,
+    "functions with more than 7 parameters": 51,
+    "asserts that a value is not None": 171,
+    "private functions under 5 lines with one caller": 346,
+}
+
+BAD = """
+def read(a, b, c, d, e, f, g, h):
+    found = a
+    assert found is not None
+    return _one(found)
+
+def _one(value):
+    return value + 1
+"""
+GOOD = """
+class Reader:
+    def read(self, a, b, c, d, e, f, g):
+        files = self._files(a)
+        assert a and b
+        return self._files(files)
+
+    def _files(self, value):
+        return value + 1
+"""
+
+
+def test_no_habit_spreads() -> None:
+    places = counts()
+
+    assert set(places) == set(ALLOWANCES)
+    spread = {name: places[name] for name, allowed in ALLOWANCES.items() if len(places[name]) > allowed}
+    assert spread == {}, "more places than allowed: write the new ones without the habit"
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_a_habit_is_counted(name: str) -> None:
+    assert len(list(HABITS[name]({"bad.py": ast.parse(BAD)}))) == 1
+    assert list(HABITS[name]({"good.py": ast.parse(GOOD)})) == []

@@ -1,0 +1,133 @@
+"""Draw sentences of the code for a reader who has not seen it: `python tools/sentences.py --seed 1 --out FOLDER`
+
+    questions.md    150 docstrings, 100 comments and 100 error messages, numbered, each with what stands beside it:
+                    the function's name and parameters, the line under a comment, the kind of an error
+    places.md       the file and line of each number
+
+The reader writes for each number in one sentence what the function does, why the comment is there, or what the user
+should do. Somebody else compares the answers with the code. The same seed draws the same sentences of the same tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import random
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("megarl", "launchers", "recipes", "kernels")
+COUNTS = {"docstring": 150, "comment": 100, "error message": 100}
+#: Comments for tools are no sentences.
+DIRECTIVES = ("type:", "noqa", "pragma", "fmt:", "ruff:", "mypy:", "!")
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A docstring, comment or error message, with what a reader sees beside it."""
+
+    kind: str
+    place: str
+    beside: str
+    text: str
+
+
+def docstrings(tree: ast.Module, place: str) -> Iterator[Sentence]:
+    """Yield the docstrings of functions and classes, with the signature."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node)
+        if text:
+            signature = (
+                f"class {node.name}"
+                if isinstance(node, ast.ClassDef)
+                else f"def {node.name}({', '.join(argument.arg for argument in node.args.args + node.args.kwonlyargs)})"
+            )
+            yield Sentence("docstring", f"{place}:{node.lineno}", signature, text)
+
+
+def message(node: ast.expr) -> str:
+    """Return a string expression as a reader sees it, with names in braces for values; empty for other expressions."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            "{" + ast.unparse(part.value) + "}" if isinstance(part, ast.FormattedValue) else message(part)
+            for part in node.values
+        )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return message(node.left) + message(node.right)
+    return ""
+
+
+def error_messages(tree: ast.Module, place: str) -> Iterator[Sentence]:
+    """Yield the messages of `raise` statements that are written where the error is raised."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            text = message(node.exc.args[0])
+            if " " in text:
+                yield Sentence("error message", f"{place}:{node.lineno}", ast.unparse(node.exc.func), text)
+
+
+def comments(source: str, place: str) -> Iterator[Sentence]:
+    """Yield the comments, with the line of code that each stands over or in."""
+    lines = source.splitlines()
+    block: list[str] = []
+    for number, line in enumerate(lines, 1):
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            block.append(stripped.lstrip("#: ").rstrip())
+            continue
+        text = " ".join(block)
+        if text and not text.startswith(DIRECTIVES):
+            yield Sentence("comment", f"{place}:{number}", stripped, text)
+        block = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        text = token.string.lstrip("#: ")
+        if token.type == tokenize.COMMENT and token.line.strip() != token.string and not text.startswith(DIRECTIVES):
+            code = token.line[: token.start[1]].strip()
+            yield Sentence("comment", f"{place}:{token.start[0]}", code, text)
+
+
+def sentences() -> list[Sentence]:
+    """Return all sentences of the product, in the order of its files."""
+    names = subprocess.check_output(["git", "ls-files", *(f"{name}/*.py" for name in FOLDERS)], cwd=ROOT, text=True)
+    every: list[Sentence] = []
+    for name in names.splitlines():
+        source = (ROOT / name).read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        every += [*docstrings(tree, name), *comments(source, name), *error_messages(tree, name)]
+    return every
+
+
+def main() -> int:
+    """Draw, and write both files."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    every, chance = sentences(), random.Random(arguments.seed)
+    questions, places = [], []
+    number = 0
+    for kind, count in COUNTS.items():
+        population = [sentence for sentence in every if sentence.kind == kind]
+        questions.append(f"# {count} of {len(population)}: {kind}\n")
+        for sentence in chance.sample(population, count):
+            number += 1
+            questions.append(f"**{number}.** `{sentence.beside}`\n\n> " + sentence.text.replace("\n", "\n> ") + "\n")
+            places.append(f"{number}. {sentence.place}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "questions.md").write_text("\n".join(questions), encoding="utf-8")
+    (arguments.out / "places.md").write_text("\n".join(places) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
