@@ -1,4 +1,4 @@
-"""The reference of keys, from the models and components: `python -m megarl.commands.describe docs/recipes.md`."""
+"""The reference of keys, from the models and components: `python -m megarl.commands.describe docs/keys.md`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.config.fields import Key, describe_allowed, entries_of, iter_keys
 from megarl.config.run import RunConfig
 from megarl.recipes.components import COMPONENTS
 
-BEGIN = "<!-- keys: written by python -m megarl.commands.describe docs/recipes.md, do not edit below -->"
+BEGIN = "<!-- keys: written by python -m megarl.commands.describe docs/keys.md, do not edit below -->"
 END = "<!-- end of keys -->"
 #: A bound of `describe_allowed` that only refuses mistakes, such as a deadline of more than a year.
 _FAR = re.compile(r"( and)? [<>]= -?\d{7,}(\.0)?")
@@ -93,7 +93,7 @@ def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any],
         _row(key, defaults[key.path]) if key.section is None else _section_row(key, first[key.path], defaults)
         for key in keys
     ]
-    return [f"### {title}", "", sentence, "", "| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""]
+    return [f"## {title}", "", sentence, "", "| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""]
 
 
 def _own_keys(path: str, place: str, named_by: str) -> list[str]:

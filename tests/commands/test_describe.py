@@ -5,13 +5,13 @@ from megarl.commands.describe import reference, write_reference
 from megarl.config.fields import iter_keys
 from megarl.recipes.components import COMPONENTS
 
-DOC = Path(__file__).parents[2] / "docs" / "recipes.md"
+DOC = Path(__file__).parents[2] / "docs" / "keys.md"
 
 
 def test_documentation_of_keys_is_up_to_date(tmp_path):
-    copy = tmp_path / "recipes.md"
+    copy = tmp_path / "keys.md"
     copy.write_text(DOC.read_text())
-    assert not write_reference(copy), "run python -m megarl.commands.describe docs/recipes.md"
+    assert not write_reference(copy), "run python -m megarl.commands.describe docs/keys.md"
 
 
 def test_every_key_has_a_description():
@@ -31,6 +31,6 @@ def test_the_key_that_names_a_component_is_that_of_its_section(monkeypatch):
 
 def test_sections_of_one_class_share_a_table_and_name_their_own_defaults():
     text = reference()
-    assert "### `actor.optim`" in text
-    assert "### `critic.optim`" not in text
+    assert "## `actor.optim`" in text
+    assert "## `critic.optim`" not in text
     assert "| [`optim`](#actoroptim) | section |  | optimizer; default of `lr` 1e-05 |" in text
