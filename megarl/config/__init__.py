@@ -1,1 +1,1 @@
-"""Recipes: typed models of every key, loading, and the reference of keys."""
+"""Recipes: typed models of every key, the loader, and the reference of all keys."""

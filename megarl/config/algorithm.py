@@ -12,7 +12,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 
 
 class AdvantageConfig(ComponentSection):
-    """The advantage estimator; each has keys of its own."""
+    """The advantage estimator. Each estimator also has keys of its own."""
 
     name: str = Field("grpo", description="registered estimator, file.py:fn or pkg.mod:fn")
 
@@ -26,64 +26,75 @@ class PolicyLossConfig(ComponentSection):
     """The policy loss. These keys are shared by all losses; each loss also has keys of its own."""
 
     name: str = Field("ppo", description="registered loss, file.py:fn or pkg.mod:fn")
-    aggregation: Aggregation = Field("token-mean", description="how token losses become one number")
-    sum_norm: PositiveFloat | None = Field(None, description="divisor of seq-mean-token-sum-norm")
-    entropy_coef: float = Field(0.0, ge=-1, le=1, description="weight of the entropy bonus; negative: a penalty")
+    aggregation: Aggregation = Field("token-mean", description="how the losses of tokens are combined into one number")
+    sum_norm: PositiveFloat | None = Field(None, description="divisor that seq-mean-token-sum-norm uses")
+    entropy_coef: float = Field(
+        0.0, ge=-1, le=1, description="weight of the entropy bonus; a negative weight is a penalty"
+    )
 
     def of(self, name: str) -> PolicyLossConfig:
-        """Return the keys that all losses share, for another loss with its own defaults."""
+        """Return the settings for the loss `name`: the shared keys of this section, and the loss's defaults for its own
+        keys.
+        """
         return PolicyLossConfig(
             name=name, **{key: getattr(self, key) for key in ("aggregation", "sum_norm", "entropy_coef")}
         )
 
 
 class KLConfig(ComponentSection):
-    """The distance to the reference policy; an estimator may have keys of its own."""
+    """The KL distance to the reference policy. An estimator may have keys of its own."""
 
     named_by: ClassVar[str] = "estimator"
 
-    use: Literal["none", "loss", "reward"] = Field("none", description="no KL, a loss term, or a reward term")
+    use: Literal["none", "loss", "reward"] = Field(
+        "none", description="where the KL enters: nowhere, as a loss term, or as a reward term"
+    )
     estimator: str = Field(
         "low_var_kl",
         description="kl, abs, mse, low_var_kl, their straight-through '+' forms, file.py:fn or pkg.mod:fn",
     )
-    coef: NonNegativeFloat = Field(0.001, le=1000, description="weight; the starting value when adaptive")
-    adaptive: bool = Field(False, description="adapt coef towards target (reward form only)")
-    target: PositiveFloat = Field(0.1, description="target KL of the adaptive controller")
+    coef: NonNegativeFloat = Field(
+        0.001, le=1000, description="weight of the KL term; with adaptive the starting value"
+    )
+    adaptive: bool = Field(False, description="adapt coef so that the measured KL approaches target (reward form only)")
+    target: PositiveFloat = Field(0.1, description="KL that the adaptive controller aims at")
     horizon: PositiveInt = Field(10_000, description="horizon of the adaptive controller, in samples")
 
 
 class DynamicSamplingConfig(Section):
-    """DAPO's dynamic sampling: groups without a signal are dropped, and more are generated until the batch is full."""
+    """DAPO's dynamic sampling: drop groups without a learning signal and generate more until the batch is full."""
 
     enabled: bool = Field(False, description="turn the filter on")
     max_rounds: PositiveInt = Field(
         10,
-        description="generation rounds of a step; then see `short`. With async.order=as_ready the run ends when a "
-        "replica rejects the groups of so many rounds in a row, also by algorithm.filter",
+        description="most generation rounds of a step; `short` says what happens after them. With "
+        "async.order=as_ready the run ends when a replica drops all groups of this many rounds in a row (also groups "
+        "that algorithm.filter empties)",
     )
     short: Literal["fail", "fill"] = Field(
         "fail",
-        description="when max_rounds did not fill the batch. fail: the run ends; fill: dropped groups of the last "
-        "round fill it, to which a group's advantage gives no gradient",
+        description="what happens when max_rounds did not fill the batch. fail: the run ends; fill: dropped groups of "
+        "the last round fill the batch; their group advantages are 0, so they give no gradient",
     )
     surplus: Literal["keep", "drop"] = Field(
-        "keep", description="groups beyond a full batch: keep for the next step, or drop"
+        "keep", description="what happens to groups beyond a full batch: keep them for the next step, or drop them"
     )
     metric: Literal["score", "success"] = Field(
         "score",
-        description="what is tested: the score, or the success of a robot's episode, which is known before the score",
+        description="the quantity whose values decide whether a group is kept: the score, or the success of a robot's "
+        "episode, which is known before the score",
     )
     low: float | None = Field(
         None,
-        description="keep groups whose mean is at least this, as 0.1; with `low` or `high` it need not vary",
+        description="keep groups whose mean is at least this, such as 0.1; with `low` or `high` set, equal values "
+        "within a group are allowed",
     )
-    high: float | None = Field(None, description="keep groups whose mean is at most this, as 0.9")
+    high: float | None = Field(None, description="keep groups whose mean is at most this, such as 0.9")
     drop_cut: bool = Field(False, description="drop groups in which a robot's episode used all its `max_steps`")
 
     @property
     def kept_groups(self) -> str:
-        """The condition on a group that is kept, for messages."""
+        """The condition under which a group is kept, as text for messages."""
         bounds = [
             f"{word} {value:g}" for word, value in (("at least", self.low), ("at most", self.high)) if value is not None
         ]
@@ -93,7 +104,7 @@ class DynamicSamplingConfig(Section):
 
 
 class FilterConfig(ComponentSection):
-    """The filter that masks samples out of baselines and loss; each filter has keys of its own.
+    """The filter that removes samples from baselines and loss. Each filter has keys of its own.
 
     The batch keeps its size; with async.order=as_ready a group of which nothing is left is replaced by another one.
     """
@@ -102,19 +113,19 @@ class FilterConfig(ComponentSection):
 
     @property
     def active(self) -> bool:
-        """Whether anything is filtered: the default filter is off until a key of it is set."""
+        """Whether a filter is on: a custom filter is named, or the default filter has one of its keys set."""
         default = self.name == FilterConfig.model_fields["name"].default
         return not default or any(value is not None and value is not False for value in self.own.values())
 
 
 class ResamplingConfig(ComponentSection):
-    """PF-PPO's resampling: the samples of a step are resampled by their scores before they are trained on."""
+    """PF-PPO's resampling: redraw the samples of a step with weights that depend on their scores before training."""
 
-    name: str = Field("none", description="registered weight of a sample, none, file.py:fn or pkg.mod:fn")
+    name: str = Field("none", description="registered weight function, none, file.py:fn or pkg.mod:fn")
 
     @property
     def active(self) -> bool:
-        """Whether samples are resampled."""
+        """Whether samples are resampled before training."""
         return self.name != ResamplingConfig.model_fields["name"].default
 
 
@@ -127,24 +138,28 @@ class DistillationConfig(ComponentSection):
     estimator: str = Field(
         "low_var_kl+",
         description="an estimator of KL(policy || teacher), as algorithm.kl.estimator, or a divergence over the "
-        "teacher's likeliest tokens: forward_kl KL(teacher || policy), reverse_kl KL(policy || teacher), "
-        "jsd between them, forward_kl_topk (verl's defaults)",
+        "teacher's likeliest tokens: forward_kl is KL(teacher || policy), reverse_kl is KL(policy || teacher), jsd "
+        "lies between them, forward_kl_topk is forward_kl with verl's defaults",
     )
     through: Literal["loss", "policy"] = Field(
         "loss",
-        description="loss: the estimate is minimised; policy: minus the estimate is an advantage for the policy loss "
-        "of algorithm.loss",
+        description="loss: minimise the estimate; policy: use minus the estimate as the advantage of the loss in "
+        "algorithm.loss",
     )
     loss_max_clamp: PositiveFloat | None = Field(
         None, description="largest absolute value of a token's estimate; null: no bound"
     )
-    task_loss: bool = Field(True, description="keep the policy loss of the rewards; false: only the teacher teaches")
+    task_loss: bool = Field(
+        True, description="keep the policy loss on the rewards; false: train on the teacher term only"
+    )
 
 
 class OverlongConfig(Section):
     """DAPO's soft penalty for responses near the length limit."""
 
-    buffer_tokens: PositiveInt | None = Field(None, description="length of the penalty zone; null: no penalty")
+    buffer_tokens: PositiveInt | None = Field(
+        None, description="length of the penalty zone before the limit, in tokens; null: no penalty"
+    )
     factor: PositiveFloat = Field(1.0, le=1000, description="penalty at the limit")
 
 
@@ -153,16 +168,18 @@ class AlgorithmConfig(Section):
 
     pipeline: str = Field(
         "grpo",
-        description="grpo, ppo, dapo, srpo, dpo, kto, reward_model, or file.py:fn or pkg.mod:fn that builds a "
-        "TaskGraph",
+        description="the task graph: grpo, ppo, dapo, srpo, dpo, kto, reward_model, or file.py:fn or pkg.mod:fn that "
+        "builds a TaskGraph",
     )
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="advantage estimator")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
-    kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")
-    distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="KL to a teacher")
-    filter: FilterConfig = Field(default_factory=FilterConfig, description="samples that take no part")
+    kl: KLConfig = Field(default_factory=KLConfig, description="KL distance to the reference policy")
+    distillation: DistillationConfig = Field(
+        default_factory=DistillationConfig, description="distillation from a teacher"
+    )
+    filter: FilterConfig = Field(default_factory=FilterConfig, description="filter that leaves samples out of training")
     dynamic_sampling: DynamicSamplingConfig = Field(
-        default_factory=DynamicSamplingConfig, description="DAPO group filter"
+        default_factory=DynamicSamplingConfig, description="DAPO's dynamic sampling of groups"
     )
     resampling: ResamplingConfig = Field(default_factory=ResamplingConfig, description="resampling by score (PF-PPO)")
-    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="DAPO length penalty")
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="DAPO's length penalty")

@@ -11,9 +11,10 @@ from pydantic_core import PydanticCustomError
 
 from megarl.system.errors import ConfigError, UserError
 
-#: Largest integer of a recipe: beyond it JSON and floating-point numbers lose digits, and no count is as large.
+#: Largest integer in a recipe. Larger integers lose digits in JSON and floating-point numbers, and no count is that
+#: large.
 LARGEST = 2**53
-#: A year at most: beyond, clocks of libraries overflow.
+#: At most a year: clocks of libraries overflow beyond that.
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(31_536_000)]
 
 
@@ -33,15 +34,15 @@ class Section(BaseModel):
     def _is_no_larger(cls, value: Any) -> Any:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > LARGEST:
-                raise PydanticCustomError("less_than_largest", "an integer of a recipe has 15 digits at most")
+                raise PydanticCustomError("less_than_largest", "an integer of a recipe may have 15 digits at most")
         return value
 
 
 class ComponentSection(Section):
     """A section that names a component and also holds that component's own keys.
 
-    Here those keys are plain values. The components themselves (`megarl.algorithms`) know which keys exist and which
-    values they take; `megarl.config.components` validates one against the other.
+    This class keeps those keys as plain values. `megarl.algorithms` knows which keys each component has and which
+    values they take, and `megarl.config.components` validates the values against that.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -60,11 +61,11 @@ class ComponentSection(Section):
         return dict(self.model_extra or {})
 
 
-_LONG_LIST = 60  # characters of allowed values that a list of problems shows once
+_LONG_LIST = 60  # Length from which a list of allowed values is shown only once in a list of problems.
 
 
 class ConfigErrors(ConfigError):
-    """Several problems found at once, numbered in the message; `problems` lists them."""
+    """Several configuration errors raised as one, numbered in the message; `problems` lists them."""
 
     def __init__(self, problems: Sequence[ConfigError]) -> None:
         self.problems = list(problems)
@@ -76,7 +77,7 @@ class ConfigErrors(ConfigError):
                     problem.what,
                     where=problem.where,
                     found=problem.found,
-                    allowed=f"as listed in {first}.",
+                    allowed=f"as in problem {first}",
                     fix=problem.fix,
                 )
             numbered.append(f"{number}. {problem}")
@@ -84,7 +85,7 @@ class ConfigErrors(ConfigError):
 
 
 def as_config_error(error: UserError, where: str | None = None) -> ConfigError:
-    """Return the same problem as a ConfigError, so that it can be listed with others; `where`: at another place."""
+    """Return `error` as a ConfigError, so that it can be listed with others; `where` replaces its place."""
     return ConfigError(error.what, where=where or error.where, found=error.found, allowed=error.allowed, fix=error.fix)
 
 

@@ -1,6 +1,6 @@
-"""Sections that name a component: their own keys are validated with the model of its settings.
+"""Validation of the keys that belong to a component named in a section, against the model of the component's settings.
 
-This layer does not know which components exist: a caller passes `Components` in.
+This layer does not know which components exist: the caller passes a `Components` registry.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ M = TypeVar("M", bound=Section)
 
 
 class Components(Protocol):
-    """A registry of the components that each section, by its dotted path, may name."""
+    """A registry of the components that each section (given by its dotted path) may name."""
 
     def names(self, path: str) -> Sequence[str]:
-        """Return the names that the section may give, except a user's own."""
+        """Return the registered names that the section may give; a user's own functions are not listed."""
 
     def settings_of(self, path: str, name: str) -> type[Section] | None:
-        """Return the model of the component's own keys; None when it cannot be found."""
+        """Return the model of the component's own keys, or None when the component cannot be found."""
 
     def own_keys(self, path: str, name: str) -> Collection[str] | None:
-        """Return the keys of the reward (path `reward`) or environment (`env`) of this name; a user's file is not
-        imported.
+        """Return the keys that the reward (path `reward`) or environment (path `env`) called `name` accepts.
 
-        Return None when it takes any key, or when its keys are unknown.
+        Return None when it accepts any key or when its keys are unknown, as for a user's file, which is not imported.
         """
 
     def readers(self, path: str, key: str) -> Mapping[str, type[Section]]:
-        """Return the named components that have this key, with their settings."""
+        """Return the components that have this key, by name, with the models of their settings."""
 
 
 def settle(
@@ -52,19 +51,20 @@ def settle(
 
     Args:
         path: dotted path of the section that holds the keys.
-        name: of the component.
+        name: name of the component.
         own: the given keys, without those that all components share.
         model: model of the component's own keys.
         readers: returns the components that have a key, with their settings, for the message.
         name_key: dotted key that names the component.
         shared: keys of the section that all components have.
-        where: returns the place at which a key of the section was given; None: its path.
-        inherited: keys that were given for another component, in a layer below the one that names this one. Those
-            that this one does not have are left out.
+        where: returns the place at which a key of the section was given; None: the key's path.
+        inherited: keys that a lower recipe layer gave for another component. Inherited keys that this component
+            does not have are left out.
 
     Returns:
-        The settings, None when there are problems, and these. A key that only other components have is no problem
-        while it has their default: resolved recipes of earlier versions list the keys of all components.
+        The settings (None when there are problems) and the problems. A key that only other components have is
+        accepted while it has their default, because recipes resolved by earlier versions list the keys of all
+        components.
     """
     where = where or (lambda key: f"{path}.{key}")
     problems, known = [], {}
@@ -77,7 +77,8 @@ def settle(
     try:
         return (None if problems else model.model_validate(known, strict=True)), problems
     except ValidationError as error:
-        from megarl.config.fields import wrong_value  # with all sections: a process that scores starts without them
+        # imported late: it loads all sections, and scoring processes start without them
+        from megarl.config.fields import wrong_value
 
         wrong = {str(detail["loc"][0]): detail for detail in error.errors(include_url=False) if detail["loc"]}
         for key, detail in wrong.items():
@@ -88,13 +89,13 @@ def settle(
 
 
 def settings_at(where: str, own: Mapping[str, Any], model: type[Section]) -> Any:
-    """Validate the settings in a mapping of a recipe as `model`. A model that allows extra keys takes all.
+    """Validate the settings in a mapping of a recipe as `model`. A model that allows extra keys accepts every key.
 
     Args:
         where: the mapping's place in the recipe.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value does not fit.
+        ConfigError: a key is unknown or missing, or a value is invalid.
     """
     known = {key: value for key, value in own.items() if key in model.model_fields}
     missing = [key for key, field in model.model_fields.items() if field.is_required() and key not in own]

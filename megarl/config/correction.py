@@ -22,7 +22,7 @@ _VETO: dict[str, Any] = {"veto_threshold": 1e-4}
 _CLIP: dict[str, Any] = {"mode": "bypass"}
 _PG: dict[str, Any] = {"mode": "bypass", "loss": "pg"}
 
-#: The keys that each preset sets; all others are as in `ResolvedCorrection`.
+#: The keys that each preset sets. All others have the defaults of `ResolvedCorrection`.
 PRESETS: dict[str, dict[str, Any]] = {
     "disabled": {},
     "decoupled_token_is": _TOKEN,
@@ -56,48 +56,59 @@ else:
 class RejectionRule(Section):
     """One rejection rule; a token is trained on if all rules accept it."""
 
-    level: Literal["token", "sequence", "geometric", "seq_max"] = Field(description="what is accepted or rejected")
-    stat: Literal["k1", "k2", "k3"] = Field("k1", description="the ratio, 0.5 log^2 ratio, or ratio - 1 - log ratio")
+    level: Literal["token", "sequence", "geometric", "seq_max"] = Field(
+        description="what a rule accepts or rejects: single tokens, or whole sequences by a statistic of their tokens"
+    )
+    stat: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="the tested quantity: k1 is the ratio, k2 is 0.5 log^2 ratio, k3 is ratio - 1 - log ratio"
+    )
     lower: NonNegativeFloat | None = Field(None, description="smallest accepted value; null: 1 / upper for k1")
     upper: PositiveFloat | None = Field(None, description="largest accepted value; null: no bound")
 
 
 class RolloutCorrectionConfig(Section):
-    """Correction of the gap between the policy that sampled and the policy that trains; null: as the preset."""
+    """Correction of the gap between the policy that generated and the policy that trains. A null key is as in the
+    preset.
+    """
 
-    preset: Preset = Field("disabled", description="named set of the knobs below; disabled only measures")
+    preset: Preset = Field("disabled", description="named set of the keys below; disabled only measures the gap")
     mode: Literal["decoupled", "bypass"] | None = Field(
-        None, description="decoupled: old log-probs of the trainer; bypass: of the rollout, no extra forward pass"
+        None,
+        description="decoupled: the trainer computes the old log-probs; bypass: the rollout's log-probs are "
+        "used, which saves a forward pass",
     )
     loss: Literal["ppo", "pg"] | None = Field(
         None, description="ppo: the loss of algorithm.loss; pg: unclipped policy gradient (needs bypass)"
     )
     is_level: Literal["none", "token", "sequence"] | None = Field(None, description="importance weights")
     is_threshold: PositiveFloat | list[NonNegativeFloat] | None = Field(
-        None, description="C of min(ratio, C), or [low, high]: weight 0 outside (IcePop)"
+        None, description="clip weights to min(ratio, C) for a number C; for [low, high] weights outside are 0 (IcePop)"
     )
     is_batch_normalize: bool | None = Field(None, description="divide the weights by their mean over the batch")
     is_normalize_over: Literal["trained", "all"] | None = Field(
         None,
-        description="what this mean is over: what is trained on, or all, rejected ones included (verl); null: trained",
+        description="samples whose weights that mean is over: trained ones, or all with rejected ones (verl); null: "
+        "trained",
     )
     rs_level: Literal["none", "token", "sequence", "geometric"] | None = Field(
-        None, description="rejection by the ratio, short form of one rule"
+        None, description="level at which one rule rejects by the ratio; short form of one entry in rs"
     )
-    rs_threshold: PositiveFloat | None = Field(None, description="largest accepted ratio of the short form")
-    rs_threshold_lower: NonNegativeFloat | None = Field(None, description="smallest accepted ratio; null: 1 / upper")
+    rs_threshold: PositiveFloat | None = Field(None, description="largest ratio that the short form accepts")
+    rs_threshold_lower: NonNegativeFloat | None = Field(
+        None, description="smallest ratio that the short form accepts; null: 1 / upper"
+    )
     rs: list[RejectionRule] | None = Field(
-        None, description="list of rules {level, stat, lower, upper}; all must accept"
+        None, description="list of rules {level, stat, lower, upper}; a token is trained on if all rules accept it"
     )
     veto_threshold: NonNegativeFloat | None = Field(
-        None, description="reject a sequence with a token ratio below this; 0: no veto"
+        None, description="reject a sequence that has a token with a ratio below this; 0: no veto"
     )
     rs_affects_baseline: bool | None = Field(
-        None, description="leave fully rejected samples out of their group's baseline; null: true unless bypass"
+        None, description="leave fully rejected samples out of their group's baseline; null: true unless mode is bypass"
     )
 
     def resolved(self) -> ResolvedCorrection:
-        """Return the preset, overridden by this section's keys."""
+        """Return the preset's values, overridden by this section's keys."""
         values = dict(PRESETS[self.preset])
         given = self.model_dump(exclude={"preset"}, exclude_none=True)
         if "rs" in given:
@@ -128,7 +139,7 @@ class ResolvedCorrection:
 
     @property
     def rules(self) -> list[dict[str, Any]]:
-        """All rejection rules, the short form first: level, stat, lower, upper."""
+        """All rejection rules as dicts with level, stat, lower and upper; the short form comes first."""
         short = {"stat": "k1", "lower": self.rs_threshold_lower, "upper": self.rs_threshold}
         return [*([] if self.rs_level == "none" else [{"level": self.rs_level, **short}]), *self.rs]
 
@@ -139,17 +150,17 @@ class ResolvedCorrection:
 
     @property
     def rejects(self) -> bool:
-        """Whether rules may remove tokens from the loss."""
+        """Whether a rejection rule or the veto can remove tokens from the loss."""
         return bool(self.rules) or self.veto_threshold > 0
 
     @property
     def active(self) -> bool:
-        """Whether something is corrected, not only measured."""
+        """Whether anything is corrected, as opposed to only measured."""
         return self.bypass or self.is_level != "none" or self.rejects
 
 
 def describe_correction(config: RunConfig) -> list[str]:
-    """Return lines for the plan and the log: the corrections, and the two engines that they are between."""
+    """Return the lines of the plan and the log that describe the rollout correction and the gap that it corrects."""
     knobs, section = config.rollout_correction.resolved(), config.rollout_correction
     lines = [f"gap       {gap_source(config)}", f"preset    {section.preset}"]
     if not knobs.active:
@@ -179,9 +190,9 @@ def describe_correction(config: RunConfig) -> list[str]:
 
 
 def gap_source(config: RunConfig) -> str:
-    """Return the two policies between which the gap lies: engine, precision and age of the weights."""
+    """Describe the gap's two sides: the rollout engine with its precision and weight age, and the trainer."""
     rollout = config.rollout
-    lag = rollout.stale_steps + config.async_.max_staleness  # one of them is 0
+    lag = rollout.stale_steps + config.async_.max_staleness  # at most one of the two is not 0
     most = "up to " if not config.async_.in_order else ""
     age = f", weights {most}{count(lag, 'step')} old" if lag else ""
     return f"{rollout.engine} engine {config.rollout_dtype}{age} -> trainer {config.model.dtype}"

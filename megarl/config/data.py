@@ -1,4 +1,4 @@
-"""The recipe's sections `data` and `reward`: prompts and how responses are scored."""
+"""The recipe's sections `data` and `reward`: where prompts come from, and how responses are scored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.config.base import Seconds, Section
 
 
 def _as_text(value: object) -> object:
-    """Return a date of YAML as text."""
+    """Return a date that YAML parsed as text."""
     return value.isoformat() if isinstance(value, datetime.date) else value
 
 
@@ -30,58 +30,73 @@ class DataConfig(Section):
         description="jsonl, json, csv, parquet files, folders, hub names org/name[:config]@split, pkg.mod:fn, "
         "or text:<the prompt itself>",
     )
-    val_files: list[str] = Field(default_factory=list, description="held-out prompts, same forms")
+    val_files: list[str] = Field(default_factory=list, description="sources of held-out prompts, in the same forms")
     val_split: float | None = Field(
         None,
         gt=0,
         le=1_000_000_000,
-        description="hold out prompts of train_files, in place of val_files: a share of the different prompts (below "
-        "1), or a number of them. A hash of the prompt chooses: no prompt is on both sides, whatever the "
-        "order of rows or trainer.seed",
+        description="hold out prompts of train_files in place of val_files: a share of the different prompts (below "
+        "1), or a number of prompts. A hash of the prompt decides, so that a prompt is never on both sides, whatever "
+        "the order of rows or trainer.seed",
     )
     prompt_key: str = Field(
-        "prompt", description="column of the prompt: text or chat messages. Dots lead into a column (extra.question)"
+        "prompt",
+        description="column of the prompt: text or chat messages. Dots name a field inside a column (extra.question)",
     )
     answer_key: str | None = Field(
-        "answer", description="column of the reference answer (reward_model.ground_truth); null: none"
+        "answer",
+        description="column of the reference answer, with dots as in prompt_key "
+        "(reward_model.ground_truth); null: none",
     )
     image_key: str | None = Field(
         None,
         description="column of a prompt's images: path, bytes, {bytes, path}, or a list of these; each replaces one "
-        "<image> of the prompt. For vision-language models; null: prompts are text",
+        "<image> in the prompt. Only for vision-language models; null: prompts are text",
     )
     image_dir: str | None = Field(None, description="folder that paths of images are relative to")
-    min_pixels: PositiveInt | None = Field(None, description="smaller images are enlarged; null: the model's own limit")
-    max_pixels: PositiveInt | None = Field(None, description="larger images are reduced; null: the model's own limit")
+    min_pixels: PositiveInt | None = Field(
+        None, description="images with fewer pixels are enlarged; null: the model's own limit"
+    )
+    max_pixels: PositiveInt | None = Field(
+        None, description="images with more pixels are reduced; null: the model's own limit"
+    )
     limit_images: PositiveInt | None = Field(
-        None, description="most images of a prompt or a whole episode; null: any number"
+        None, description="most images in a prompt or in a whole episode; null: any number"
     )
     format_prompt: str | None = Field(
-        None, description="Jinja template, or a file that holds one; sees `content` and the row"
+        None,
+        description="Jinja template of the prompt, or a file that holds one; it can use `content` and the row's "
+        "columns",
     )
     system_prompt: str | None = Field(
         None,
-        description="system message of prompts that have none, in training, validation, eval and generate",
+        description="system message for prompts that have none, in training, validation, eval and generate",
     )
     chat_template: bool | Literal["auto"] = Field(
         "auto",
-        description="wrap prompts in the tokenizer's chat template; true: refuse a tokenizer without one; auto: where"
-        " there is one, unless the name of model.path says `base`, as Qwen3-8B-Base",
+        description="wrap prompts in the tokenizer's chat template. true: refuse a tokenizer without a template; "
+        "auto: use the template where there is one, unless model.path is named as a base model, such as Qwen3-8B-Base",
     )
-    override_chat_template: str | None = Field(None, description="Jinja chat template, or a file that holds one")
+    override_chat_template: str | None = Field(
+        None, description="Jinja chat template that replaces the tokenizer's, or a file that holds one"
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
     date: Annotated[str, BeforeValidator(_as_text), AfterValidator(_date)] | None = Field(
         None,
-        description="YYYY-MM-DD for chat templates that write the date (`strftime_now`); null: the day of the run's "
-        "start, which resumed runs and eval keep",
+        description="YYYY-MM-DD for chat templates that write the date (`strftime_now`); null: the day on which the "
+        "run starts, which resumed runs and eval keep",
     )
-    max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are overlong")
-    overlong: Literal["filter", "error"] = Field("filter", description="drop overlong prompts (counted) or stop")
+    max_prompt_tokens: PositiveInt = Field(512, description="prompts longer than this are overlong, in tokens")
+    overlong: Literal["filter", "error"] = Field(
+        "filter", description="what happens to overlong prompts: filter drops and counts them, error stops the run"
+    )
     batch_size: PositiveInt = Field(32, le=1_000_000_000, description="prompts per training step over all ranks")
     val_batch_size: PositiveInt | None = Field(None, description="prompts per validation round; null: all at once")
-    max_val_samples: PositiveInt | None = Field(None, description="validate on the first N held-out prompts; null: all")
+    max_val_samples: PositiveInt | None = Field(
+        None, description="use only the first N held-out prompts in validation; null: all"
+    )
     shuffle: bool = Field(True, description="shuffle each epoch by seed and epoch number")
     loader_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of pkg.mod:fn sources, by argument name"
@@ -89,30 +104,34 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> list[str]:
-        """The sources of held-out prompts: `val_files`, or the training files that `val_split` holds rows out of."""
+        """The sources of held-out prompts: `val_files`, or the training files when `val_split` holds out rows
+        of them.
+        """
         return self.val_files if self.val_split is None else self.train_files
 
 
 class RewardPartConfig(Section):
     """One of several rewards, whose weighted sum is the score."""
 
-    name: str = Field(description="as reward.name")
+    name: str = Field(description="function of this reward, in the forms of reward.name")
     weight: float = Field(
         1.0,
         ge=-1e6,
         le=1e6,
-        description="factor of its score in the sum; 0: it is only measured",
+        description="factor of this score in the sum; 0: the score is only measured",
     )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of its function")
-    mode: Literal["batch", "sequential"] | None = Field(None, description="null: as reward.mode")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    mode: Literal["batch", "sequential"] | None = Field(
+        None, description="as reward.mode; null: the value of reward.mode"
+    )
 
 
-#: The name of the reward that a model of the run gives.
+#: Name of the reward that the role `reward_model` computes.
 BY_MODEL = "reward_model"
 
 
 class RewardConfig(Section):
-    """The scoring of responses."""
+    """How responses are scored."""
 
     name: str = Field(
         "exact_match",
@@ -124,24 +143,28 @@ class RewardConfig(Section):
         default_factory=dict,
         description="several named rewards in place of `name`; the score is their weighted sum",
     )
-    mode: Literal["batch", "sequential"] = Field("batch", description="function takes a list, or one sample at a time")
+    mode: Literal["batch", "sequential"] = Field(
+        "batch", description="what the function is called with: a batch as lists, or one sample at a time"
+    )
     workers: PositiveInt = Field(
         1,
         le=1024,
-        description="processes that score per data-parallel rank; a single one is a thread for included rewards other"
-        " than math",
+        description="processes that score per data-parallel rank; with 1 a thread scores instead, for included "
+        "rewards except math",
     )
     timeout_s: Seconds = Field(300.0, description="deadline for one batch of rewards")
     sample_timeout_s: Seconds = Field(
-        60.0, description="deadline of one sample, for included functions and those that get one at a time"
+        60.0, description="deadline of one sample, for included functions and functions that get one sample at a time"
     )
     on_error: Annotated[float, annotated_types.Ge(-1e15), annotated_types.Le(1e15)] | Literal["raise"] = Field(
-        "raise", description="stop and name the sample, or the score that a failing sample gets"
+        "raise", description="what a failing sample does: stop the run and name the sample, or get this score"
     )
 
     @property
     def functions(self) -> dict[str, RewardConfig]:
-        """The section of each function that scores: of every part by its name, or this one under an empty name."""
+        """The reward section of each function that scores: one per part, by the part's name; without parts this section
+        under an empty name.
+        """
         if not self.parts:
             return {"": self}
         return {
@@ -153,10 +176,12 @@ class RewardConfig(Section):
 
     @property
     def of_model(self) -> str | None:
-        """The part that the role `reward_model` gives, empty where it is the whole reward; None: there is no such."""
-        return next((label for label, one in self.functions.items() if one.name == BY_MODEL), None)
+        """Name of the part that the role `reward_model` scores; empty when it is the whole reward, None when there is
+        no such part.
+        """
+        return next((label for label, section in self.functions.items() if section.name == BY_MODEL), None)
 
     @property
     def described(self) -> str:
-        """The names of the functions that score."""
-        return " + ".join(one.name for one in self.functions.values())
+        """The names of the functions that score, joined by ` + ` for messages."""
+        return " + ".join(section.name for section in self.functions.values())

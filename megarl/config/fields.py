@@ -1,4 +1,4 @@
-"""Queries over the configuration models: keys, accepted values, and suggestions for misspelt keys."""
+"""Look-ups in the configuration models: keys, accepted values, and suggestions for misspelt keys."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from megarl.config.other_values import value_fix
 from megarl.config.run import RunConfig
 from megarl.system.errors import ConfigError, close_matches
 
-#: An integer as text.
+#: Pattern of an integer written as text.
 INTEGER = re.compile(r"[-+]?[0-9]+")
-#: Text that a YAML list or mapping on one line may hold without quotes.
+#: Pattern of text that needs no quotes inside a YAML list or mapping on one line.
 _BARE = re.compile(r"[\w./~@+-][\w./~@+:-]*(?<!:)")
-#: For a section, the key that a single value given in the section's place is for: the first of these that it has.
+#: Keys that a plain value written in place of a section is probably meant for; the first one that the section has is
+#: suggested.
 _MAIN_KEYS = ("name", "path", "train_files")
 _SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {
@@ -46,7 +47,7 @@ class Key:
 
     @property
     def free_form(self) -> bool:
-        """Whether there may be keys below it that the configuration models do not name."""
+        """Whether keys that the configuration models do not name may stand below this key."""
         return names_component(self.section) or is_free_form(self.info)
 
 
@@ -55,7 +56,7 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
     return _members(annotation)
 
 
-@functools.cache  # reading a recipe asks for each of its keys, several times
+@functools.cache  # cached: reading a recipe looks up each key several times
 def _members(annotation: Any) -> tuple[Any, ...]:
     origin = typing.get_origin(annotation)
     if origin is Annotated:
@@ -81,12 +82,12 @@ def entries_of(info: FieldInfo) -> type[Section] | None:
 
 
 def names_component(section: type[Section] | None) -> bool:
-    """Return whether a section leaves keys to the component that it names."""
+    """Return whether a section names a component and therefore also holds that component's keys."""
     return section is not None and issubclass(section, ComponentSection)
 
 
 def is_free_form(info: FieldInfo) -> bool:
-    """Return whether this is a mapping with keys of the user's own (keyword arguments, a Hugging Face config)."""
+    """Return whether the field is a mapping whose keys the user chooses (keyword arguments, a Hugging Face config)."""
     return any(typing.get_origin(kind) is dict for kind in alternatives(info.annotation))
 
 
@@ -96,7 +97,7 @@ def fields_of(model: type[Section]) -> dict[str, FieldInfo]:
 
 
 def iter_keys(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[Key]:
-    """Yield every key below `model`, sections before their contents, in the order of the models."""
+    """Yield every key below `model`, each section before its contents, in the order of the models."""
     for name, info in fields_of(model).items():
         section = section_of(info)
         yield Key(prefix + name, info, section)
@@ -105,12 +106,12 @@ def iter_keys(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[Ke
 
 
 def find_key(path: tuple[str, ...]) -> Key | None:
-    """Return the key at `path`, or its nearest parent below which keys are free; None when a part is unknown.
+    """Return the key at `path`. Below a free-form mapping return the mapping's key, for an unknown path None.
 
-    Keys below a value, and the own keys of a component, are not known to these models.
+    These models do not know keys below a plain value, or the own keys of a component.
     """
     model: type[Section] = RunConfig
-    entries: type[Section] | None = None  # of the mapping that the last part named
+    entries: type[Section] | None = None  # section of the entries of the mapping that the previous part named
     above: Key | None = None
     for depth, name in enumerate(path):
         info = fields_of(model).get(name) if entries is None else FieldInfo(annotation=entries)
@@ -125,9 +126,9 @@ def find_key(path: tuple[str, ...]) -> Key | None:
 
 
 def nearest_keys(path: tuple[str, ...]) -> list[str]:
-    """Return known dotted keys that a misspelt `path` may have meant, best first.
+    """Return known dotted keys that a misspelt `path` may stand for, best first.
 
-    Siblings that share its beginning (tp for tp_size) come first, else close spellings, else keys of other sections.
+    Sibling keys with the same beginning (tp for tp_size) come first, then close spellings, then keys of other sections.
     """
     parent = find_key(path[:-1]).section if len(path) > 1 else RunConfig  # type: ignore[union-attr]
     prefix = "".join(f"{part}." for part in path[:-1])
@@ -144,7 +145,7 @@ def nearest_keys(path: tuple[str, ...]) -> list[str]:
 
 
 def describe_allowed(info: FieldInfo) -> str:
-    """Describe the values that a field accepts: `number > 0, or null`."""
+    """Describe the values that a field accepts, as in `number > 0, or null`."""
     return _describe(info.annotation, list(info.metadata))
 
 
@@ -175,14 +176,14 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section with the keys " + ", ".join(annotation.model_fields)
-    if examples := [one for item in metadata for one in getattr(item, "examples", None) or ()]:
+    if examples := [example for item in metadata for example in getattr(item, "examples", None) or ()]:
         return ", ".join(examples)
     name = _SCALARS.get(annotation, "anything")
     return " ".join([name, *([_bounds(metadata)] if annotation in (int, float) and _bounds(metadata) else [])])
 
 
 def _bounds(metadata: list[Any]) -> str:
-    """Return the bounds of a number; of several bounds of one kind the one that refuses more."""
+    """Describe the bounds of a number; of several bounds of one kind, name the strictest."""
     words = []
     for kind, (sign, attribute) in _BOUNDS.items():
         if bounds := [getattr(item, attribute) for item in metadata if isinstance(item, kind)]:
@@ -191,39 +192,39 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *, where: str) -> ConfigError:
-    """Return the error for a value that pydantic refused: the mistake, the allowed values, and a suggestion.
+    """Return the error for a value that pydantic refused: what is wrong, the allowed values, and a suggestion.
 
     Args:
         detail: pydantic's error.
         path: dotted key.
         info: the key's field.
         value: the value given.
-        where: the place that it was given at.
+        where: the place at which it was given.
     """
     out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
     allowed, form = describe_allowed(info), _form(detail)
     if detail["type"] == "less_than_largest":
-        allowed += f", of at most {LARGEST:,}"
+        allowed += f", at most {LARGEST:,}"
     fix: str | None
     if value is None and section_of(info):
-        what, fix = f"the section {path} is empty", "give it keys, or remove the line to use the defaults"
+        problem, fix = f"the section {path} is empty", "give it keys, or remove the line to use the defaults"
     elif isinstance(value, str) and _fits_unquoted(value, alternatives(info.annotation)):
-        what, fix = f"{path} has a wrong type", f"write {value} without quotes"
+        problem, fix = f"{path} has a wrong type", f"write {value} without quotes"
     else:
-        what = f"{path} is out of range" if out_of_range else f"{path} has a wrong type"
+        problem = f"{path} is out of range" if out_of_range else f"{path} has a wrong type"
         if form is not None:
-            what, allowed = f"{path} cannot be read", f"{allowed}: {form}"
+            problem, allowed = f"{path} cannot be read", f"{allowed}: {form}"
         literal = any(typing.get_origin(kind) is Literal for kind in alternatives(info.annotation))
         if literal and isinstance(value, str):
-            what = f"{path} has an unknown value"
+            problem = f"{path} has an unknown value"
         fix = value_fix(path, value) or _suggest(value, info) or _other_form(path, value, info)
-    # `found=None` would be left out of the message.
-    found = "null" if value is None else value
-    return ConfigError(what, where=where, found=found, allowed=allowed, fix=fix)
+    # ConfigError leaves out `found=None`, so null is given as text.
+    shown = "null" if value is None else value
+    return ConfigError(problem, where=where, found=shown, allowed=allowed, fix=fix)
 
 
 def _form(detail: ErrorDetails) -> str | None:
-    """Describe the form that a value of the right type must have; None when the error is of another kind."""
+    """Describe the form that a value of the right type must have; return None when the error is not about the form."""
     context = detail.get("ctx", {})
     if detail["type"] == "string_pattern_mismatch":
         return f"it has to match {context['pattern']}"
@@ -231,7 +232,7 @@ def _form(detail: ErrorDetails) -> str | None:
 
 
 def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:
-    """Return whether the text would be valid without its quotes."""
+    """Return whether `text` would be a valid number without its quotes."""
     if int in kinds and INTEGER.fullmatch(text):
         return True
     try:
@@ -241,7 +242,7 @@ def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:
 
 
 def _suggest(value: Any, info: FieldInfo) -> str | None:
-    """Return the field's fixed value that is closest in spelling."""
+    """Suggest the fixed value (Literal) of the field that is closest in spelling; None when none is close."""
     values = [
         option
         for kind in alternatives(info.annotation)
@@ -253,7 +254,7 @@ def _suggest(value: Any, info: FieldInfo) -> str | None:
 
 
 def _other_form(path: str, value: Any, info: FieldInfo) -> str | None:
-    """Describe how to write a single value where a list or a section belongs; None where it fits neither."""
+    """Suggest the list or section to write in place of a single value; return None when neither fits."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     written = value if not isinstance(value, str) or _BARE.fullmatch(value) else json.dumps(value, ensure_ascii=False)

@@ -50,19 +50,19 @@ def option_parts(text: str) -> tuple[str, str]:
 def _option(text: str) -> str:
     name, _ = option_parts(text)
     if not name.startswith("-"):
-        raise ValueError(f"options of sbatch begin with -, as --exclusive, and not {text!r}")
+        raise ValueError(f"an option of sbatch begins with -, such as --exclusive, unlike {text!r}")
     if name in _WRITTEN:
-        raise ValueError(f"options that other keys do not give: {name} is {_WRITTEN[name]}")
+        raise ValueError(f"an option that no other key sets: {name} comes from {_WRITTEN[name]}")
     return text
 
 
 def _memory(text: str) -> str:
     if not re.fullmatch(r"\d+[KMGT]?B?", text, re.IGNORECASE):
-        raise ValueError("a whole number with K, M, G or T, as 200G, or 0 for all that a node has")
+        raise ValueError("a whole number with K, M, G or T, such as 200G, or 0 for all memory of a node")
     return text
 
 
-#: Options that the batch script has already, and the keys that they come from.
+#: Options that the batch script sets itself, and the key that each comes from.
 _WRITTEN = {
     "--nodes": "cluster.nnodes and launch.spares",
     "-N": "cluster.nnodes and launch.spares",
@@ -73,8 +73,8 @@ _WRITTEN = {
     "-J": "name",
     "--output": "in RUN_DIR/launch",
     "-o": "in RUN_DIR/launch",
-    "--chdir": "the folder that is submitted from",
-    "-D": "the folder that is submitted from",
+    "--chdir": "the folder from which the job is submitted",
+    "-D": "the folder from which the job is submitted",
     "--signal": "launch.slurm.warn_s",
     "--gpus-per-node": "launch.slurm.gpus_per_node, or launch.slurm.gres for a kind",
     "--cpus-per-task": "launch.slurm.cpus_per_node",
@@ -88,12 +88,12 @@ _WRITTEN = {
 
 
 def _as_text(value: object) -> object:
-    """Return a number of minutes or megabytes as text, so that it needs no quotes."""
+    """Return a number of minutes or megabytes as text, so that users need not quote it."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 NO_LIMIT = ("unlimited", "infinite", "-1")
-"""Of time, for sbatch; 0 is another one."""
+"""What sbatch takes as no time limit. 0 also means no limit to sbatch."""
 
 
 def _time(text: str) -> str:
@@ -103,7 +103,9 @@ def _time(text: str) -> str:
 
 
 def _texts(values: object) -> object:
-    """Return values with numbers as text. Booleans still need quotes: programs read them in different ways."""
+    """Return the values with numbers converted to text. Refuse booleans without quotes: programs read them in different
+    ways.
+    """
     if not isinstance(values, dict):
         return values
     if wrong := [name for name, value in values.items() if isinstance(value, bool) or value is None]:
@@ -117,16 +119,18 @@ def _quantity(text: str) -> str:
     return text
 
 
-#: Text that stands in a `#SBATCH` line without quotes.
+#: Text that a `#SBATCH` line may hold without quotes.
 Word = Annotated[str, AfterValidator(_one_word)]
-#: Text that stands between quotes in a `#SBATCH` line.
+#: Text that a `#SBATCH` line may hold between quotes.
 Line = Annotated[str, AfterValidator(_one_line)]
 
 
 class SlurmTeamConfig(Section):
-    """A team's own nodes: a component of a heterogeneous job. A null key is as in launch.slurm."""
+    """Nodes of one team: a component of a heterogeneous job. A null key is as in launch.slurm."""
 
-    nodes: PositiveInt = Field(description="of cluster.nnodes; the team's workers divide evenly over them")
+    nodes: PositiveInt = Field(
+        description="nodes of cluster.nnodes that the team gets; its workers divide evenly over them"
+    )
     partition: Word | None = Field(None, description="sbatch --partition")
     constraint: Line | None = Field(None, description="sbatch --constraint")
     gpus_per_node: NonNegativeInt | None = Field(
@@ -137,83 +141,90 @@ class SlurmTeamConfig(Section):
 
 
 class SlurmConfig(Section):
-    """Resources and options of a Slurm job. A null or empty key is taken from the site's file (`launch.cluster`)."""
+    """Resources and options of a Slurm job. A null or empty key is taken from the cluster's entry in the site file
+    (`launch.cluster`).
+    """
 
     partition: Word | None = Field(None, description="sbatch --partition")
     account: Word | None = Field(None, description="sbatch --account")
     qos: Word | None = Field(None, description="sbatch --qos")
     time: Annotated[str, BeforeValidator(_as_text), AfterValidator(_time)] | None = Field(
-        None, description="sbatch --time: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's"
+        None, description="sbatch --time: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's default"
     )
     constraint: Line | None = Field(None, description="sbatch --constraint")
     gpus_per_node: NonNegativeInt | None = Field(
         None,
-        description="sbatch --gpus-per-node; null: with cluster.device_memory_gb one for each process of a node and "
-        "its servers', else none",
+        description="sbatch --gpus-per-node; null: one for each process on a node and each rank of its servers when "
+        "cluster.device_memory_gb is set, else none",
     )
-    gres: Line | None = Field(None, description="sbatch --gres in place of --gpus-per-node, as `gpu:h100:8`")
+    gres: Line | None = Field(None, description="sbatch --gres in place of --gpus-per-node, such as `gpu:h100:8`")
     cpus_per_node: PositiveInt | None = Field(
         None,
-        description="sbatch --cpus-per-task of a node's one task; null: Slurm's default, one core at many sites",
+        description="sbatch --cpus-per-task for the one task of a node; null: Slurm's default, which is one core at "
+        "many sites",
     )
     memory: Annotated[str, BeforeValidator(_as_text), AfterValidator(_memory)] | None = Field(
-        None, description="sbatch --mem, of a node, as `200G`; 0: all that it has; null: the partition's"
+        None,
+        description="sbatch --mem, the memory of a node, such as `200G`; 0: all of it; null: the partition's default",
     )
     chain: NonNegativeInt = Field(
         0,
-        description="further jobs that a run submits, one after another, when the time limit comes before its last "
-        "step; 0: none",
+        description="jobs that a run may submit after the first, one after another, when the time limit ends a job "
+        "before the last step; 0: none",
     )
     warn_s: PositiveInt = Field(
         300,
-        description="seconds before the time limit at which the running step ends and a checkpoint is written; Slurm "
-        "may begin up to a minute earlier",
+        description="seconds before the time limit at which the run ends its step and writes a checkpoint; Slurm may "
+        "begin up to a minute earlier",
     )
     restarts: NonNegativeInt = Field(
         3,
-        description="consecutive restarts of a run that lost nodes, in this or another job; a newer checkpoint resets"
-        " the count",
+        description="consecutive restarts of a run that lost nodes, in the same job or a later one; a newer "
+        "checkpoint resets the count",
     )
     teams: dict[str, SlurmTeamConfig] = Field(
         default_factory=dict,
-        description="teams of placement.teams on nodes of their own, with other hardware (a heterogeneous job, under "
-        "Ray); other teams share the rest",
+        description="teams of placement.teams that get nodes of their own with other hardware (a heterogeneous job, "
+        "under Ray); the other teams share the remaining nodes",
     )
     options: list[Annotated[Line, AfterValidator(_option)]] = Field(
-        default_factory=list, description="further options of sbatch, as `--exclusive`"
+        default_factory=list, description="further options of sbatch, such as `--exclusive`"
     )
     modules: list[Word] = Field(
         default_factory=list,
-        description="`module load` on every node; with an image only on the first node, outside it, whose environment"
-        " goes to the others",
+        description="names for `module load`, run on every node; with a container image only on the first node, "
+        "outside the image, and its environment is passed to the other nodes",
     )
     setup: list[str] = Field(
         default_factory=list,
-        description="lines of bash on every node before megarl starts, inside an image, as `ulimit -l unlimited`; the"
-        " interpreter is `python`'s",
+        description="lines of bash to run on every node before megarl starts (inside the image, if there is one), "
+        "such as `ulimit -l unlimited`; they do not change the interpreter, which `python` names",
     )
     environment: Annotated[dict[str, str], BeforeValidator(_texts), AfterValidator(_named)] = Field(
-        default_factory=dict, description="variables on every node; no credentials, the file is plain text"
+        default_factory=dict,
+        description="environment variables on every node; put no credentials here, the file is plain text",
     )
     python: str | None = Field(
         None,
-        description="interpreter on the nodes, as `/shared/venv/bin/python`; null: the submitting one, which they "
-        "must see; in a container `python`",
+        description="interpreter on the nodes, such as `/shared/venv/bin/python`; null: the submitting interpreter, "
+        "which all nodes must see, or `python` in a container",
     )
     interface: Word | None = Field(
-        None, description="network in which processes meet, as `ib0`; null: that of Slurm's addresses of the nodes"
+        None,
+        description="network interface over which processes connect, such as `ib0`; null: the one that has the "
+        "nodes' Slurm addresses",
     )
     image: str | None = Field(None, description="container image that megarl runs in; null: none")
-    container: Literal["pyxis", "apptainer"] | None = Field(None, description="what starts the image; null: pyxis")
+    container: Literal["pyxis", "apptainer"] | None = Field(None, description="tool that starts the image; null: pyxis")
     mounts: list[str] = Field(
         default_factory=list,
-        description="FROM:TO of the container, in addition to the run folder and the submission folder",
+        description="mounts FROM:TO in the container, in addition to the run folder and the submission folder",
     )
 
 
-#: A quantity of Kubernetes: `64Gi`, `500m`, `32`.
+#: Pattern of a Kubernetes quantity: `64Gi`, `500m`, `32`.
 Quantity = Annotated[str, BeforeValidator(_as_text), AfterValidator(_quantity)]
-#: A name of an object of Kubernetes.
+#: Pattern of the name of a Kubernetes object.
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
 
 
@@ -222,49 +233,56 @@ class KubernetesConfig(Section):
 
     kind: Literal["jobset", "rayjob"] | None = Field(
         None, description="jobset: torchrun in every pod; rayjob: a Ray cluster by KubeRay; null: rayjob for several "
-        "teams or launch.launcher=ray, else jobset"
+            "teams or launch.launcher=ray, else jobset"
     )  # fmt: skip
-    image: str | None = Field(None, description="container image with megarl (Dockerfile, Dockerfile.gpu); needed")
+    image: str | None = Field(None, description="container image with megarl (Dockerfile, Dockerfile.gpu); required")
     claim: ObjectName | None = Field(
-        None, description="persistent volume claim for run folders, which all pods can write to; needed"
+        None, description="persistent volume claim for run folders, writable by all pods; required"
     )
     mount: Annotated[str, Field(pattern=r"^/[^\s\"'\\:]+$")] = Field(
-        "/data/runs", description="where pods have the claim"
+        "/data/runs", description="path at which pods mount the claim"
     )
-    namespace: ObjectName | None = Field(None, description="null: the one of kubectl's context")
-    service_account: ObjectName | None = Field(None, description="of the pods; null: the namespace's")
-    image_pull_secret: ObjectName | None = Field(None, description="name of the secret that the image is pulled with")
+    namespace: ObjectName | None = Field(
+        None, description="Kubernetes namespace; null: the namespace of kubectl's context"
+    )
+    service_account: ObjectName | None = Field(
+        None, description="service account of the pods; null: the namespace's default"
+    )
+    image_pull_secret: ObjectName | None = Field(None, description="name of the secret with which the image is pulled")
     queue: ObjectName | None = Field(None, description="local queue of Kueue; null: none")
     gpus_per_node: NonNegativeInt | None = Field(
         None,
-        description="nvidia.com/gpu of a pod; null: with cluster.device_memory_gb one for each of its processes and "
-        "its servers', else 0",
+        description="nvidia.com/gpu of a pod; null: one for each of its processes and each rank of its servers when "
+        "cluster.device_memory_gb is set, else 0",
     )
-    cpus_per_node: Quantity | None = Field(None, description="requested CPUs of a pod; null: none are requested")
-    memory: Quantity | None = Field(None, description="memory of a pod, requested and its limit; null: none")
+    cpus_per_node: Quantity | None = Field(None, description="CPUs that a pod requests; null: no request")
+    memory: Quantity | None = Field(None, description="memory of a pod, as request and limit; null: neither")
     shared_memory: Quantity = Field("16Gi", description="size of /dev/shm, which counts as memory of the pod")
     node_selector: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(
-        default_factory=dict, description="labels of machines that pods may be on"
+        default_factory=dict, description="labels that a machine must have to run the pods"
     )
     environment: Annotated[dict[str, str], BeforeValidator(_texts), AfterValidator(_named)] = Field(
-        default_factory=dict, description="variables of the pods; no credentials"
+        default_factory=dict, description="environment variables of the pods; put no credentials here"
     )
     resources: Annotated[dict[str, Quantity], BeforeValidator(_texts)] = Field(
-        default_factory=dict, description="further resources of a pod, requested and their limit, as rdma/hca: 1"
+        default_factory=dict, description="further resources of a pod, as request and limit, such as rdma/hca: 1"
     )
     annotations: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(
-        default_factory=dict, description="of the pods"
+        default_factory=dict, description="annotations of the pods"
     )
     pod: dict[str, Any] = Field(
         default_factory=dict,
-        description="further fields of the pods' spec, as tolerations, affinity, hostNetwork; volumes are added",
+        description="further fields of the pods' spec, such as tolerations, affinity, hostNetwork; `volumes` are "
+        "added to megarl's",
     )
     container: dict[str, Any] = Field(
         default_factory=dict,
-        description="further fields of their container, as securityContext; volumeMounts are added",
+        description="further fields of the pods' container, such as securityContext; `volumeMounts` are added to "
+        "megarl's",
     )
     secrets: Annotated[dict[str, str], AfterValidator(_named)] = Field(
-        default_factory=dict, description="variables out of secrets of the namespace, as HF_TOKEN: my-secret/token"
+        default_factory=dict,
+        description="environment variables read from secrets of the namespace, such as HF_TOKEN: my-secret/token",
     )
 
 
@@ -272,29 +290,31 @@ class LaunchConfig(Section):
     """The way in which the run is started."""
 
     launcher: Literal["local", "torchrun", "ray"] = Field(
-        "local", description="what starts the workers, unless --launcher says another"
+        "local", description="program that starts the workers; the option --launcher overrides it"
     )
     spares: NonNegativeInt = Field(
         0,
-        description="nodes of a batch job in addition to cluster.nnodes, which it waits for; they replace nodes that "
-        "fail",
+        description="nodes that a batch job requests and waits for in addition to cluster.nnodes; they replace nodes "
+        "that fail",
     )
     preflight: bool = Field(
-        True, description="a batch job tests its nodes before the run and leaves out those that fail"
+        True, description="a batch job tests its nodes before the run and leaves out nodes that fail"
     )
     preflight_disk_gb: NonNegativeFloat = Field(
-        1.0, description="free GB that a node needs for the run folder and for temporary files"
+        1.0, description="free GB that a node needs in the run folder and in the folder for temporary files"
     )
     preflight_clock_s: Seconds = Field(
-        1.0, description="seconds that the clock of a node may differ from the median of all"
+        1.0, description="most seconds by which a node's clock may differ from the median of all nodes"
     )
     preflight_bandwidth: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.5, description="a node fails whose all-reduce with its best neighbour is below this share of the median"
+        0.5,
+        description="a node fails the test when its all-reduce bandwidth with its best neighbour is below this "
+        "share of the median",
     )
     cluster: str | None = Field(
         None,
-        description="cluster in the site's file, ~/.config/megarl/clusters.yaml (or MEGARL_CLUSTERS), whose keys of "
-        "launch.slurm are used; null: the only one",
+        description="name of the cluster in the site file, ~/.config/megarl/clusters.yaml (or $MEGARL_CLUSTERS), that "
+        "supplies keys of launch.slurm; null: the only cluster in the file",
     )
     slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="batch jobs")
-    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="jobs of Kubernetes")
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="Kubernetes jobs")

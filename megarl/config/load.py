@@ -48,9 +48,10 @@ _PATHS = (
     *(("data", "train_files"), ("data", "val_files"), ("sft", "train_files")),
     *(("trainer", "resume"), ("tracking", "dir"), ("placement", "measured")),
 )
-#: Keys that hold a name or `file.py:fn`; a folder may have the same name.
+#: Keys that hold a name or `file.py:fn`. Relative paths are not resolved for a plain name, as a folder may have that
+#: name.
 _FUNCTIONS = (("reward", "name"), ("algorithm", "pipeline"))
-_TEMPLATE = ("data", "override_chat_template")  # the text of a template, or its file
+_TEMPLATE = ("data", "override_chat_template")  # holds the text of a template, or the name of a file with it
 _NULLS = ("null", "~")
 #: Sections that name a component.
 _COMPONENTS = {
@@ -58,9 +59,9 @@ _COMPONENTS = {
     for key in iter_keys()
     if key.section is not None and issubclass(key.section, ComponentSection)
 }
-_RECORD = "run.json"  # of a run folder
-#: For each component known only above the configuration: the key that names it, the place of its own keys, and
-#: which of these all components share.
+_RECORD = "run.json"  # the file that marks a run folder
+#: Components that only higher layers know: the key that names the component, the place of its own keys, and the keys
+#: there that all components share.
 _OTHERS = (("env.name", "env", ("name", "on_error")), ("reward.name", "reward.kwargs", ()))
 _NAMED = [*((f"{path}.{key}", path) for path, key in _COMPONENTS.items()), *((name, path) for name, path, _ in _OTHERS)]
 
@@ -73,25 +74,26 @@ def load_config(
     check_own: bool = True,
     run_dir: Path | None = None,
 ) -> RunConfig:
-    """Read a recipe file, or a recipe of this package by its bare name, and apply `key.path=value` overrides in order.
+    """Read a recipe file, or a shipped recipe by its bare name, and apply `key.path=value` overrides in order.
 
     `extends:` (a file, a bare name, or a list of them; relative to the file that holds it) is merged below the file,
-    key by key; `name` is not inherited and defaults to the file's stem. ConfigError lists every problem found.
+    key by key; `name` is not inherited and defaults to the file's stem. ConfigError lists all problems.
 
-    With `components` the own keys of the named components are validated and their defaults filled in; without, they
+    With `components` the own keys of the named components are validated and their defaults filled in; without it they
     stay as given. Where a layer names another component than the layers below it (another loss, reward or environment),
-    the keys that only the former component has are dropped. With `check_own=False` this is done for reward and
-    environment only, for commands that do not use the others. `run_dir` is the folder of a run that may be continued,
-    whose precision `model.dtype: auto` keeps.
+    the keys that only the former component has are dropped. `check_own=False` limits this to reward and environment,
+    for commands that do not use the others. `run_dir` is the folder of a run that may be continued; `model.dtype: auto`
+    then keeps the precision of that run.
     """
     file = find_recipe(path)
     document = _read_with_parents(file, ())
     document.data.setdefault("name", file.stem)
     layers = set(_value_paths(document.data))
-    # Some sections have defaults of their own (rollout.sampling.n is 8, not 1): giving one key keeps the others.
+    # Some sections have defaults that differ from their model's (rollout.sampling.n is 8, not 1). Setting one key of
+    # such a section keeps the others.
     defaults = Document(RunConfig(name="").model_dump())
-    del defaults.data["cluster"]["max_restarts"]  # follows from the placement
-    del defaults.data["sft"]["optim"]["lr"]  # follows from the model
+    del defaults.data["cluster"]["max_restarts"]  # its default depends on the placement
+    del defaults.data["sft"]["optim"]["lr"]  # its default depends on the model
     _merge(defaults, document)
     document = defaults
     overrides, problems = split_overrides(overrides)
@@ -101,7 +103,7 @@ def load_config(
             given |= _apply_override(document, text, components)
         except ConfigError as problem:
             problems.append(problem)
-    document.inherited -= given  # overrides are one layer, whatever their order
+    document.inherited -= given  # all overrides form one layer, whatever their order
     dropped = _drop_inherited(document, components) if components is not None else []
     _expand_home(document.data)
     config, found = _validate(document, str(file), components if check_own else None)
@@ -123,21 +125,26 @@ def load_config(
 
 
 def _written(document: Document, file: Path) -> set[str]:
-    """Return the dotted keys that stand in `file`, the user's own, or in an override."""
+    """Return the dotted keys that the user set: in `file`, unless that is a shipped recipe or a run's record, or in an
+    override.
+    """
     shipped = file.resolve().parent == recipe_folder()
-    own = () if shipped or (file.parent / _RECORD).exists() else (f"{file}:",)  # a run's recipe has every key
+    # the recipe in a run folder has every key
+    own = () if shipped or (file.parent / _RECORD).exists() else (f"{file}:",)
     places = ("override ", *own)
     return {".".join(path) for path in _value_paths(document.data) if _origin(document, path, "").startswith(places)}
 
 
 def _given(document: Document, layers: set[tuple[str, ...]]) -> set[str]:
-    """Return the dotted keys of `document` that `layers`, the paths of recipe files, or an override set."""
+    """Return the dotted keys of `document` that were set by a recipe file (their paths are `layers`) or by an
+    override.
+    """
     paths = _value_paths(document.data)
     return {".".join(path) for path in paths if path in layers or _origin(document, path, "").startswith("override ")}
 
 
 def _value_paths(data: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every value of nested mappings."""
+    """Yield the path of every value in nested mappings."""
     for name, value in data.items():
         if isinstance(value, dict) and value:
             yield from _value_paths(value, (*above, name))
@@ -146,14 +153,14 @@ def _value_paths(data: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[
 
 
 def _fine_tuning_lr(model: ModelConfig) -> float:
-    """Return the default learning rate of fine-tuning: what is trained already takes small steps only."""
+    """Return the default learning rate of fine-tuning, which is smaller for a model that is already trained."""
     if model.path is None:
         return FRESH_LR
     return TRAINED_LR if model.lora is None else ADAPTER_LR
 
 
 def _expand_home(data: dict[str, Any]) -> None:
-    """Replace a leading `~` in the values of path keys, in place, so that readers of a path need not."""
+    """Replace a leading `~` in the values of path keys, in place, so that readers of a path need not do it."""
     teacher = data.get("teacher")
     models = teacher.get("models") if isinstance(teacher, dict) else None
     several = list(models.values()) if isinstance(models, dict) else []
@@ -170,7 +177,7 @@ def _expand_home(data: dict[str, Any]) -> None:
 
 
 def with_absolute_paths(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with absolute paths for files and folders that relative paths name in the current folder."""
+    """Return the overrides with relative paths made absolute where they name files or folders in the current folder."""
     return [_with_absolute_path(text) for text in overrides]
 
 
@@ -183,14 +190,16 @@ def _with_absolute_path(text: str) -> str:
     try:
         value = _parse_for(key, raw)
     except yaml.YAMLError:
-        return text  # refused when the recipe is read
+        return text  # the error is raised when the recipe is read
     if isinstance(value, list):
         return f"{dotted}={json.dumps([_absolute(item, path) for item in value], ensure_ascii=False)}"
     return f"{dotted}={_absolute(value, path)}" if isinstance(value, str) else text
 
 
 def _absolute(value: Any, path: tuple[str, ...]) -> Any:
-    """Return `value` of the key `path` as an absolute path if it is `file.py:fn`, or the path of a file or folder."""
+    """Return `value` of the key `path` as an absolute path if it is `file.py:fn` or names an existing file or
+    folder.
+    """
     if not isinstance(value, str) or os.path.isabs(value):
         return value
     places = [value, value.rpartition("@")[0]] if path in _PATHS or path == _TEMPLATE or path[-1] == "path" else []
@@ -200,9 +209,9 @@ def _absolute(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def hide_credentials(config: RunConfig) -> RunConfig:
-    """Return the recipe without user name and password in `tracking.mlflow_uri`; they move to the environment.
+    """Return the recipe with user name and password moved from `tracking.mlflow_uri` to environment variables.
 
-    Call it before anything is written: the run writes, shows and passes on this form.
+    Call this before anything is written: the run writes, shows and passes on the returned recipe.
     """
     uri = config.tracking.mlflow_uri
     if uri is None or (masked := take_out(uri, os.environ)) == uri:
@@ -217,25 +226,26 @@ def dump_config(config: RunConfig) -> str:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `after` with other values than in `before`, nested; a mapping that lost keys is there as a
-    whole."""
-    found: dict[str, Any] = {}
+    """Return the keys of `after` whose values differ from those in `before`, nested. A mapping that lost keys is
+    returned whole.
+    """
+    changed: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)
         if isinstance(value, dict) and isinstance(old, dict):
             if set(old) - set(value):
-                found[key] = value
+                changed[key] = value
             elif inner := differences(old, value):
-                found[key] = inner
+                changed[key] = inner
         elif key not in before or value != old:
-            found[key] = value
-    return found
+            changed[key] = value
+    return changed
 
 
 def changed_keys(config: RunConfig, components: Components) -> tuple[dict[str, Any], int]:
-    """Return the keys whose values are not the defaults, nested, and the number of the others.
+    """Return the keys whose values are not the defaults, nested, and the number of all other keys.
 
-    A section that is null by default is there even when all of its keys have their defaults.
+    A section that is null by default is included even when all of its keys have their defaults.
     """
     optional = []
     defaults, data = RunConfig(name="").model_dump(), config.model_dump()
@@ -248,10 +258,10 @@ def changed_keys(config: RunConfig, components: Components) -> tuple[dict[str, A
                 place[name] = _defaults_of(key.section)
                 optional.append(key.path)
         if key.path in _COMPONENTS:
-            own = components.settings_of(key.path, str(_value_at(data, f"{key.path}.{_COMPONENTS[key.path]}")))
+            settings = components.settings_of(key.path, str(_value_at(data, f"{key.path}.{_COMPONENTS[key.path]}")))
             shared = key.section.model_fields if key.section is not None else {}
-            kept = {field: value for field, value in _at(defaults, key.path).items() if field in shared}
-            _at(defaults, above)[name] = kept | (_defaults_of(own) if own is not None else {})
+            shared_values = {field: value for field, value in _at(defaults, key.path).items() if field in shared}
+            _at(defaults, above)[name] = shared_values | (_defaults_of(settings) if settings is not None else {})
     changed = differences(defaults, data)
     for path in optional:
         place = changed
@@ -262,12 +272,12 @@ def changed_keys(config: RunConfig, components: Components) -> tuple[dict[str, A
 
 def _defaults_of(model: type[Section]) -> dict[str, Any]:
     """Return the defaults of a section, without those of its required keys."""
-    found = {}
+    defaults = {}
     for name, info in model.model_fields.items():
         value = None if info.is_required() else info.get_default(call_default_factory=True)
         if not info.is_required():
-            found[name] = value.model_dump() if isinstance(value, Section) else value
-    return found
+            defaults[name] = value.model_dump() if isinstance(value, Section) else value
+    return defaults
 
 
 def _leaves(data: dict[str, Any]) -> int:
@@ -275,20 +285,20 @@ def _leaves(data: dict[str, Any]) -> int:
 
 
 def recipe_folder() -> Path | None:
-    """Return the folder of the recipes that ship with this package, None when they are not installed."""
+    """Return the folder of the shipped recipes, or None when they are not installed."""
     spec = importlib.util.find_spec("megarl.recipes")
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
 
 
 def recipe_names() -> list[str]:
-    """Return the bare names of the recipes that ship with this package."""
+    """Return the bare names of the shipped recipes."""
     folder = recipe_folder()
     return sorted(file.stem for file in folder.glob("*.yaml")) if folder else []
 
 
 def recipe_titles() -> dict[str, str]:
-    """Return the recipes that ship with this package: the first words of each, by its bare name."""
+    """Return a short title of each shipped recipe, from its first comment, by bare name."""
     folder, titles = recipe_folder(), {}
     for file in sorted(folder.glob("*.yaml")) if folder else []:
         first = file.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("# ")
@@ -299,13 +309,13 @@ def recipe_titles() -> dict[str, str]:
 def find_recipe(
     path: str | Path, *, relative_to: Path | None = None, said_in: str | None = None, takes_runs: bool = False
 ) -> Path:
-    """Return the recipe file meant by a path (with or without `.yaml`) or by the bare name of a shipped recipe.
+    """Return the recipe file for a path (with or without `.yaml`) or for the bare name of a shipped recipe.
 
     Args:
         path: as the user wrote it.
-        relative_to: folder that it is relative to; None: the current one.
-        said_in: the line of another recipe that names it; None: the command line.
-        takes_runs: the command also takes a run folder, and the caller has seen that this is none.
+        relative_to: folder that the path is relative to; None: the current one.
+        said_in: the line of another recipe that names this one; None: the command line does.
+        takes_runs: the command also accepts a run folder, and `path` is none.
 
     Raises:
         ConfigError: there is no such recipe.
@@ -330,30 +340,30 @@ def find_recipe(
 
 
 def allowed_recipes(*, takes_runs: bool) -> str:
-    """Describe what may stand in the place of a recipe; with `takes_runs` also a run folder."""
+    """Describe what a recipe argument may be; with `takes_runs` it may also be a run folder."""
     forms = "a YAML file, the folder of a run" if takes_runs else "a YAML file"
     return f"{forms}, or a shipped recipe: {', '.join(recipe_names()) or 'none installed'}"
 
 
-def _recipe_fix(asked: Path, close: list[str]) -> str:
-    name = asked.name
-    if (asked / "config.yaml").is_file():
-        return f"to continue the run in this folder: {asked / 'config.yaml'} --run-dir {asked}"
+def _recipe_fix(path: Path, close: list[str]) -> str:
+    name = path.name
+    if (path / "config.yaml").is_file():
+        return f"to continue the run in this folder: {path / 'config.yaml'} --run-dir {path}"
     if "=" in name:
         return "name the recipe first, for example: megarl train grpo_quickstart trainer.steps=10"
     return f"did you mean {close[0]}?" if close else "check the path"
 
 
 def _read_with_parents(file: Path, chain: tuple[Path, ...]) -> Document:
-    """Read `file` merged over everything it extends. `chain` holds the files whose `extends` led here."""
+    """Read `file` and merge it over everything it extends. `chain` holds the files whose `extends` lines led to it."""
     resolved = file.resolve()
     if resolved in chain:
         cycle = [*chain[chain.index(resolved) :], resolved]
         raise ConfigError(
-            "extends leads back to the same file",
+            "extends leads back to a file that is already being read",
             where=str(file),
             found=" -> ".join(link.name for link in cycle),
-            fix="remove one of these extends lines",
+            fix="remove one of these `extends` lines",
         )
     document = read_yaml(file)
     parents = document.data.pop("extends", [])
@@ -383,7 +393,9 @@ def _merge(below: Document, above: Document) -> None:
 
 
 def _count_by_steps(below: Document, above: Document) -> None:
-    """Let a layer that names only the steps of a phase have them: epochs of a layer below would take their place."""
+    """Clear the epochs of a lower layer when `above` sets only the steps of a phase, since epochs would
+    override them.
+    """
     for section in ("trainer", "sft"):
         length = _at(above.data, section)
         if "steps" in length and "epochs" not in length and "epochs" in _at(below.data, section):
@@ -391,7 +403,7 @@ def _count_by_steps(below: Document, above: Document) -> None:
 
 
 def _note_inherited(below: Document, above: Document) -> None:
-    """Mark the keys of a component that the layer above replaces by another component."""
+    """Mark keys of a component that `above` replaces by another component as inherited."""
     for name, path in _NAMED:
         old, new = _value_at(below.data, name), _value_at(above.data, name)
         if new is not None and new != old:
@@ -401,10 +413,9 @@ def _note_inherited(below: Document, above: Document) -> None:
 
 
 def _drop_inherited(document: Document, components: Components) -> list[str]:
-    """Remove inherited keys of a reward or environment that the one now named does not have.
+    """Remove inherited keys of a reward or environment that the newly named one does not have; return notes about them.
 
-    Keep all keys of a component whose keys are unknown: validation refuses wrong ones later, by name. Return lines that
-    tell which keys were removed.
+    Keys of a component whose keys are unknown are kept: validation refuses wrong ones later, by name.
     """
     lines = []
     for name_key, path, shared in _OTHERS:
@@ -418,18 +429,18 @@ def _drop_inherited(document: Document, components: Components) -> list[str]:
                 del mapping[key]
             if dropped:
                 keys = ", ".join(f"{path}.{key}" for key in dropped)
-                lines.append(f"inherited keys that {name} does not have are dropped: {keys}")
+                lines.append(f"dropped inherited keys that {name} does not have: {keys}")
     return lines
 
 
 def _at(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the mapping at a dotted path; an empty one if there is none."""
+    """Return the mapping at a dotted path, or an empty mapping."""
     value = _value_at(data, path)
     return value if isinstance(value, dict) else {}
 
 
 def _value_at(data: dict[str, Any], path: str) -> Any:
-    """Return the value at a dotted path; None if there is none."""
+    """Return the value at a dotted path, or None."""
     value: Any = data
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -465,7 +476,7 @@ def _apply_override(document: Document, text: str, components: Components | None
     free = len(path) - len(key.path.split("."))
     if free and not key.free_form:
         raise ConfigError(
-            f"{key.path} holds a value and has no keys below it",
+            f"{key.path} is a single value, so it has no keys below it",
             where=where,
             allowed=describe_allowed(key.info),
             fix=f"write {key.path}=...",
@@ -486,13 +497,15 @@ def _apply_override(document: Document, text: str, components: Components | None
         ) from error
     for part in reversed(path):
         value = {part: value}
-    # Replacing a key that held something malformed is what an override is for, so only mappings are merged.
+    # An override may replace a value of a wrong type, so only mappings are merged.
     _merge(document, Document(value, {path: where}, replaced))
     return {here for _, section in _NAMED for here in _paths(section, _at(value, section))}
 
 
 def _parse_for(key: Key, raw: str) -> Any:
-    """Read override text by the type of its field. Text that fits no type is left for the model to refuse."""
+    """Parse override text by the type of its field. Text that fits no type is returned as text; validation
+    refuses it.
+    """
     text = raw.strip()
     kinds = alternatives(key.info.annotation)
     if text in _NULLS and type(None) in kinds:
@@ -528,13 +541,14 @@ def _validate(
         seen: set[tuple[str, ...]] = set()
         for detail in error.errors(include_url=False):
             path = _key_path(detail["loc"])
-            if path not in seen:  # a union reports each of its members
+            if path not in seen:  # pydantic reports an error for each member of a union
                 seen.add(path)
                 problems.append(_wrong_value(detail, path, document, file))
         return None, problems
     if components is not None:
         config = _settle(config, document, file, components, problems)
-    if config.data.chat_template == "auto" and config.model.named_base:  # an export of it has another name
+    # set now, because an exported model of this run has another name
+    if config.data.chat_template == "auto" and config.model.named_base:
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": False})})
     return config, problems
 
@@ -542,7 +556,7 @@ def _validate(
 def _settle(
     config: RunConfig, document: Document, file: str, components: Components, problems: list[ConfigError]
 ) -> RunConfig:
-    """Return the recipe with all keys of its named components; problems with the given keys are added to `problems`."""
+    """Return the recipe with the keys of its named components validated and complete; append errors to `problems`."""
     filled = config.model_dump()
     for dotted in _COMPONENTS:
         path = tuple(dotted.split("."))
@@ -551,8 +565,8 @@ def _settle(
             section = getattr(section, part)
         model = components.settings_of(dotted, section.component)
         if model is None:
-            continue  # the checks say what is wrong with the name
-        settings, found = settle(
+            continue  # a later check reports the unknown name
+        settings, errors = settle(
             dotted,
             section.component,
             section.own,
@@ -563,7 +577,7 @@ def _settle(
             where=lambda key, path=path: _origin(document, (*path, key), file),  # type: ignore[misc]
             inherited={key for *above, key in document.inherited if tuple(above) == path},
         )
-        problems += found
+        problems += errors
         mapping = _at(filled, dotted)
         for key in section.own:
             del mapping[key]
@@ -580,7 +594,9 @@ def _known_part(
     problems: list[ConfigError],
     components: Components | None,
 ) -> dict[str, Any]:
-    """Return a copy of `data` without the keys that `model` does not know; each of those becomes a problem."""
+    """Return a copy of `data` without keys that `model` does not have; append an error for each of them to
+    `problems`.
+    """
     known, known_fields = {}, fields_of(model)
     for name, value in data.items():
         here = (*path, str(name))
@@ -607,13 +623,13 @@ def _known_part(
 
 
 def _owned(components: Components | None, key: str) -> list[str]:
-    """Return the dotted keys of this name that components have for themselves."""
+    """Return the dotted keys of components that are called `key`."""
     places = {**dict.fromkeys(_COMPONENTS), "reward": "reward.kwargs"} if components is not None else {}
     return [f"{place or path}.{key}" for path, place in places.items() if components and components.readers(path, key)]
 
 
 def _key_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Return the configuration key of a pydantic error location, which may also hold list indices and union members."""
+    """Return the configuration key of a pydantic error location, which may end with list indices and union members."""
     path = tuple(str(part) for part in location)
     key = find_key(path)
     while key is None:
@@ -626,18 +642,18 @@ def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document
     key = find_key(path)
     assert key is not None
     if detail["type"] == "missing":
-        # What stands beside it is where it was left out, and may be an override.
+        # The missing key belongs beside its siblings, which may come from an override.
         beside = [origin for other, origin in document.origins.items() if other[: len(path) - 1] == path[:-1]]
         place = beside[-1] if beside and len(path) > 1 else _origin(document, path, file)
         meant = _entry_meant(path[:-1], document)
-        fix = f"add {path[-1]}" if meant is None else f"did you mean {meant}? Else add {path[-1]}"
+        fix = f"add {path[-1]}" if meant is None else f"did you mean {meant}? Otherwise add {path[-1]}"
         return ConfigError(f"{key.path} is missing", where=place, allowed=describe_allowed(key.info), fix=fix)
     value = _value_at(document.data, key.path)
     return wrong_value(detail, key.path, key.info, value, where=_origin(document, path, file))
 
 
 def _entry_meant(path: tuple[str, ...], document: Document) -> str | None:
-    """Return the other entry of a mapping, such as a team, that a misspelt one at `path` may have meant."""
+    """Return the existing entry of a mapping (such as a team) that the misspelt entry at `path` may stand for."""
     above, key = ".".join(path[:-1]), find_key(path[:-1])
     if key is None or entries_of(key.info) is None:
         return None
@@ -646,7 +662,7 @@ def _entry_meant(path: tuple[str, ...], document: Document) -> str | None:
 
 
 def _origin(document: Document, path: tuple[str, ...], file: str) -> str:
-    """Return where a key was given: its own line, else that of the nearest parent, else the file."""
+    """Return where a key was set: its own line, else that of the nearest parent, else the file."""
     for depth in range(len(path), 0, -1):
         if path[:depth] in document.origins:
             return document.origins[path[:depth]]
@@ -657,21 +673,21 @@ FORM = "an override has the form key.path=value"
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
-    """Return the overrides without keys whose value is a separate argument, as in `trainer.steps 10`, and errors for
-    these.
+    """Return the well-formed overrides, and an error for each key that is separate from its value, as in `trainer.steps
+    10`.
 
     >>> split_overrides(["trainer.steps", "10", "data.shuffle=true"])[0]
     ['data.shuffle=true']
     """
-    kept, problems, waiting = [], [], list(overrides)
+    overrides_left, problems, waiting = [], [], list(overrides)
     while waiting:
         key = waiting.pop(0)
         if "=" in key or find_key(tuple(key.split("."))) is None or not waiting or "=" in waiting[0].lstrip("="):
-            kept.append(key)
+            overrides_left.append(key)
             continue
         value = waiting.pop(0)
         if value == "=" and waiting:
             value = waiting.pop(0)
         fix = f"write {key}={value.removeprefix('=')}, without spaces"
         problems.append(ConfigError(FORM, where=f"override {key!r}", fix=fix))
-    return kept, problems
+    return overrides_left, problems

@@ -1,7 +1,7 @@
-"""Settings of TRL, verl, NeMo-RL and EasyR1: their names here, or that they do not exist here, for messages.
+"""Settings of TRL, verl, NeMo-RL and EasyR1 with the keys that replace them here, for error messages.
 
-A name is looked up by its last parts, the longest match first: `trainer.total_epochs`, then `total_epochs`; then by
-parts on the way to it, as `ray_init` of `ray_init.num_cpus`.
+A setting is looked up by its last parts, the longest match first (`trainer.total_epochs`, then `total_epochs`), and
+then by the sections around it (`ray_init` of `ray_init.num_cpus`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _LOSS_TYPE = (
 
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:
-    """Return the text for each of the names that are joined under it."""
+    """Return a table that maps each of the names in a key of `table` (separated by spaces) to that key's text."""
     return {name: text for text, names in table.items() for name in names.split()}
 
 
-#: Key here, with remarks -> its names in other projects; the next two tables as well.
+#: Key here, with remarks -> its names in other projects. The next two tables have the same form.
 _KEYS = {
     "name": "experiment_name run_name wandb.name",
     "model.path": "model_name model_name_or_path model.model_path model.name",
@@ -246,25 +246,28 @@ _KEYS = {
 KEYS = _by_name(_KEYS)
 
 _LORA = "adapters are in section model.lora: rank, alpha, dropout, targets"
-_FROZEN = "parts of a model that stay as they are: model.freeze=[tower], [tower, merger] or [language_model]"
-_QUANTISED = "there is no training of quantised weights here; model.dtype is fp32 or bf16"
-_WANDB = "trackers are named in tracking.loggers (wandb, tensorboard, trackio, a class of yours), tracking.project"
-_SHARDS = "there is no FSDP or DeepSpeed here: Megatron's layouts are (actor.parallel, actor.engine)"
-_PICTURES = "images of prompts are named by data.image_key, with data.image_dir, min_pixels, max_pixels, limit_images"
-_REFERENCE = "the reference is frozen here (reference.path)"
-_REWARD_MODEL = "a reward model is a reward here: reward.name=reward_model or classifier, or http where it is served"
-_ALWAYS = "this is always so here, and there is no key for it"
+_FROZEN = "to freeze parts of a model set model.freeze=[tower], [tower, merger] or [language_model]"
+_QUANTISED = "quantised weights cannot be trained here; model.dtype is fp32 or bf16"
+_WANDB = "set trackers in tracking.loggers (wandb, tensorboard, trackio, or your own class) and tracking.project"
+_SHARDS = "FSDP and DeepSpeed do not exist here; use Megatron's layouts (actor.parallel, actor.engine)"
+_PICTURES = "set the column of images in data.image_key, and data.image_dir, min_pixels, max_pixels, limit_images"
+_REFERENCE = "the reference policy is always frozen here (reference.path)"
+_REWARD_MODEL = "use a reward model as a reward: reward.name=reward_model or classifier, or http for a served one"
+_ALWAYS = "this is always on here, and has no key"
 _REVISION = (
-    "there are no revisions here: hf download NAME --revision REVISION --local-dir FOLDER, and name FOLDER in "
-    "model.path"
+    "revisions cannot be chosen here: run hf download NAME --revision REVISION --local-dir FOLDER, and set model.path "
+    "to FOLDER"
 )
-_VLLM = "vLLM is not there; servers are SGLang's (rollout.engine=sglang)"
-_SAMPLING = "this rule is not here; rollout.sampling has temperature, top_p, top_k, min_p, min_new_tokens, stop"
+_VLLM = "vLLM is not supported; servers run SGLang (rollout.engine=sglang)"
+_SAMPLING = (
+    "this sampling rule does not exist here; rollout.sampling has temperature, top_p, top_k, min_p, min_new_tokens, "
+    "stop"
+)
 _PENALTY = (
-    "there is no penalty here: it depends on the tokens before, and training computes log-probs without it, "
-    "so ratios would be wrong. A reward can punish repetition (reward.name=FILE.py:FUNCTION)"
+    "this penalty does not exist here: it depends on earlier tokens, and training computes log-probs without it, so "
+    "ratios would be wrong. A reward can punish repetition (reward.name=FILE.py:FUNCTION)"
 )
-_PAIRS = "set algorithm.pipeline=dpo, and keys of section preference: loss, beta, label_smoothing, sft_coef"
+_PAIRS = "set algorithm.pipeline=dpo, and the keys of the section preference: loss, beta, label_smoothing, sft_coef"
 _ABSENT = {
     _LORA: "use_lora lora use_peft peft peft_config modules_to_save",
     f"there is no DoRA here; {_LORA}": "use_dora dora",
@@ -281,18 +284,18 @@ _ABSENT = {
     _REWARD_MODEL: "reward_model_path rm",
     _ALWAYS: "packing padding_free use_remove_padding balance_batch calculate_log_probs",
     f"{_ALWAYS}: every step is logged": "logging_steps logging_strategy log_level",
-    f"{_ALWAYS}: only responses are learnt": "completion_only_loss assistant_only_loss train_on_prompt",
+    f"{_ALWAYS}: only responses are trained on": "completion_only_loss assistant_only_loss train_on_prompt",
     _PAIRS: "dpo dpo_beta loss_type rpo_alpha reference_free",
     "this is a command here, after the run: megarl convert RUN_DIR/hf TARGET --push-to-hub NAME": (
         "push_to_hub hub_model_id hub_strategy"
     ),
-    "prompts are taken as they are in the rows here, messages or text (data.prompt_key)": "return_raw_chat",
-    "the engine is always Megatron-Core's here (actor.parallel has its layout)": "strategy",
-    "Ray is started with launch.launcher=ray here, without settings; threads are cluster.threads": "ray_init",
-    "the attention kernel is chosen by what is installed here": "attn_implementation",
-    "there are no Liger kernels here": "use_liger_kernel use_liger",
-    "there are no Liger kernels here; actor.engine.logits_chunk_tokens bounds the logits": "use_liger_loss",
-    "there is no NEFTune here": "neftune_noise_alpha",
+    "rows hold complete prompts here, as messages or text (data.prompt_key)": "return_raw_chat",
+    "the training engine is always Megatron-Core here (actor.parallel sets its layout)": "strategy",
+    "Ray is started by launch.launcher=ray, without settings; threads are cluster.threads": "ray_init",
+    "the attention kernel depends on the installed packages here": "attn_implementation",
+    "Liger kernels are not used here": "use_liger_kernel use_liger",
+    "Liger kernels are not used here; actor.engine.logits_chunk_tokens bounds the memory of logits": "use_liger_loss",
+    "NEFTune does not exist here": "neftune_noise_alpha",
     _REVISION: "revision model_revision",
     _VLLM: (
         "vllm vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_group_port "
@@ -301,11 +304,11 @@ _ABSENT = {
     _SAMPLING: "generation_kwargs cache_implementation do_sample",
     _PENALTY: "repetition_penalty frequency_penalty presence_penalty",
     "the model's own configuration is used here, with model.dtype and model.trust_remote_code": "model_init_kwargs",
-    "pairs and prompts that are too long are left out here, never cut (data.overlong)": "truncation_mode",
-    f"{_ALWAYS}: activations are recomputed as actor.engine.recompute says, at the places that torch chose": (
+    "pairs and prompts that are too long are left out here, never truncated (data.overlong)": "truncation_mode",
+    f"{_ALWAYS}: actor.engine.recompute sets which activations are recomputed": (
         "gradient_checkpointing_kwargs activation_offloading enable_activation_offload"
     ),
-    "rows are read and rendered by the trainer's processes here, without workers": (
+    "rows are read and rendered by the trainer's processes here, without data workers": (
         "dataset_num_proc dataloader_num_workers filter_overlong_prompts_workers dataset_kwargs remove_unused_columns "
         "dataloader_pin_memory"
     ),
@@ -313,32 +316,32 @@ _ABSENT = {
         "precompute_ref_log_probs precompute_ref_batch_size"
     ),
     f"{_ALWAYS}: sequences are packed, never padded": "pad_to_multiple_of packing_strategy eval_packing use_shm",
-    f"{_ALWAYS}, and models are trained without dropout but model.lora.dropout": "disable_dropout",
+    f"{_ALWAYS}, and models are trained without dropout except model.lora.dropout": "disable_dropout",
     f"{_ALWAYS} by the engine of generation": "enable_chunked_prefill enable_prefix_caching load_format",
-    "every token counts here; weights of tokens are a loss of yours": "top_entropy_quantile",
-    "entropy has a fixed coefficient here (algorithm.loss.entropy_coef)": (
+    "every token counts equally here; write a loss of your own to weight tokens": "top_entropy_quantile",
+    "the entropy coefficient is constant here (algorithm.loss.entropy_coef)": (
         "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
     ),
-    "VESPO is not there; losses are listed by megarl keys algorithm.loss.name": (
+    "VESPO does not exist here; `megarl keys algorithm.loss.name` lists the losses": (
         "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
     ),
-    "the balance of experts is a part of the model's own configuration": "router_aux_loss_coef",
+    "the balance of experts is set in the model's own configuration": "router_aux_loss_coef",
     f"{_ALWAYS}: the run folder has every sample": "rollout_data_dir validation_data_dir",
-    "environments and tools run in one process of each machine here (section env)": "agent.num_workers",
-    "generation takes data.batch_size prompts; more rounds are algorithm.dynamic_sampling.max_rounds": (
+    "environments and tools run in one process per machine here (section env)": "agent.num_workers",
+    "generation takes data.batch_size prompts; set more rounds by algorithm.dynamic_sampling.max_rounds": (
         "gen_batch_size"
     ),
-    "pairs are learnt with the KL divergence of DPO here": "f_divergence_type f_alpha_divergence_coef",
-    "one loss of pairs at a time (preference.loss); an SFT term is preference.sft_coef": "loss_weights",
-    "there is no rank-stabilised LoRA here; the scale is model.lora.alpha / rank": "use_rslora",
+    "preference losses here use DPO's KL divergence": "f_divergence_type f_alpha_divergence_coef",
+    "only one preference loss can be set (preference.loss); preference.sft_coef adds an SFT term": "loss_weights",
+    "rank-stabilised LoRA does not exist here; the scale is model.lora.alpha / rank": "use_rslora",
     "adapters are on linear layers here (model.lora.targets)": "lora_target_parameters lora_modules_to_save",
     "there is no moving average of weights here": "ema",
-    "the optimizer is AdamW here (actor.optim has its settings)": (
+    "the optimizer is always AdamW here (actor.optim has its settings)": (
         "optim optimizer optim.name optimizer.name optim.optimizer muon adafactor"
     ),
     "this is a command here: megarl eval RECIPE": "val_only eval_only",
 }
-#: Name in another project -> why it does not exist here, and what to use.
+#: Name in another project -> why it does not exist here, and what to use instead.
 ABSENT = _by_name(_ABSENT)
 
 _METHODS = {
@@ -347,7 +350,7 @@ _METHODS = {
     NO_SUCH_PREFERENCE: "orpo simpo cpo bco online_dpo nash_md xpo",
     "set algorithm.pipeline=reward_model for training one": "rm reward reward_modeling",
     _REWARD_MODEL: "reward_model prm",
-    "this is a command here: megarl sft RECIPE; before RL it is sft.steps": "sft cold_start",
+    "use the command megarl sft RECIPE; before RL set sft.steps": "sft cold_start",
     "set algorithm.distillation.coef and teacher.path": "gkd distillation opd",
     _LORA: "lora peft",
     f"{_QUANTISED}; {_LORA}": "qlora",
@@ -364,19 +367,19 @@ _METHODS = {
     "set algorithm.loss.aggregation=token-mean, and algorithm.loss.name=ppo": "bnpo",
     "set algorithm.loss.name=ppo": "vanilla clip",
 }
-#: Methods that are named where a pipeline, an estimator or a loss is chosen, or a reward -> what to set here.
+#: Method of another project, as written for a pipeline, estimator, loss or reward -> what to set here.
 METHODS = _by_name(_METHODS)
 
 
-#: Sections of verl and EasyR1 that enclose sections of this project, and those of their keys with another name here.
+#: Sections of verl and EasyR1 that wrap sections of this project, and the wrapped sections whose names differ here.
 _AROUND = ("actor_rollout_ref", "worker")
 _INSIDE = {"ref": "reference"}
-#: Names of sections of this project, such as optim, in any enclosing section.
+#: Sections of this project (such as optim) that other projects have inside any section.
 _SECTIONS = {key.path.rpartition(".")[2] for key in iter_keys() if key.section is not None}
 
 
 def meaning_of(path: tuple[str, ...]) -> str | None:
-    """Describe what to do instead of setting a key of another project; None when no such name is known.
+    """Return what to do instead of setting a key of another project; None when no such name is known.
 
     >>> meaning_of(("trainer", "save_steps"))
     'here this is trainer.save_every'
@@ -397,7 +400,7 @@ def meaning_of(path: tuple[str, ...]) -> str | None:
 
 
 def key_of(path: tuple[str, ...]) -> str | None:
-    """Return the key here that takes the value of another project's setting as it is.
+    """Return the key here that takes the same value as another project's setting.
 
     None if no key has this name, several keys share it, or its value means something else here.
 
@@ -413,7 +416,7 @@ def key_of(path: tuple[str, ...]) -> str | None:
     return text if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", text) and path[-1] not in _OTHER_MEANING else None
 
 
-#: Settings whose values mean something else: a negation, a share, a number of parts, a name of other functions.
+#: Settings whose values mean something else here: a negation, a share, a number of parts, or a function's name.
 _OTHER_MEANING = frozenset(
     (
         *("enforce_eager", "disable_kl", "min_lr_ratio", "num_mini_batches", "reward_manager", "use_pf_ppo"),
@@ -429,15 +432,17 @@ def _unwrapped(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _keys_ending(path: tuple[str, ...]) -> list[str]:
-    """Return the keys of this project that end with `path` (actor.optim.lr for optim.lr); none for a single name."""
+    """Return up to four keys of this project that end with `path` (actor.optim.lr for optim.lr); none for a single
+    name.
+    """
     return [key.path for key in iter_keys() if len(path) > 1 and key.path.endswith(f".{'.'.join(path)}")][:4]
 
 
 def option_meaning(options: Sequence[str]) -> str:
-    """Return the hint of `meaning_of` for the first command-line option that is a key here or in another project.
+    """Return a hint for the first command-line option that is a key here or in another project.
 
     Returns:
-        `; ` and what to do, or an empty text.
+        `; ` and the hint, or an empty text.
     """
     for text in options:
         name, _, value = text.lstrip("-").partition("=")
@@ -453,7 +458,7 @@ def option_meaning(options: Sequence[str]) -> str:
 
 
 def method_fix(name: str, known: Sequence[str]) -> str | None:
-    """Describe what to set for an unknown method name: by another project's name, else by spelling among `known`."""
+    """Return what to set for an unknown method name: by another project's name, else by spelling among `known`."""
     meant = METHODS.get(name.lower().replace("-", "_"))
     if meant is not None:
         return meant
@@ -467,19 +472,19 @@ def unknown_keys(
     where: Callable[[tuple[str, ...]], str],
     owned: Callable[[str], Sequence[str]] = lambda key: (),
 ) -> list[ConfigError]:
-    """Return the errors for an unknown key, or one for each key in a section of another project.
+    """Return the error for an unknown key, or one error for each key in a section of another project.
 
     Args:
-        path: of the key, of which a part may be unknown already.
+        path: path of the key; one of its parents may already be unknown.
         value: the value given.
         where: returns the place at which a path was given.
-        owned: returns the dotted keys of components that have this name.
+        owned: returns the dotted keys of components with this name.
     """
     leaves = list(_leaves(path, value))
     if path[0] in _AROUND or any(meaning_of(leaf) or _keys_ending(leaf) for leaf in leaves):
         return [_unknown_key(leaf, where(leaf), owned) for leaf in leaves]
     unknown = _unknown_part(path)
-    # A section that is none of another project's is one problem, whatever is in it.
+    # A section that no project has is reported once, whatever is in it.
     return [_unknown_key(unknown, where(path), owned)]
 
 
@@ -489,7 +494,9 @@ def _unknown_part(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the settings in an unknown section; a section that has a meaning as a whole is one path."""
+    """Yield the paths of the settings in an unknown section. A section with a hint as a whole yields only its
+    own path.
+    """
     if not isinstance(value, Mapping) or not value or (path[-1] not in _SECTIONS and meaning_of(path) is not None):
         yield path
         return
@@ -498,13 +505,14 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Sequence[str]]) -> ConfigError:
-    """Return the error for a `path` that is unknown from some part on."""
+    """Return the error for `path`, of which some part is unknown."""
     unknown = _unknown_part(_unwrapped(path))
     near = _components_keys(unknown, owned) or _keys_ending(path) or nearest_keys(unknown)
-    is_prefix = any(key.startswith(".".join(path)) for key in near)  # as beta1 is by beta
+    # `beta` is a prefix of beta1, which is a better hint
+    is_prefix = any(key.startswith(".".join(path)) for key in near)
     meant = None if is_prefix else meaning_of(path)
     parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
-    # Where the name here is known, the others would only be in the way; and all sections are too many to read.
+    # A known name needs no list of allowed keys, and the list of all sections is too long to read.
     listed = not meant and (parent is not RunConfig or not near)
     allowed = list(fields_of(parent)) if parent and listed else None
     spelt = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above"
@@ -513,7 +521,7 @@ def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Seque
     return ConfigError(f"unknown key {'.'.join(path)}", where=where, allowed=allowed, fix=meant or spelt)
 
 
-#: Mappings with keys of the user's own: what a key that was written beside one of them may be.
+#: Mappings whose keys the user chooses -> what a key in them is, for a key that was written beside the mapping.
 _OPEN = {
     "kwargs": "an argument of the function",
     "loader_kwargs": "an argument of a pkg.mod:fn source",
@@ -522,24 +530,28 @@ _OPEN = {
 
 
 def _kwargs_of(path: tuple[str, ...]) -> str | None:
-    """Return the mapping with keys of the user's own in the section at `path`; None where it has none."""
+    """Return the path of the mapping with user-chosen keys in the section at `path`, or None."""
     key = find_key(path) if path else None
     fields = fields_of(key.section) if key is not None and key.section is not None else {}
     return next((".".join([*path, name]) for name in _OPEN if name in fields), None)
 
 
 def _components_keys(path: tuple[str, ...], owned: Callable[[str], Sequence[str]]) -> list[str]:
-    """Return the keys of components for a key that was written beside the mapping or section that holds them."""
+    """Return the keys of components that `path`, written beside the mapping or section that holds them, may
+    stand for.
+    """
     beside = _kwargs_of(path[:-1])
-    found = [key for key in owned(path[-1]) if key.startswith(f"{path[0]}.")]
-    if found and beside is not None and path[0] == "reward":
+    keys = [key for key in owned(path[-1]) if key.startswith(f"{path[0]}.")]
+    if keys and beside is not None and path[0] == "reward":
         return [f"{beside}.{path[-1]}"]
-    return found
+    return keys
 
 
 def _as_argument(path: tuple[str, ...]) -> str | None:
-    """Describe a key that may belong to a mapping in its section; None where there is no such mapping."""
+    """Return a hint that the key at `path` may belong to a mapping in its section; None when there is no such
+    mapping.
+    """
     place = _kwargs_of(path[:-1])
     if place is None:
         return None
-    return f"if it is {_OPEN[place.rpartition('.')[2]]}, write {place}.{path[-1]}; else remove it"
+    return f"if it is {_OPEN[place.rpartition('.')[2]]}, write {place}.{path[-1]}; otherwise remove it"

@@ -1,4 +1,4 @@
-"""Values of TRL, verl and NeMo-RL: what they are called here, by the key that takes them."""
+"""Values of TRL, verl and NeMo-RL with their names here, by the key that takes them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 NO_SUCH_PREFERENCE = (
-    "this method is not there; of preference methods DPO, IPO, SLiC, robust DPO, KTO and reward models are here "
+    "this method does not exist here; preference methods are DPO, IPO, SLiC, robust DPO, KTO and reward models "
     "(section preference)"
 )
-_NO_VLLM = "vLLM is not there: set rollout.engine=sglang, or embedded for generation on the training weights"
+_NO_VLLM = "vLLM is not supported: set rollout.engine=sglang, or embedded to generate on the training weights"
 _ATTENTION, _MLP = (
     ("q_proj", "k_proj", "v_proj", "o_proj", "linear_qkv", "linear_proj"),
     (
@@ -20,7 +20,7 @@ _ATTENTION, _MLP = (
         "linear_fc2",
     ),
 )
-#: Modules with adapters in PEFT and Megatron -> the target here.
+#: Names of modules with adapters in PEFT and Megatron -> target here.
 _TARGETS = {**dict.fromkeys(_ATTENTION, "attention"), **dict.fromkeys(_MLP, "mlp")}
 _ALL_LINEAR = ("all-linear", "all-linear-layers", "all")
 
@@ -65,8 +65,8 @@ _ABSENT: Mapping[str, Mapping[str, str]] = {
         NO_SUCH_PREFERENCE,
     ),
     "tracking.loggers": {
-        "mlflow": "remove it: MLflow has a key of its own, tracking.mlflow",
-        "console": "remove it: the console always shows the steps (tracking.console has its form)",
+        "mlflow": "remove it: MLflow has its own key, tracking.mlflow",
+        "console": "remove it: the console always shows the steps (tracking.console sets the format)",
         "file": "remove it: metrics.jsonl in the run folder has every number",
         "none": "write []",
         "all": "name them",
@@ -75,7 +75,7 @@ _ABSENT: Mapping[str, Mapping[str, str]] = {
 
 
 def value_fix(path: str, value: Any) -> str | None:
-    """Return what to write for a `value` of another project at the key `path`; None where no such value is known.
+    """Return what to write for a `value` of another project at the key `path`; None when the value is unknown.
 
     >>> value_fix("model.dtype", "bfloat16"), value_fix("model.lora.targets", ["q_proj", "up_proj"])
     ('write bf16', 'write [attention, mlp]')
@@ -91,7 +91,7 @@ def value_fix(path: str, value: Any) -> str | None:
 
 
 def lora_targets(value: Any) -> Any:
-    """Return `model.lora.targets` for names of modules; None for all of them, False where a name is not known."""
+    """Return `model.lora.targets` for names of modules: None for all linear layers, False when a name is unknown."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if names and all(name in _ALL_LINEAR for name in names):
         return None
@@ -101,7 +101,8 @@ def lora_targets(value: Any) -> Any:
 
 
 def values_elsewhere(name: str) -> str | None:
-    """Describe the keys for which `name` is a value of another project; None where there is none.
+    """Return the keys for which `name` is a value of another project, with what to write there; None when there is no
+    such key.
 
     >>> values_elsewhere("bfloat16")
     'at model.dtype write bf16'

@@ -8,17 +8,17 @@ from pydantic import Field, PositiveInt
 
 from megarl.config.base import Section
 
-_TEAM_RESTARTS = 3  # of a run with several teams
+_TEAM_RESTARTS = 3  # default restarts of a run with several teams
 
-#: Roles that hold a model, which a team can be given.
+#: Roles that hold a model and that a team can be given.
 TeamRole = Literal["actor", "critic", "reference", "teacher", "reward_model", "rollout"]
 
 
 class TeamConfig(Section):
-    """The workers that form one torch.distributed world with one layout."""
+    """Workers that form one torch.distributed world with one layout."""
 
-    roles: list[TeamRole] = Field(min_length=1, description="models that it holds")
-    devices: PositiveInt = Field(description="workers, one per device")
+    roles: list[TeamRole] = Field(min_length=1, description="roles whose models the team holds")
+    devices: PositiveInt = Field(description="number of workers, one per device")
 
 
 class PlacementConfig(Section):
@@ -26,42 +26,42 @@ class PlacementConfig(Section):
 
     auto: Literal["even", "param_aware", "measured"] | None = Field(
         None,
-        description="one team for actor and rollout and one for each other model share cluster.nproc in whole "
-        "replicas. even: about equally; param_aware: by parameters times passes over them; measured: by "
-        "the times of an earlier run; null: as in teams",
+        description="make the teams automatically: one for actor and rollout and one for each other model share "
+        "cluster.nproc in whole replicas. even: about equally; param_aware: by parameters times passes over them; "
+        "measured: by the times of an earlier run; null: use `teams`",
     )
     measured: str | None = Field(
         None,
-        description="for auto=measured: folder of a run of this recipe, in any placement. What counts are seconds of "
-        "each node times workers of its team, medians without the first two steps",
+        description="for auto=measured: folder of a run of this recipe, in any placement. The teams are weighted by "
+        "seconds of each node times workers of its team: medians without the first two steps",
     )
     teams: dict[str, TeamConfig] = Field(
         default_factory=dict,
-        description="teams by name. Their devices add up to cluster.nproc, and every role of the recipe is in one of "
-        "them. Several teams run under Ray",
+        description="teams by name. Their devices add up to cluster.nproc, and every role of the recipe is in one "
+        "team. Several teams run under Ray",
     )
     share: Literal["dealt", "tokens"] = Field(
         "dealt",
-        description="how a team's replicas share whole groups. dealt: round-robin; tokens: equally many groups of "
-        "every mini-batch, tokens as even as possible. The prompts of a mini-batch are the same; replicas"
-        " that generate exchange samples",
+        description="how the replicas of a team share whole prompt groups. dealt: round-robin; tokens: equally many "
+        "groups of every mini-batch, with the token counts as even as possible. The prompts of a mini-batch do not "
+        "change; replicas that generate exchange samples",
     )
     spill: bool = Field(
         False,
-        description="Ray moves samples between teams to disk when shared memory is full; false: they must fit. Only "
-        "for a Ray that the run starts",
+        description="let Ray move samples between teams to disk when shared memory is full; false: samples must fit "
+        "in shared memory. Only for a Ray cluster that the run starts",
     )
 
     restarts: int = Field(
         3,
         ge=0,
-        description="restarts within a run of a reference, teacher or reward model team that loses a process; 0: its "
-        "death ends the attempt, as with other teams (cluster.max_restarts)",
+        description="restarts per run of a reference, teacher or reward model team that loses a process; 0: its loss "
+        "ends the attempt, as with other teams (cluster.max_restarts)",
     )
 
     @property
     def default_max_restarts(self) -> int:
-        """`cluster.max_restarts` where the recipe does not set it."""
+        """Value of `cluster.max_restarts` when the recipe does not set it."""
         return _TEAM_RESTARTS if len(self.teams) > 1 or self.auto is not None else 0
 
     @property
@@ -71,7 +71,7 @@ class PlacementConfig(Section):
 
     @property
     def asking(self) -> int:
-        """Number of workers in a team that has only the rollout: with servers they hold no model and only send
+        """Number of workers in the team that has only the rollout; with servers they hold no model and only send
         requests.
         """
         return sum(team.devices for team in self.teams.values() if team.roles == ["rollout"])

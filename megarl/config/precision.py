@@ -1,4 +1,4 @@
-"""The precision that `model.dtype: auto` stands for."""
+"""The precision that `model.dtype: auto` resolves to."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megarl.system.processes import has_nvidia_device
 
 
 def with_precision(config: RunConfig, run_dir: Path | None) -> tuple[RunConfig, str]:
-    """Return the recipe with the precision in place of `auto`, and a line that explains the choice.
+    """Return the recipe with `model.dtype: auto` resolved, and a line that explains the choice.
 
     Args:
-        run_dir: the folder of a run that may be continued; None: the run is a new one.
+        run_dir: folder of a run that may be continued; None for a new run.
     """
     dtype, reason = _recorded(config, run_dir) or _of_this_machine(config)
-    line = f"model.dtype=auto: {dtype}, as {reason}"
+    line = f"model.dtype=auto: {dtype}, because {reason}"
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})}), line
 
 
 def _recorded(config: RunConfig, run_dir: Path | None) -> tuple[str, str] | None:
-    """Return the precision of the run that is continued, and where it was found; None: the run is a new one."""
+    """Return the precision of the run that is continued and a text about its source; None for a new run."""
     resume = config.trainer.resume
     if resume == "never":
         return None
@@ -34,7 +34,7 @@ def _recorded(config: RunConfig, run_dir: Path | None) -> tuple[str, str] | None
     try:
         dtype = read_yaml(folder / "config.yaml").data["model"]["dtype"]
     except (OSError, UserError, LookupError, TypeError):
-        return None  # the checks of the folder say what is wrong with it
+        return None  # the checks of the run folder report the error
     return (dtype, f"the run in {folder} has it") if dtype in ("fp32", "bf16") else None
 
 
@@ -44,8 +44,4 @@ def _of_this_machine(config: RunConfig) -> tuple[str, str]:
     if has_nvidia_device() and visible_gpus(os.environ) != []:
         return "bf16", "this machine has GPUs"
     flag = bf16_products()
-    return (
-        ("fp32", "the processor has no products of bf16 numbers")
-        if flag is None
-        else ("bf16", f"the processor has {flag}")
-    )
+    return ("fp32", "the processor has no bf16 instructions") if flag is None else ("bf16", f"the processor has {flag}")

@@ -41,46 +41,47 @@ from megarl.system.errors import ConfigError
 
 
 class EarlyStopConfig(Section):
-    """The end of a run before `trainer.steps`, by one metric."""
+    """Ends a run before `trainer.steps` when one metric is good enough or stops improving."""
 
     metric: str = Field(
         "val/acc",
-        description="watched metric; val/...: at each validation, others at each step",
+        description="the watched metric; val/... is measured at each validation, other metrics at each step",
     )
-    mode: Literal["max", "min"] = Field("max", description="max: larger is better; min: smaller is")
+    mode: Literal["max", "min"] = Field("max", description="max: larger is better; min: smaller is better")
     patience: PositiveInt | None = Field(
-        None, description="measurements in a row without an improvement that end the run; null: any number"
+        None,
+        description="number of measurements in a row without an improvement after which the run ends; null: no limit",
     )
-    min_delta: NonNegativeFloat = Field(0.0, description="an improvement is larger than this")
-    target: float | None = Field(None, description="the run ends when the metric is as good as this; null: none")
+    min_delta: NonNegativeFloat = Field(0.0, description="smallest change that counts as an improvement")
+    target: float | None = Field(None, description="value of the metric at which the run ends; null: none")
 
 
 class TrainerConfig(Section):
-    """The training loop: steps, epochs, checkpoints."""
+    """The training loop: length, checkpoints, resuming."""
 
-    steps: PositiveInt = Field(100, description="training steps")
+    steps: PositiveInt = Field(100, description="number of training steps")
     epochs: PositiveFloat | None = Field(
         None,
-        description="passes over the training prompts, from which steps are computed, unless a later layer or override "
-        "sets `steps`; the next pass fills the last batch; null: steps",
+        description="passes over the training prompts, which set `steps` unless a later layer or override sets "
+        "`steps`; the next pass fills the last batch; null: use steps",
     )
-    seed: int = Field(0, description="seed of everything random")
-    save_every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only at the end")
-    keep_last: PositiveInt = Field(2, description="checkpoints kept in addition to the best")
+    seed: int = Field(0, description="seed of all random choices")
+    save_every: NonNegativeInt = Field(0, description="training steps between checkpoints; 0: only one at the end")
+    keep_last: PositiveInt = Field(2, description="number of recent checkpoints to keep in addition to the best")
     resume_every: NonNegativeInt = Field(
         0,
-        description="steps between checkpoints for resuming only, in addition to those of save_every; each is removed"
-        " once a newer one is complete; 0: none",
+        description="training steps between checkpoints that serve only to resume, in addition to those of "
+        "save_every; each is removed once a newer checkpoint is complete; 0: none",
     )
     save_by_s: Seconds | None = Field(
         None,
-        description="seconds after the start of the job: the run saves and ends with exit code 0 before its longest "
-        "step and save so far would exceed them; null: no limit",
+        description="latest end of the run, in seconds after the start of the job: the run saves and ends with exit "
+        "code 0 when its longest step and save so far would exceed it; null: no limit",
     )
     best_metric: str | None = Field(
         "val/acc",
-        description="metric whose best checkpoint is kept, larger is better; with save_every, a better validation "
-        "saves one; null: none",
+        description="metric whose best checkpoint is kept, larger is better; with save_every, a validation that "
+        "improves it also saves a checkpoint; null: none",
     )
     early_stop: EarlyStopConfig | None = Field(
         None,
@@ -88,94 +89,103 @@ class TrainerConfig(Section):
     )
     resume: Literal["auto", "never"] | str = Field(
         "auto",
-        description="auto: newest intact checkpoint of this run folder; never; or a checkpoint folder. Checkpoints "
-        "of this run folder that are not continued move to checkpoints.old-K",
+        description="auto: continue from the newest intact checkpoint of this run folder; never: start from the "
+        "beginning; or the folder of a checkpoint. Checkpoints of this run folder that are not continued move to "
+        "checkpoints.old-K",
     )
-    export_hf: bool = Field(True, description="write the final model in Hugging Face form")
+    export_hf: bool = Field(True, description="write the final model in Hugging Face format")
 
     def steps_of(self, prompts: int, batch_size: int) -> int:
-        """Return the number of training steps in which `epochs` passes over so many prompts fit."""
-        assert self.epochs is not None, "asked of recipes that name them"
+        """Return the number of training steps for `epochs` passes over `prompts` prompts."""
+        assert self.epochs is not None, "the recipe must set trainer.epochs"
         return steps_of_epochs(self.epochs, prompts, batch_size)
 
 
 class ClusterConfig(Section):
     """Processes, restarts and deadlines."""
 
-    nproc: PositiveInt = Field(1, le=1_000_000, description="worker processes over all nodes, one per device")
-    nnodes: PositiveInt = Field(1, le=1_000_000, description="machines")
+    nproc: PositiveInt = Field(
+        1, le=1_000_000, description="number of worker processes over all machines, one per device"
+    )
+    nnodes: PositiveInt = Field(1, le=1_000_000, description="number of machines")
     device_memory_gb: PositiveFloat | None = Field(
         None,
         le=100_000,
-        description="memory of each GPU that the recipe is meant for: estimates are held against it, and the run does"
-        " not start without GPUs; null: the machine's",
+        description="memory of each GPU that the recipe is meant for, in GB: estimates are compared with it, and the "
+        "run refuses to start without GPUs; null: the memory of this machine's GPUs",
     )
     threads: PositiveInt | None = Field(
-        None, description="CPU threads per worker; null: cores / workers on this machine"
+        None, description="CPU threads per worker; null: cores divided by workers on this machine"
     )
     keep_freed_memory: bool = Field(
         True,
-        description="CPU workers keep freed memory for reuse (settings of glibc's malloc): faster",
+        description="let CPU workers keep freed memory for reuse (settings of glibc's malloc), which is faster",
     )
-    timeout_s: Seconds = Field(600.0, description="deadline of every wait on another process")
-    start_timeout_s: Seconds = Field(300.0, description="deadline for all workers to report in")
+    timeout_s: Seconds = Field(600.0, description="deadline of every wait for another process")
+    start_timeout_s: Seconds = Field(300.0, description="deadline for all workers to report that they started")
     grace_s: NonNegativeFloat = Field(
         20.0,
         le=31_536_000,
-        description="seconds to finish the step and save after SIGTERM or SIGHUP. SIGKILL follows: after 30 s by "
-        "Slurm and Kubernetes, after 90 s by systemd",
+        description="seconds to finish the step and save after SIGTERM or SIGHUP. Slurm and Kubernetes send SIGKILL "
+        "after 30 s, systemd after 90 s",
     )
     max_restarts: NonNegativeInt = Field(
         0,
         description="restarts from the newest checkpoint after a worker was lost; a newer checkpoint resets the "
-        "count. Default with several teams or `placement.auto`: 3",
+        "count. The default with several teams or `placement.auto` is 3",
     )
 
 
 class TrackingConfig(Section):
-    """The destinations of metrics."""
+    """Where metrics are written."""
 
-    dir: str = Field("runs", description="folder of run folders")
+    dir: str = Field("runs", description="folder that holds the run folders")
     console: Literal["auto", "plain", "quiet", "json"] = Field(
         "auto",
-        description="auto: a line per step, on a terminal with a progress bar; plain: no bar; quiet: only validations"
-        " and the final table; json: one JSON object per step on standard output, the rest on standard "
-        "error",
+        description="auto: a line per step, with a progress bar on a terminal; plain: no bar; quiet: only validations "
+        "and the final table; json: one JSON object per step on standard output, all other lines on standard error",
     )
-    mlflow: bool = Field(True, description="log to MLflow")
+    mlflow: bool = Field(True, description="log metrics to MLflow")
     mlflow_uri: str | None = Field(None, description="MLflow tracking URI; null: sqlite:///<dir>/mlflow.db")
     loggers: list[str] = Field(
-        [], description="trackers beside MLflow: wandb, tensorboard, trackio, or classes of yours, file.py:Class"
+        [],
+        description="trackers in addition to MLflow: wandb, tensorboard, trackio, or classes of yours as file.py:Class",
     )
-    project: str = Field("megarl", min_length=1, description="project of W&B and trackio, experiment of MLflow")
-    report: bool = Field(True, description="write report.html at the end")
+    project: str = Field(
+        "megarl", min_length=1, description="project name in W&B and trackio, experiment name in MLflow"
+    )
+    report: bool = Field(True, description="write report.html at the end of the run")
     training_groups: int = Field(
         2,
         ge=0,
         le=1000,
-        description="training groups kept for the report at the first step, each `validation.every`-th, and the last",
+        description="training groups kept for the report at the first step, every `validation.every`-th, and the last",
     )
     peak_tflops: PositiveFloat | None = Field(
         None,
         le=1_000_000_000,
-        description="peak TFLOP/s per device for MFU; null: the device's known value; measured on a CPU",
+        description="peak TFLOP/s per device for MFU; null: the known value of the device; on a CPU it is measured",
     )
 
     @property
     def messages(self) -> TextIO | None:
-        """The `file` to print what is not the record of a step to; None: standard output."""
+        """The file for everything printed except step records: standard error with console=json, else None (standard
+        output).
+        """
         return sys.stderr if self.console == "json" else None
 
 
 def _shown(name: str) -> str:
-    """Refuse a name that scripts, terminals and folders would not show as it is."""
+    """Refuse a name with control characters, which scripts, terminals and folders would not show as it is."""
     if not name.isprintable():
         raise ValueError("one line of text without control characters")
     return name
 
 
 class Written(frozenset[str]):
-    """Dotted keys that the user wrote. It is no part of what a recipe says: recipes are equal whoever wrote a key."""
+    """Dotted keys that a recipe file or the user set. All instances are equal, so that recipes compare by their values
+    only.
+    """
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Written)
@@ -186,46 +196,56 @@ class Written(frozenset[str]):
 class RunConfig(Section):
     """One recipe file, resolved."""
 
-    model_config = ConfigDict(serialize_by_alias=True)  # `async` is no name in Python
+    model_config = ConfigDict(serialize_by_alias=True)  # `async` is a Python keyword
 
-    name: Annotated[str, AfterValidator(_shown)] = Field(description="run name, also the folder below tracking.dir")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="policy")
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="objective")
-    data: DataConfig = Field(default_factory=DataConfig, description="prompts")
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
+    name: Annotated[str, AfterValidator(_shown)] = Field(
+        description="run name, also the name of its folder in tracking.dir"
+    )
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the policy")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the RL objective")
+    data: DataConfig = Field(default_factory=DataConfig, description="where prompts come from")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="how responses are scored")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="how responses are generated")
     env: dict[str, Any] = Field(
         default_factory=lambda: {"name": SINGLE_TURN, "on_error": "fail"},
         description="environment: `name` (single_turn, tools, file.py:Class, pkg.mod:Class), `on_error` (fail: end "
-        "the run; mark: leave the episode out and count it), and its own keys",
+        "the run; mark: leave the episode out and count it), and the environment's own keys",
     )
-    robot: RobotConfig | None = Field(None, description="a policy that acts in a simulator; null: a language model")
-    sync: SyncConfig = Field(default_factory=SyncConfig, description="weights to generation servers")
+    robot: RobotConfig | None = Field(
+        None, description="settings of a policy that acts in a simulator; null: the policy is a language model"
+    )
+    sync: SyncConfig = Field(default_factory=SyncConfig, description="how weights reach the generation servers")
     rollout_correction: RolloutCorrectionConfig = Field(
-        default_factory=RolloutCorrectionConfig, description="gap between generation and training"
+        default_factory=RolloutCorrectionConfig, description="correction of the gap between generation and training"
     )
-    validation: ValidationConfig = Field(default_factory=ValidationConfig, description="held-out evaluation")
-    actor: ActorConfig = Field(default_factory=ActorConfig, description="policy training")
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="value training (ppo)")
-    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="reference policy")
-    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="teacher of distillation")
+    validation: ValidationConfig = Field(default_factory=ValidationConfig, description="evaluation on held-out prompts")
+    actor: ActorConfig = Field(default_factory=ActorConfig, description="training of the policy")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="the value model of PPO")
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="the frozen reference policy")
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="the frozen teacher of distillation")
     reward_model: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="model that gives a reward, by the name `reward_model`"
+        default_factory=RewardModelConfig, description="the model that computes the reward `reward_model`"
     )
-    sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised cold start")
+    sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised fine-tuning, by itself or before RL")
     preference: PreferenceConfig | None = Field(
         None,
-        description="learning from better and worse responses (pipelines dpo, kto, reward_model); null: responses are "
-        "generated",
+        description="training on better and worse responses from data (pipelines dpo, kto, reward_model); null: "
+        "responses are generated",
     )
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="loop")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")
-    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="roles on devices of their own")
+    trainer: TrainerConfig = Field(
+        default_factory=TrainerConfig, description="the training loop: length, checkpoints, resuming"
+    )
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes, restarts and deadlines")
+    placement: PlacementConfig = Field(
+        default_factory=PlacementConfig, description="which roles have devices of their own"
+    )
     async_: AsyncConfig = Field(
         default_factory=AsyncConfig, alias="async", description="generation that runs ahead of training"
     )
-    launch: LaunchConfig = Field(default_factory=LaunchConfig, description="launcher and cluster")
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")
+    launch: LaunchConfig = Field(
+        default_factory=LaunchConfig, description="how the run is started, locally or on a cluster"
+    )
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="where metrics are written")
     _written: Written = PrivateAttr(default_factory=Written)
     _given: Written = PrivateAttr(default_factory=Written)
 
@@ -236,32 +256,34 @@ class RunConfig(Section):
 
     @property
     def given(self) -> Written:
-        """The keys that a recipe file, one of its parents or an override sets; empty where no file was read."""
+        """The keys set by any recipe file, parent recipe or override; empty when no file was read."""
         return self._given
 
     def with_written(self, keys: Iterable[str], given: Iterable[str]) -> RunConfig:
-        """Return the recipe with `keys` as those that the user wrote, and `given` as those that any layer sets."""
+        """Return a copy with `keys` as the keys that the user wrote and `given` as the keys that any layer sets."""
         copy = self.model_copy()
         copy._written, copy._given = Written(keys), Written(given)
         return copy
 
     def longest_sequence(self) -> int:
-        """Return the tokens of the longest prompt and response that are generated, held-out ones included."""
+        """Return the most tokens of a prompt plus generated response, held-out ones included."""
         sampled = [self.rollout.sampling, *([self.validation_sampling] if self.data.held_out else [])]
         return self.data.max_prompt_tokens + max(self.response_tokens(sampling) for sampling in sampled)
 
     def response_tokens(self, sampling: SamplingConfig) -> int:
-        """Return the tokens of the longest response: of one turn, or of all turns where an environment answers."""
+        """Return the most tokens of a response: one turn, or all turns and observations where an environment
+        answers.
+        """
         return self.rollout.limits.response_tokens(sampling) if self.has_turns else sampling.max_new_tokens
 
     @property
     def whole_conversations(self) -> bool:
-        """Whether the prompt column also holds the responses to learn."""
+        """Whether the prompt column also holds the responses to train on."""
         return self.data.prompt_key == self.sft.response_key
 
     @property
     def data_unit(self) -> str:
-        """The name of what `data.batch_size` counts."""
+        """The name of one unit of `data.batch_size`: prompt, pair or example."""
         if self.preference is None:
             return "prompt"
         return "example" if self.preference.labelled else "pair"
@@ -278,12 +300,12 @@ class RunConfig(Section):
 
     @property
     def filter_admits(self) -> bool:
-        """Whether `algorithm.filter` is applied during generation: a group that it empties is replaced."""
+        """Whether `algorithm.filter` is applied during generation, so that a group that it empties is replaced."""
         return self.algorithm.filter.active and not self.async_.in_order
 
     @property
     def has_episodes(self) -> bool:
-        """Whether a sample is an episode, which an error of an environment or a simulator may spoil."""
+        """Whether samples are episodes, which an error of an environment or a simulator may spoil."""
         return self.has_turns or self.robot is not None
 
     @property
@@ -298,22 +320,22 @@ class RunConfig(Section):
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the reference is the actor without its adapters: RL starts with fresh ones."""
+        """Whether the reference policy is the actor without its adapters, because RL starts with new adapters."""
         lora = self.model.lora
         return lora is not None and lora.path is None and self.reference.path is None and not self.sft.steps
 
     def parallel_of(self, role: str) -> ParallelConfig:
-        """Return the layout of a role that holds a model: its own, else the actor's."""
+        """Return the layout of a role that holds a model: the role's own if set, else the actor's."""
         return getattr(self, role).parallel or self.actor.parallel
 
     def updates(self, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
-        """Return a role's optimizer steps in the whole run when it does not train in the first `resting` training
+        """Return how many optimizer steps `role` takes in the whole run when it skips the first `resting` training
         steps.
         """
         return max(self.trainer.steps - resting, 1) * self._updates_per_step(role)
 
     def updates_after(self, step: int, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
-        """Return a role's optimizer steps in the training steps after `step`; `resting` as for `updates`."""
+        """Return how many optimizer steps `role` takes after training step `step`; `resting` is as in `updates`."""
         return max(self.trainer.steps - max(step, resting), 0) * self._updates_per_step(role)
 
     def _updates_per_step(self, role: ActorConfig | CriticConfig) -> int:
@@ -322,7 +344,7 @@ class RunConfig(Section):
 
 
 def steps_of_epochs(epochs: float, samples: int, batch_size: int) -> int:
-    """Return the number of steps in which so many passes over the samples fit.
+    """Return the number of steps that `epochs` passes over `samples` samples take, rounded up.
 
     >>> steps_of_epochs(2, 10, 4)
     5
@@ -340,13 +362,14 @@ def steps_text(steps: int, size: int, samples: int, unit: str) -> str:
 
 
 def repeated_problem(key: str, size: int, samples: int) -> ConfigError | None:
-    """Return the problem of a batch of `size` (configuration key `key`) that holds a sample twice: there are fewer
-    samples; None if there are enough.
+    """Return the error for a batch that is larger than the number of samples and so repeats some; None if it is not.
+
+    `size` is the batch size and `key` its configuration key.
     """
     if size <= samples:
         return None
     return ConfigError(
-        f"there are only {samples:,} different samples: every step holds some of them more than once",
+        f"the data have only {samples:,} different samples, so every step would repeat some of them",
         where=key,
         found=size,
         fix=f"add data, or set {key}={samples} or less",

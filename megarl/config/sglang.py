@@ -13,37 +13,37 @@ from megarl.system.errors import ConfigError
 
 
 def url_problem(url: str, key: str) -> str | None:
-    """Explain why `url` cannot be the address of a server; None when it can. `key` names the variable with its key."""
+    """Return why `url` cannot be a server's address, or None. `key` is the recipe key of the variable for API keys."""
     try:
         place = urlsplit(url)
         port_ok = place.port != 0
     except ValueError:
-        return "it has no host and port that can be"
+        return "its host or port is invalid"
     if place.scheme not in ("http", "https") or not place.hostname or not port_ok:
         return "it does not begin with http://host:port or https://host:port"
     if place.username is not None or place.password is not None:
-        return f"it holds a user name or password; a key belongs into the variable of {key}"
-    return "it goes on after the path" if place.query or place.fragment else None
+        return f"it contains a user name or password; put an API key into the variable named by {key}"
+    return "it has a query or fragment after the path" if place.query or place.fragment else None
 
 
 class SpeculativeConfig(Section):
-    """Speculative decoding of the servers: a draft proposes tokens, the model checks several in one pass.
+    """Speculative decoding in the servers: a draft proposes tokens, and the model checks several in one pass.
 
-    Samples have the model's own distribution and log-probs whatever the draft is.
+    Samples follow the model's own distribution and log-probs, whatever the draft is.
     """
 
     algorithm: Literal["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"] = Field(
         "NGRAM",
-        description="NGRAM: earlier continuations, no draft model; EAGLE, EAGLE3: a draft head; STANDALONE: a small "
-        "model with the same tokens",
+        description="source of the draft. NGRAM: earlier continuations, without a draft model; EAGLE, EAGLE3: a draft "
+        "head; STANDALONE: a small model with the same tokens",
     )
     draft_path: str | None = Field(
-        None, description="Hugging Face folder or hub name of the draft, which is not trained"
+        None, description="Hugging Face folder or hub name of the draft model, which is not trained"
     )
-    steps: PositiveInt | None = Field(None, description="passes of a draft model per check; null: SGLang's choice")
-    topk: PositiveInt | None = Field(None, description="branches of a draft model's tree; null: SGLang's choice")
+    steps: PositiveInt | None = Field(None, description="passes of the draft model per check; null: SGLang's choice")
+    topk: PositiveInt | None = Field(None, description="branches of the draft model's tree; null: SGLang's choice")
     draft_tokens: PositiveInt | None = Field(
-        None, description="tokens that are checked in one pass; null: SGLang's choice, 12 with NGRAM"
+        None, description="tokens that the model checks in one pass; null: SGLang's choice, which is 12 with NGRAM"
     )
 
 
@@ -51,124 +51,127 @@ class SGLangConfig(Section):
     """The servers of `rollout.engine: sglang`."""
 
     python: str | None = Field(
-        None, description="interpreter that has sglang; null: the newest that `make sglang-env` made"
+        None, description="Python interpreter that has sglang; null: the newest that `make sglang-env` made"
     )
     servers: PositiveInt = Field(
         1,
-        description="servers over all machines: the same number on each, or, for a rollout team on several machines, "
-        "where its workers lend their GPUs",
+        description="number of servers over all machines: equally many on each machine, or, for a rollout team on "
+        "several machines, on those whose workers lend their GPUs",
     )
-    tp_size: PositiveInt = Field(1, description="tensor-parallel ranks of a server")
-    ep_size: PositiveInt = Field(1, description="expert-parallel ranks of a server, a divisor of tp_size")
+    tp_size: PositiveInt = Field(1, description="tensor-parallel ranks per server")
+    ep_size: PositiveInt = Field(1, description="expert-parallel ranks per server, a divisor of tp_size")
     nnodes: PositiveInt = Field(
-        1, description="machines of a server, a divisor of tp_size, with equally many of its ranks"
+        1, description="machines per server, a divisor of tp_size; each has equally many of the server's ranks"
     )
-    dp_size: PositiveInt = Field(1, description="replicas inside a server")
+    dp_size: PositiveInt = Field(1, description="data-parallel replicas inside a server")
     gpus: list[NonNegativeInt] | None = Field(
         None,
-        description="devices of each machine for servers, in order; null: those after the trainer's, with colocated "
-        "the trainer's",
+        description="devices of each machine that servers use, in order; null: the devices after the trainer's, or "
+        "with colocated the trainer's",
     )
     colocated: bool = Field(
         False,
-        description="servers share the trainer's GPUs: their cache is freed after generation, their weights during "
-        "the update; set memory_fraction and actor.engine.offload",
+        description="servers share the trainer's GPUs: they free their cache after generation and their weights "
+        "during the update; also set memory_fraction and actor.engine.offload",
     )
     memory_fraction: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="share of a GPU's free memory at the server's start, for weights and cache; null: SGLang's choice",
+        description="share of a GPU's free memory that a server takes at its start for weights and cache; null: "
+        "SGLang's choice",
     )
     max_total_tokens: PositiveInt | None = Field(
-        None, description="tokens in a server's key/value cache; null: what fits, 65536 on a CPU"
+        None,
+        description="tokens that fit in a server's key/value cache; null: as many as memory allows, 65536 on a CPU",
     )
-    context_length: PositiveInt | None = Field(None, description="longest sequence; null: the model's")
+    context_length: PositiveInt | None = Field(
+        None, description="longest sequence of a server, in tokens; null: the model's limit"
+    )
     attention_backend: str | None = Field(
-        None, description="SGLang's name; null: SGLang's choice, torch_native on a CPU"
+        None, description="SGLang's name of the attention backend; null: SGLang's choice, torch_native on a CPU"
     )
     deterministic: bool = Field(
         False,
-        description="SGLang's deterministic mode: seeds count on GPUs too; slower",
+        description="SGLang's deterministic mode: seeds are then exact on GPUs too, but generation is slower",
     )
-    speculative: SpeculativeConfig | None = Field(
-        None, description="speculative decoding, of servers on GPUs; null: none"
-    )
+    speculative: SpeculativeConfig | None = Field(None, description="speculative decoding on GPU servers; null: none")
     extra_args: list[str] = Field(default_factory=list, description="further arguments of sglang.launch_server")
     urls: list[str] = Field(
         default_factory=list,
-        description="running servers (http://host:port or https://host:port, with a proxy's path if it has one); none"
-        " is started then",
+        description="addresses of servers that already run (http://host:port or https://host:port, with a proxy's "
+        "path if it has one); megarl then starts none",
     )
     api_key_env: str | None = Field(
-        None, description="environment variable with the API key of the servers in `urls`; null: they have none"
+        None, description="environment variable that holds the API key of the servers in `urls`; null: they need no key"
     )
     host: str | None = Field(
         None,
-        description="address of a private interface that servers listen on; null: loopback on one machine, on several"
-        " the one that reaches the first machine",
+        description="address of a private interface that servers listen on; null: loopback on one machine, on several "
+        "machines the interface that reaches the first machine",
     )
     max_concurrency: PositiveInt | None = Field(
         None,
-        description="samples in flight per server; null: all that there are, of which the server queues those that its "
-        "cache has no room for",
+        description="most samples in flight per server; null: all samples, and the server queues those for which its "
+        "cache has no room",
     )
     start_timeout_s: Seconds = Field(300.0, description="deadline for a server to be ready")
     request_timeout_s: Seconds | None = Field(
         None,
-        description="deadline of a request for a sample, of which there are three at most; null: none. It says nothing "
-        "about the server, which health_timeout_s looks after",
+        description="deadline of one request for a sample; a sample gets at most three requests; null: none. Whether "
+        "the server is alive is checked separately, see health_timeout_s",
     )
     health_timeout_s: Seconds = Field(
         60.0,
-        description="a server is dead when its scheduler gives no sign of life for so long, or a call that moves no "
-        "weights takes longer; set it to many times the time of a batch",
+        description="a server counts as dead when its scheduler gives no sign of life for this long, or when a call "
+        "that moves no weights takes longer; set it to many times the duration of a batch",
     )
-    max_restarts: NonNegativeInt = Field(3, description="restarts of each server in a run")
+    max_restarts: NonNegativeInt = Field(3, description="restarts of each server per run")
 
     def nccl_environment(self) -> dict[str, str]:
-        """Return what SGLang sets in its processes where it is unset. Groups of trainer and servers need one value.
+        """Return the NCCL variables that SGLang sets in its processes when they are unset; trainer and servers must
+        agree on them.
 
-        Else the two sides of a connection on one machine offer each other memory of different kinds, and NCCL ends with
-        "invalid argument".
+        With different values the two sides of a connection on one machine offer each other memory of different kinds,
+        and NCCL fails with "invalid argument".
         """
         symmetric = "--enable-symm-mem" in self.extra_args
         multicast = symmetric or "--enable-nccl-nvls" in self.extra_args
         return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
     def external_key(self) -> str | None:
-        """Return the API key of the servers in `urls`, from the environment; None: they have none.
+        """Return the API key of the servers in `urls` from the environment, or None when they need none.
 
         Raises:
-            ConfigError: the variable is not set.
+            ConfigError: the environment variable is not set.
         """
         name = self.api_key_env
         if name is not None and name not in os.environ:
             raise ConfigError(
-                "this environment variable is not set",
+                "environment variable not set",
                 where="rollout.sglang.api_key_env",
                 found=name,
-                allowed="the name of a variable with the servers' API key, or null",
-                fix="export it, or set rollout.sglang.api_key_env=null",
+                allowed="the name of a variable that holds the servers' API key, or null",
+                fix="export the variable, or set rollout.sglang.api_key_env=null",
             )
         return None if name is None else os.environ[name]
 
     @property
     def first_gpu_given(self) -> bool:
-        """Whether `extra_args` sets the first GPU of a server on its machine."""
+        """Whether `extra_args` sets a server's first GPU on its machine."""
         return any(argument.startswith("--base-gpu-id") for argument in self.extra_args)
 
     @property
     def count(self) -> int:
-        """Number of servers over all machines, started or external."""
+        """Number of servers over all machines, whether megarl starts them or not."""
         return len(self.urls) or self.servers
 
     @property
     def ranks(self) -> int:
-        """Number of devices of one server."""
+        """Number of devices per server."""
         return self.tp_size * self.dp_size
 
     @property
     def ranks_per_node(self) -> int:
-        """Number of devices of one server on each of its machines."""
+        """Number of devices that one server has on each of its machines."""
         return self.ranks // self.nnodes

@@ -1,4 +1,4 @@
-"""The recipe's section `sync`: weights from the trainer to generation servers."""
+"""The recipe's section `sync`: how weights reach the generation servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.base import Seconds, Section
 
 
 class SyncConfig(Section):
-    """The transfer of the trainer's weights to the servers."""
+    """How the trainer's weights are sent to the servers."""
 
     transport: Literal["auto", "tensor", "distributed", "disk", "delta"] = Field(
         "auto",
@@ -19,26 +19,26 @@ class SyncConfig(Section):
         "host; auto: tensor where every server shares a host with the trainer and has no GPUs of its own,"
         " else distributed",
     )
-    bucket_mb: PositiveInt = Field(256, description="MB (10**6 bytes) of a bucket; a sender holds two")
+    bucket_mb: PositiveInt = Field(256, description="size of a bucket in MB (10**6 bytes); a sender holds two buckets")
     dtype: Literal["model", "bf16", "fp32"] = Field(
-        "model", description="dtype on the wire; model: that of the trainer's parameters"
+        "model", description="dtype in which weights are sent; model: the dtype of the trainer's parameters"
     )
-    fp8: bool = Field(False, description="send projections as FP8 with one scale per 128 x 128 block")
+    fp8: bool = Field(False, description="send projections in FP8 with one scale per 128 x 128 block")
     pause: Literal["abort", "retract", "in_place"] = Field(
         "retract",
-        description="running requests at a weight update. abort: end with what they have; retract: continue under the"
-        " new weights, with their cache recomputed; in_place: continue with the old cache, for servers "
-        "without a prefix cache",
+        description="what happens to running requests at a weight update. abort: they end with the tokens that they "
+        "have; retract: they continue under the new weights with a recomputed cache; in_place: they continue with the "
+        "old cache (for servers without a prefix cache)",
     )
     verify: Literal["off", "first", "every"] = Field(
         "first",
-        description="compare checksums of all tensors of a server with the trainer's; first: at its first update "
-        "since it started",
+        description="when to compare checksums of all tensors of a server with the trainer's; first: at the first "
+        "update after the server's start",
     )
-    timeout_s: Seconds = Field(300.0, description="deadline of every single step of a synchronisation")
+    timeout_s: Seconds = Field(300.0, description="deadline of each step of a weight update")
     address: str | None = Field(
         None,
-        description="address at which servers reach a trainer of one machine (distributed); null: that of the "
+        description="address at which servers reach a trainer on one machine (distributed); null: that of the "
         "interface that reaches the server",
     )
     folder: str | None = Field(None, description="folder of the disk transport; null: sync/ of the run folder")

@@ -12,26 +12,32 @@ from megarl.config.model import ParallelConfig
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule. Steps are optimizer steps."""
+    """AdamW and its learning-rate schedule. Steps are optimizer steps."""
 
     lr: PositiveFloat = Field(1e-6, le=1, description="peak learning rate")
     min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="shape of the schedule after warm-up"
+    )
     warmup_steps: NonNegativeInt = Field(
-        0, description="optimizer steps of linear warm-up; linear and cosine cut it to the run"
+        0, description="optimizer steps of linear warm-up; linear and cosine schedules shorten it to fit the run"
     )
     warmup_ratio: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="warm-up as a share of the run's optimizer steps, rounded, in place of warmup_steps",
+        description="warm-up as a share of the run's optimizer steps, rounded; replaces warmup_steps",
     )
-    decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: the whole run")
+    decay_steps: PositiveInt | None = Field(
+        None, description="optimizer steps until min_lr is reached; null: the whole run"
+    )
     weight_decay: NonNegativeFloat = Field(0.01, le=100, description="decoupled weight decay")
-    beta1: float = Field(0.9, ge=0, lt=1, description="first-moment decay")
-    beta2: float = Field(0.999, ge=0, lt=1, description="second-moment decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
     eps: PositiveFloat = Field(1e-8, le=1, description="denominator constant")
-    clip_grad: NonNegativeFloat = Field(1.0, description="global gradient-norm clip; 0 turns it off")
+    clip_grad: NonNegativeFloat = Field(
+        1.0, description="largest global gradient norm; larger gradients are scaled down; 0: no clipping"
+    )
 
     def warmup(self, total_steps: int) -> int:
         """Return the number of warm-up steps in a run of `total_steps` optimizer steps."""
@@ -43,24 +49,24 @@ class EngineConfig(Section):
 
     micro_batch_tokens: PositiveInt = Field(
         8192,
-        description="tokens of a micro-batch per data-parallel rank, image patches included; a longer sequence is its"
-        " own batch",
+        description="most tokens of a micro-batch per data-parallel rank, image patches included; a longer sequence "
+        "is a micro-batch of its own",
     )
     logits_chunk_tokens: PositiveInt = Field(
-        1024, description="tokens whose vocabulary logits exist at the same time in the fused log-prob"
+        1024, description="number of tokens whose vocabulary logits exist at the same time in the fused log-prob"
     )
     recompute: Literal["none", "full", "selective"] = Field("none", description="activation recomputation")
     layers: Literal["auto", "local", "te"] = Field(
         "auto",
-        description="transformer layers of Transformer Engine (te) or plain modules (local); auto: te for bf16 on "
-        "GPUs where it is installed, else local. Reference and teacher have the actor's",
+        description="implementation of transformer layers: Transformer Engine (te) or plain modules (local); auto: te "
+        "for bf16 on GPUs where it is installed, else local. Reference and teacher use the actor's",
     )
     fp8: Literal["none", "blockwise", "delayed"] = Field(
         "none",
-        description="FP8 matrix products of te layers. blockwise: scales of blocks; delayed: one scale per tensor, "
+        description="FP8 matrix products in te layers. blockwise: one scale per block; delayed: one scale per tensor, "
         "from maxima of earlier steps. Weights, attention and head stay in model.dtype",
     )
-    distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
+    distributed_optimizer: bool = Field(True, description="shard the optimizer state over data-parallel ranks")
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
         description="dtype of AdamW's first moment; bf16 saves 2 bytes per parameter and needs a bf16 model, "
@@ -70,7 +76,7 @@ class EngineConfig(Section):
     offload: bool = Field(
         False,
         description="move gradients, optimizer state and parameters to host memory while another role works; the "
-        "actor's parameters stay for generation",
+        "actor's parameters stay on the device for generation",
     )
 
 
@@ -78,14 +84,14 @@ class ActorConfig(Section):
     """Training of the policy."""
 
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed of training")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
     mini_batch_size: PositiveInt | None = Field(
         None,
         le=1_000_000_000,
-        description="prompts per optimizer step over all ranks; null: data.batch_size (one step, on-policy)",
+        description="prompts per optimizer step over all ranks; null: data.batch_size (one optimizer step, on-policy)",
     )
-    ppo_epochs: PositiveInt = Field(1, description="passes over the step's samples")
+    ppo_epochs: PositiveInt = Field(1, description="passes over the samples of a step")
     shuffle: bool = Field(False, description="assign prompts to mini-batches at random, differently in every pass")
 
 
@@ -95,137 +101,153 @@ class CriticConfig(Section):
     path: str | None = Field(
         None,
         description="Hugging Face folder or hub name of a policy or of an earlier critic (hf_critic); null: the "
-        "actor's weights at the start of RL. From a policy, the value head starts at zero",
+        "actor's weights at the start of RL. With a policy's weights the value head starts at zero",
     )
     parallel: ParallelConfig | None = Field(
-        None, description="layout; null: the actor's. Another one needs a team of its own (placement)"
+        None, description="layout; null: the actor's. Another layout needs a team of its own (placement)"
     )
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed of training")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
     mini_batch_size: PositiveInt | None = Field(
         None,
         le=1_000_000_000,
-        description="prompts per optimizer step over all ranks; null: data.batch_size (one step)",
+        description="prompts per optimizer step over all ranks; null: data.batch_size (one optimizer step)",
     )
-    ppo_epochs: PositiveInt = Field(1, description="passes over the step's samples")
+    ppo_epochs: PositiveInt = Field(1, description="passes over the samples of a step")
     shuffle: bool = Field(False, description="as actor.shuffle")
     aggregation: Aggregation = Field(
-        "token-mean", description="how value losses of tokens become one number, as algorithm.loss.aggregation"
+        "token-mean",
+        description="how the value losses of tokens are combined into one number, as algorithm.loss.aggregation",
     )
-    sum_norm: PositiveFloat | None = Field(None, description="divisor of seq-mean-token-sum-norm")
+    sum_norm: PositiveFloat | None = Field(None, description="divisor that seq-mean-token-sum-norm uses")
     value_clip: PositiveFloat | None = Field(
-        0.5, description="how far a value may move from the old one before its loss stops falling; null: no bound"
+        0.5, description="largest change of a value from the old value that still lowers its loss; null: no bound"
     )
-    warmup_steps: NonNegativeInt = Field(0, description="first training steps, in which only the critic trains")
+    warmup_steps: NonNegativeInt = Field(
+        0, description="number of first training steps in which only the critic trains"
+    )
 
 
 class ReferenceConfig(Section):
-    """The frozen reference policy. It exists only when a KL term needs it."""
+    """The frozen reference policy. It is loaded only when a KL term needs it."""
 
     path: str | None = Field(None, description="Hugging Face folder; null: the actor's weights at the start of RL")
-    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
+    parallel: ParallelConfig | None = Field(
+        None, description="layout; null: the actor's. Another layout needs a team of its own"
+    )
 
 
 class TeacherModelConfig(Section):
     """One of several teachers."""
 
-    path: str = Field(description="Hugging Face folder or hub name; its tokenizer is the policy's")
+    path: str = Field(description="Hugging Face folder or hub name; it must have the policy's tokenizer")
     weight: NonNegativeFloat = Field(
-        1.0, description="share of the prompts whose row names no teacher, relative to the other weights"
+        1.0, description="share of this teacher among prompts whose row names no teacher, relative to the other weights"
     )
 
 
 class TeacherConfig(Section):
-    """The frozen teacher of on-policy distillation, or several. They exist only when they are needed."""
+    """The frozen teacher of on-policy distillation, or several teachers. They are loaded only when the recipe needs
+    them.
+    """
 
-    path: str | None = Field(None, description="Hugging Face folder or hub name; its tokenizer is the policy's")
+    path: str | None = Field(None, description="Hugging Face folder or hub name; it must have the policy's tokenizer")
     models: dict[str, TeacherModelConfig] = Field(
         default_factory=dict,
-        description="several named teachers in place of `path`; each prompt has one",
+        description="several named teachers in place of `path`; each prompt has one of them",
     )
     key: str = Field(
         "teacher",
-        description="column that names a row's teacher, of `models`; a row without it gets one at random, by weight",
+        description="column that names a row's teacher (a key of `models`); a row without it gets one at random, by "
+        "weight",
     )
-    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
+    parallel: ParallelConfig | None = Field(
+        None, description="layout; null: the actor's. Another layout needs a team of its own"
+    )
 
     @property
     def paths(self) -> dict[str, str]:
-        """Where each teacher is, by the key of the recipe that names it."""
+        """Paths of the teachers, by the recipe key that names each."""
         if self.models:
             return {f"teacher.models.{name}.path": model.path for name, model in self.models.items()}
         return {} if self.path is None else {"teacher.path": self.path}
 
 
 class RewardModelConfig(Section):
-    """The frozen reward model that scores samples. It exists where the reward or a part of it is `reward_model`."""
+    """The frozen reward model that scores samples. It is loaded when the reward or a part of it is `reward_model`."""
 
     path: str | None = Field(
         None, description="Hugging Face folder or hub name of a sequence classifier with one label, such as RUN_DIR/hf"
     )
     form: Literal["tokens", "text", "chat"] = Field(
         "tokens",
-        description="tokens: the sample's, for a model with the policy's tokenizer; text: prompt and response through"
-        " the model's tokenizer; chat: the conversation in the model's chat template",
+        description="input of the reward model. tokens: the sample's tokens, for a model with the policy's tokenizer; "
+        "text: prompt and response through the model's tokenizer; chat: the conversation in the model's chat template",
     )
-    end: bool = Field(True, description="end with the model's end token where the text does not (form text or chat)")
+    end: bool = Field(
+        True, description="append the model's end token when the text does not end with it (form text or chat)"
+    )
     max_tokens: PositiveInt | None = Field(
-        None, description="longer samples fail (reward.on_error); null: the model's limit"
+        None, description="most tokens of a sample; longer samples fail (reward.on_error); null: the model's limit"
     )
-    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
+    parallel: ParallelConfig | None = Field(
+        None, description="layout; null: the actor's. Another layout needs a team of its own"
+    )
 
 
 class PreferenceConfig(Section):
-    """Learning from better and worse responses: DPO and relatives on pairs, KTO on labelled examples, reward models.
+    """Training on better and worse responses: DPO and relatives on pairs, KTO on labelled examples, reward models.
 
-    Keys are TRL's where it has them.
+    Keys have TRL's names where TRL has them.
     """
 
     loss: Literal["sigmoid", "robust", "hinge", "ipo", "kto", "bradley_terry"] = Field(
         "sigmoid",
-        description="of a pair: sigmoid (DPO), robust (DPO with wrong labels), hinge (SLiC) or ipo; of a labelled "
-        "example: kto; of a reward model's pair: bradley_terry. Formulas: docs/preferences.md",
+        description="loss of a pair: sigmoid (DPO), robust (DPO with wrong labels), hinge (SLiC) or ipo; of a "
+        "labelled example: kto; of a reward model's pair: bradley_terry. Formulas: docs/preferences.md",
     )
-    beta: PositiveFloat = Field(0.1, le=1000, description="how much a log-ratio to the reference counts")
+    beta: PositiveFloat = Field(0.1, le=1000, description="factor of the log-ratio to the reference policy in the loss")
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="assumed share of pairs with a wrong label (sigmoid, robust)"
     )
     length_normalised: bool | None = Field(
         None,
-        description="log-ratios are means over response tokens, not sums; null: true for ipo, else false",
+        description="take means of log-ratios over response tokens instead of sums; null: true for ipo, else false",
     )
     sft_coef: NonNegativeFloat = Field(
         0.0, le=1000, description="weight of the mean -log-prob of the chosen responses' tokens (RPO); 0: no term"
     )
-    desirable_weight: NonNegativeFloat = Field(1.0, le=1000, description="weight of desirable examples in kto")
-    undesirable_weight: NonNegativeFloat = Field(1.0, le=1000, description="weight of the other examples in kto")
+    desirable_weight: NonNegativeFloat = Field(1.0, le=1000, description="weight of desirable examples (kto)")
+    undesirable_weight: NonNegativeFloat = Field(1.0, le=1000, description="weight of undesirable examples (kto)")
     margin_key: str | None = Field(
-        None, description="column of a number by which a reward model's chosen score is to be larger; null: none"
+        None,
+        description="column of a number by which the chosen score of a reward model should exceed the rejected "
+        "one; null: none",
     )
     center_coef: NonNegativeFloat = Field(
         0.0, le=1000, description="weight of (sum of a pair's two scores)^2, which keeps a reward model's scores near 0"
     )
     chosen_key: str = Field(
         "chosen",
-        description="column of the better response: text or chat messages. Without a column data.prompt_key the "
-        "prompt is the common beginning of both responses",
+        description="column of the better response: text or chat messages. In rows without the column data.prompt_key "
+        "the prompt is the common beginning of both responses",
     )
     rejected_key: str = Field("rejected", description="column of the worse response, in the same form")
     completion_key: str = Field(
         "completion",
-        description="column of the response of a kto example: text or chat messages; rows without it are pairs, which"
-        " give two examples",
+        description="column of the response of a kto example: text or chat messages; rows without it are pairs, and "
+        "each pair gives two examples",
     )
     label_key: str = Field("label", description="column that says whether the response of an example is desirable")
     max_tokens: PositiveInt | None = Field(
         None,
-        description="pairs and examples with longer sequences (prompt and response) are overlong (data.overlong); "
-        "null: the model's limit",
+        description="most tokens of a pair's or example's sequence (prompt and response); longer ones are overlong "
+        "(data.overlong); null: the model's limit",
     )
 
     @property
     def labelled(self) -> bool:
-        """Whether the data are single examples with labels, not pairs."""
+        """Whether the data are single labelled examples, not pairs."""
         return self.loss == "kto"
 
     @property
@@ -235,51 +257,56 @@ class PreferenceConfig(Section):
 
     @property
     def means(self) -> bool:
-        """Whether log-ratios are means over tokens."""
+        """Whether log-ratios are means over tokens instead of sums."""
         return self.loss == "ipo" if self.length_normalised is None else self.length_normalised
 
     def limit(self, positions: int | None) -> int | None:
-        """Return the most tokens of a sequence, of a model of so many positions; None: any number."""
-        return min((one for one in (positions, self.max_tokens) if one is not None), default=None)
+        """Return the most tokens of a sequence for a model of `positions` positions; None: no limit."""
+        return min((bound for bound in (positions, self.max_tokens) if bound is not None), default=None)
 
 
-#: Default peak learning rates of fine-tuning, by what is trained.
+#: Default peak learning rates of fine-tuning: a trained model, adapters, a randomly initialised model.
 TRAINED_LR, ADAPTER_LR, FRESH_LR = 1e-5, 1e-4, 1e-3
 
 
 class SFTConfig(Section):
     """Supervised fine-tuning: a cold start before RL, or `megarl sft` by itself."""
 
-    steps: NonNegativeInt = Field(0, description="optimizer steps; 0 skips the phase")
+    steps: NonNegativeInt = Field(0, description="number of optimizer steps; 0 skips the phase")
     epochs: PositiveFloat | None = Field(
         None,
-        description="passes over the examples, from which steps are computed, unless a later layer or override sets "
-        "`steps`; the next pass fills the last batch; null: steps",
+        description="passes over the examples, which set `steps` unless a later layer or override sets `steps`; the "
+        "next pass fills the last batch; null: use steps",
     )
     batch_size: PositiveInt = Field(64, le=1_000_000_000, description="examples per optimizer step over all ranks")
     response_key: str = Field(
         "answer",
-        description="column of the response to learn: text or chat messages. If it is data.prompt_key, the column "
+        description="column of the response to train on: text or chat messages. If it is data.prompt_key, the column "
         "holds whole conversations, and the prompt ends before the assistant's first message",
     )
-    train_files: list[str] | None = Field(None, description="examples, same forms as data.train_files; null: those")
+    train_files: list[str] | None = Field(
+        None, description="files of examples, in the forms of data.train_files; null: data.train_files"
+    )
     max_tokens: PositiveInt | None = Field(
         None, description="most tokens of an example (prompt and response); null: the model's limit"
     )
     overlong: Literal["filter", "cut", "error"] | None = Field(
         None,
-        description="longer examples: filter: drop and count them; cut: drop the end of the response, and count them; "
-        "error: refuse; null: as data.overlong",
+        description="what happens to longer examples. filter: drop and count them; cut: drop the end of the response, "
+        "and count them; error: refuse them; null: as data.overlong",
     )
     optim: OptimConfig = Field(
         default_factory=lambda: OptimConfig(lr=TRAINED_LR),
-        description="optimizer; of a fresh model lr is 1e-3 by default, of adapters 1e-4",
+        description="the optimizer; the default lr is 1e-5 for a trained model, 1e-4 for adapters, 1e-3 for a "
+        "randomly initialised model",
     )
-    eval_every: NonNegativeInt = Field(0, description="steps between held-out evaluations; 0: only at the end")
+    eval_every: NonNegativeInt = Field(
+        0, description="optimizer steps between held-out evaluations; 0: only at the end"
+    )
     stop_at_accuracy: float | None = Field(
-        None, ge=0, le=1, description="end the phase when held-out greedy accuracy reaches this; needs eval_every"
+        None, ge=0, le=1, description="greedy accuracy on held-out prompts at which the phase ends; needs eval_every"
     )
 
     def limit(self, positions: int | None) -> int | None:
-        """Return the most tokens of an example, of a model of so many positions; None: any number."""
+        """Return the most tokens of an example for a model of `positions` positions; None: no limit."""
         return min((limit for limit in (positions, self.max_tokens) if limit is not None), default=None)

@@ -1,4 +1,4 @@
-"""YAML input and output: plain data, YAML 1.2 scalars, duplicate keys refused, and the line of every key.
+"""YAML input and output: plain data, YAML 1.2 scalars, no duplicate keys, and the line of every key.
 
 Surprises of YAML 1.1 are off: `1e-6` is a number; `on`, `no`, dates and `1:30` are text; `010` is ten.
 """
@@ -15,8 +15,9 @@ import yaml
 
 from megarl.system.errors import ConfigError, encoding_fix
 
-_DEEPEST = 64  # mappings and lists inside one another
-_MOST = 1_000_000  # values, each alias counted as what it stands for: a few lines of aliases make thousands of millions
+_DEEPEST = 64  # most levels of nested mappings and lists
+# Most values in a document, aliases expanded: a few lines of aliases can stand for billions of values.
+_MOST = 1_000_000
 _OPEN = (-1, -1)
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -31,11 +32,11 @@ _RESOLVERS = [
 
 
 class _Located(yaml.SafeLoader):
-    """A loader with only the resolvers above, whose errors name the line that a user has to change."""
+    """A pure Python loader with only the resolvers above. Its errors name the line that the user has to change."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The same in C where PyYAML has it, in a tenth of the time."""
+    """The same loader with PyYAML's C parser where it is installed, which takes a tenth of the time."""
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -43,8 +44,8 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """A dumper that quotes a text when either YAML version would read it as something else: it keeps the resolvers of
-    1.1.
+    """A dumper that keeps the resolvers of YAML 1.1, so that it quotes text that either YAML version would read
+    otherwise.
     """
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -52,7 +53,7 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Represent text; line breaks other than `\\n` survive only as escapes."""
+    """Represent text. Text with line breaks other than `\\n` is quoted, so that they are written as escapes."""
     breaks = any(letter in text for letter in "\r\x85\u2028\u2029\ufeff")
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
 
@@ -70,8 +71,8 @@ _Dumper.add_representer(str, _represent_text)
 class Document:
     """A mapping read from YAML, with `file:line` of each key path in `origins`.
 
-    `replaced` holds the paths of mappings tagged `!replace`, which replace inherited ones; `inherited` holds the paths
-    of keys that were given for a component that a later layer replaces.
+    `replaced` holds the paths of mappings tagged `!replace`, which replace inherited mappings. `inherited` holds the
+    paths of keys that were given for a component that a later layer replaces.
     """
 
     data: dict[str, Any]
@@ -81,7 +82,11 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """Read one file that holds a mapping. Raise ConfigError with file and line when it does not, or repeats a key."""
+    """Read a file that holds one mapping.
+
+    Raises:
+        ConfigError: the file does not hold a mapping, or repeats a key; the error names file and line.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -100,11 +105,11 @@ def read_yaml(path: Path) -> Document:
         problem = getattr(error, "problem", None) or str(error)
         written = text[: mark.index + 1].rstrip("\r\n").rpartition("\n")[2] if mark else ""
         tab = "\t" in written[: len(written) - len(written.lstrip())]
-        fix = "indent with spaces; YAML takes no tabs there" if tab else "fix the line named"
+        fix = "indent with spaces; YAML does not allow tabs there" if tab else "correct the line named above"
         raise ConfigError("this is not valid YAML", where=where, found=problem, fix=fix) from error
     if not isinstance(document.data, dict):
         raise ConfigError(
-            "a recipe is a mapping of sections",
+            "a recipe must be a mapping of sections",
             where=str(path),
             found=document.data,
             fix="start with lines such as `name: my_run`",
@@ -113,7 +118,11 @@ def read_yaml(path: Path) -> Document:
 
 
 def _read(text: str, path: tuple[str, ...], file: str) -> Document:
-    """Read one value, of the key at `path`; None where there is none. Raise yaml.YAMLError, of `_Located`."""
+    """Read the value of the key at `path`; None when the text is empty.
+
+    Raises:
+        yaml.YAMLError: as raised by `_Located`, whose positions are exact.
+    """
     try:
         return _read_by(_Loader, text, path, file)
     except _TooLargeError:
@@ -133,7 +142,7 @@ def _read_by(kind: type[Any], text: str, path: tuple[str, ...], file: str) -> Do
 
 
 def _load(kind: type[Any], text: str, walk: Callable[[yaml.Node], None]) -> Any:
-    """Return the value in `text`; None where there is none. `walk` sees its node once that is known to be bounded."""
+    """Return the value in `text`, or None when it is empty. `walk` is called with its node after the size check."""
     loader = None
     try:
         loader = kind(text)
@@ -144,7 +153,7 @@ def _load(kind: type[Any], text: str, walk: Callable[[yaml.Node], None]) -> Any:
         walk(node)
         return loader.construct_document(node)
     except RecursionError:
-        problem = f"more than {_DEEPEST} mappings and lists inside one another"
+        problem = f"more than {_DEEPEST} nested mappings and lists"
         raise _TooLargeError(problem=problem) from None
     finally:
         if loader is not None:
@@ -156,18 +165,18 @@ class _TooLargeError(yaml.MarkedYAMLError):
 
 
 def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
-    """Return how many values a node has, and how many levels; refuse too many of either.
+    """Return the number of values and of levels below a node; refuse too many of either.
 
     Args:
-        sizes: of the nodes that were measured, by id; `_OPEN` for those that hold `node`.
-        depth: mappings and lists around it.
+        sizes: results of nodes already measured, by id; `_OPEN` for the nodes around `node`.
+        depth: number of mappings and lists around the node.
     """
     if isinstance(node, yaml.ScalarNode):
         return 1, 0
     size, levels = sizes.get(id(node), (0, 0))
     if (size, levels) == _OPEN:
         kind = "mapping" if isinstance(node, yaml.MappingNode) else "list"
-        raise _too_large(f"an alias leads back to a {kind} that holds it", node)
+        raise _too_large(f"an alias leads back to the {kind} that contains it", node)
     if not size and depth < _DEEPEST:
         sizes[id(node)] = _OPEN
         inside = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
@@ -175,7 +184,7 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]], depth: int) -> 
         size, levels = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
         sizes[id(node)] = size, levels
     if not size or depth + levels > _DEEPEST:
-        raise _too_large(f"more than {_DEEPEST} mappings and lists inside one another", node)
+        raise _too_large(f"more than {_DEEPEST} nested mappings and lists", node)
     if size > _MOST:
         raise _too_large(f"its aliases stand for more than {_MOST:,} values", node)
     return size, levels
@@ -186,14 +195,16 @@ def _too_large(problem: str, node: yaml.Node) -> _TooLargeError:
 
 
 def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document, open_nodes: tuple[int, ...]) -> None:
-    """Record the line of each key below a mapping node; refuse duplicate keys and an alias of its own parent."""
+    """Record the line of each key below a mapping node. Refuse duplicate keys, and an alias of a mapping around it."""
     if not isinstance(node, yaml.MappingNode):
         return
     if node.tag == "!replace":
         node.tag = "tag:yaml.org,2002:map"
         document.replaced.add(path)
     if id(node) in open_nodes:
-        raise ConfigError("an alias leads back to a mapping that holds it", where=f"{file}:{node.start_mark.line + 1}")
+        raise ConfigError(
+            "an alias leads back to the mapping that contains it", where=f"{file}:{node.start_mark.line + 1}"
+        )
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
@@ -202,7 +213,7 @@ def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document,
             raise ConfigError(
                 f"the key {'.'.join(here)} is given twice",
                 where=f"{file}:{line}",
-                found="both on this line" if seen[key] == line else f"first given on line {seen[key]}",
+                found="both are on this line" if seen[key] == line else f"first given on line {seen[key]}",
                 fix="keep one of the two",
             )
         seen[key] = line
@@ -211,7 +222,7 @@ def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document,
 
 
 def parse_value(text: str) -> Any:
-    """Read one YAML value, such as the right-hand side of an override. Raise yaml.YAMLError when it is malformed."""
+    """Read one YAML value, such as the right-hand side of an override. Malformed text raises yaml.YAMLError."""
     return _load(_Located, text, lambda node: None)
 
 
@@ -220,13 +231,13 @@ def parse_tagged(text: str, path: tuple[str, ...], where: str) -> tuple[Any, set
 
     Args:
         path: the key that the value is for.
-        where: its origin, for errors.
+        where: the value's origin, for errors.
 
     Returns:
         The value, and the paths of the tagged mappings.
 
     Raises:
-        yaml.YAMLError: it is malformed.
+        yaml.YAMLError: the text is malformed.
         ConfigError: a mapping repeats a key.
     """
     document = _read(text, path, where)
@@ -239,5 +250,5 @@ def parse_texts(text: str) -> Any:
 
 
 def to_yaml(data: dict[str, Any]) -> str:
-    """Return block-style YAML of plain data, keys in the order given; `parse_value` reads back equal data."""
+    """Return block-style YAML of plain data with keys in the given order; `parse_value` reads back equal data."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)

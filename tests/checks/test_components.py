@@ -97,7 +97,7 @@ def test_another_reward_drops_the_inherited_arguments_that_only_the_last_one_has
     reward = load(file, f"reward.name={name}").reward
     assert (reward.name, reward.workers, reward.kwargs) == (name, 2, kept)
     dropped = ", ".join(f"reward.kwargs.{key}" for key in ("extract", "evaluated") if key not in kept)
-    said = f"megarl: inherited keys that {name} does not have are dropped: {dropped}\n" if dropped else ""
+    said = f"megarl: dropped inherited keys that {name} does not have: {dropped}\n" if dropped else ""
     assert capfd.readouterr() == ("", said)
     given = load(file, f"reward.name={name}", "reward.kwargs.extract=first").reward.kwargs
     assert given == {**kept, "extract": "first"}  # what the layer itself gives stays, right or wrong

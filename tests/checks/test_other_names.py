@@ -81,12 +81,12 @@ def test_a_name_of_the_page_leads_to_the_key_in_its_row(theirs, here):
         ("actor_rollout_ref.actor.optim.lr=1e-6", "here this is actor.optim.lr"),
         ("actor_rollout_ref.actor.optim.lrr=1e-6", "did you mean actor.optim.lr?"),
         ("actor_rollout_ref.ref.path=Q", "here this is reference.path"),
-        ("actor_rollout_ref.actor.strategy=megatron", "the engine is always Megatron-Core's here"),
+        ("actor_rollout_ref.actor.strategy=megatron", "the training engine is always Megatron-Core here"),
         ("actor_rollout_ref.hybrid_engine=true", "here this is rollout.engine=embedded"),
         ("actor_rollout_ref.rollout.mode=async", "here this is rollout.engine"),
         ("actor_rollout_ref.mine=1", "remove it"),
-        ("data.return_raw_chat=true", "prompts are taken as they are"),
-        ("ray_init.num_cpus=8", "Ray is started with launch.launcher=ray"),
+        ("data.return_raw_chat=true", "rows hold complete prompts here"),
+        ("ray_init.num_cpus=8", "Ray is started by launch.launcher=ray"),
         ("algorithm.filter_groups.enable=true", "here this is algorithm.dynamic_sampling.enabled"),
         ("rollout.max_new_tokens=9", "here this is rollout.sampling.max_new_tokens"),
         ("rollout.name=vllm", "here this is rollout.engine (embedded or sglang; vLLM is not there)"),
@@ -97,7 +97,7 @@ def test_a_name_of_the_page_leads_to_the_key_in_its_row(theirs, here):
         ("worker.actor.global_batch_size=5", "here this is actor.mini_batch_size"),
         ("model.use_lora=true", "adapters are in section model.lora"),
         ("report_to=wandb", "here this is tracking.mlflow, and tracking.loggers"),
-        ("actor.fsdp_config=x", "there is no FSDP"),
+        ("actor.fsdp_config=x", "FSDP and DeepSpeed do not exist here"),
         ("actor.optim.beta=0.9", "did you mean actor.optim.beta1 or actor.optim.beta2?"),
         ("actor.optim.lrr=1", "did you mean actor.optim.lr?"),
     ],
@@ -120,7 +120,7 @@ def test_each_setting_in_a_section_of_another_project_is_explained_at_its_line(w
 @pytest.mark.parametrize(
     ("key", "name", "words"),
     [
-        ("algorithm.pipeline", "simpo", "of preference methods DPO"),
+        ("algorithm.pipeline", "simpo", "preference methods are DPO"),
         ("algorithm.pipeline", "sft", "megarl sft RECIPE"),
         ("algorithm.pipeline", "rloo", "set algorithm.advantage.name=rloo"),
         ("algorithm.pipeline", "gpro", "did you mean grpo?"),
@@ -139,7 +139,7 @@ def test_a_section_of_another_project_leads_to_the_keys_in_the_one_here(write):
     for key in ("actor.optim.lr", "model.path"):
         assert f"unknown key actor_rollout_ref.{key}\n" in text
         assert f"fix:     here this is {key}\n" in text + "\n"
-    assert "the optimizer is AdamW here" in text, "TRL's optim is a value, not a section"
+    assert "the optimizer is always AdamW" in text, "TRL's optim is a value, not a section"
 
 
 @pytest.mark.parametrize(("override", "listed"), [("save_steps=1", False), ("actr.x=1", False), ("zzz=1", True)])

@@ -53,7 +53,7 @@ def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(
         ("robot.reward.embedding={name: states}", "robot.reward.embedding.name", "states"),
         ("robot.reward.embedding={point: 4}", "robot.reward.embedding.point", "points"),
         ("robot.reward.embedding={name: state, lr: 0.1}", "robot.reward.embedding.lr", "does not read"),
-        ("robot.reward.embedding={name: vjepa2}", "robot.reward.embedding.path", "no default"),
+        ("robot.reward.embedding={name: vjepa2}", "robot.reward.embedding.path", "needs a path"),
         (
             "robot.reward={name: progress, embedding: {name: own}, srpo: {bank: 4}}",
             "robot.reward.srpo.bank",

@@ -145,7 +145,7 @@ def write(tmp_path, monkeypatch):
                 "actor.engine.recompute": "full",
                 "algorithm.loss.dual_clip": None,
             },
-            {"use_vllm: True": "vLLM is not there", "top_entropy_quantile: 0.2": "every token counts here"},
+            {"use_vllm: True": "vLLM is not supported", "top_entropy_quantile: 0.2": "every token counts equally here"},
         ),
         (
             "dpo.json",
@@ -159,7 +159,7 @@ def write(tmp_path, monkeypatch):
                 "trainer.epochs": 1,
                 "cluster.nproc": 2,
             },
-            {"rpo_alpha: 1": "keys of section preference"},
+            {"rpo_alpha: 1": "keys of the section preference"},
         ),
         (
             "sft.yaml",
@@ -175,7 +175,7 @@ def write(tmp_path, monkeypatch):
                 "data.val_files": ["chats.jsonl"],
                 "reward.name": "format",
             },
-            {"packing: True": "this is always so here"},
+            {"packing: True": "this is always on here"},
         ),
         (
             "verl.sh",

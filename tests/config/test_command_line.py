@@ -113,7 +113,7 @@ def test_eval_of_a_run_with_another_reward_drops_its_arguments_whatever_its_keys
     write("{}", "run/checkpoints/step_1/meta.json")
     assert main(["eval", str(tmp_path / "run"), "--dry-run", "reward.name=math"]) == 0
     err = capsys.readouterr().err
-    assert err.count("keys that math does not have are dropped: reward.kwargs.extract") == 1
+    assert err.count("inherited keys that math does not have: reward.kwargs.extract") == 1
 
 
 @pytest.mark.parametrize(("command", "takes_runs"), [("eval", True), ("generate", True), ("train", False)])

@@ -216,7 +216,7 @@ def test_override_mends_a_value_that_is_wrong_in_the_file(write):
         ("rollout.sglang.pp=2", ["did you mean", "actor.parallel.pp"]),
         ("rollout.sglang.max=2", ["did you mean rollout.sglang.max_total_tokens or rollout.sglang.max_concurrency"]),
         ("actor.optim.lr", ["key.path=value"]),
-        ("trainer.steps.x=3", ["trainer.steps holds a value"]),
+        ("trainer.steps.x=3", ["trainer.steps is a single value"]),
         ("trainer.steps=many", ["trainer.steps has a wrong type", "'many'", "integer > 0"]),
         ("trainer.steps=0", ["trainer.steps is out of range", "integer > 0"]),
         ("reward.kwargs={a: ", ["cannot be read"]),
@@ -264,7 +264,7 @@ def test_key_in_the_wrong_section_is_found_elsewhere(write):
     assert "did you mean rollout.sampling.min_new_tokens or validation.sampling.min_new_tokens?" in text
 
 
-@pytest.mark.parametrize(("name", "meant"), [("darw", "did you mean placement.teams.draw? Else "), ("frozen", "")])
+@pytest.mark.parametrize(("name", "meant"), [("darw", "did you mean placement.teams.draw? Otherwise "), ("frozen", "")])
 def test_misspelt_team_is_told_the_one_that_may_be_meant(write, name, meant):
     file = write(
         "placement:\n  teams:\n    train: {roles: [actor], devices: 1}\n    draw: {roles: [rollout], devices: 1}\n"
@@ -327,7 +327,7 @@ def test_a_list_of_problems_shows_what_is_allowed_once_and_not_beside_a_known_na
         load_config(write("name: x"), ["foo=1", "bar=1", "trainer.total_epochs=2"])
     text = str(caught.value)
     assert text.count("allowed: name, model, algorithm") == 1
-    assert "2. override 'bar=1': unknown key bar\n  allowed: as listed in 1.\n" in text
+    assert "2. override 'bar=1': unknown key bar\n  allowed: as in problem 1\n" in text
     assert "unknown key trainer.total_epochs\n  fix:     here this is trainer.epochs" in text
 
 
@@ -338,12 +338,12 @@ def test_a_list_of_problems_shows_what_is_allowed_once_and_not_beside_a_known_na
         ("a: [1", "recipe.yaml:1: this is not valid YAML"),
         ("name: x\n\tdata: {}", "recipe.yaml:2"),
         ("trainer:\n\tsteps: 1", "fix:     indent with spaces"),
-        ("name: [x\n", "fix:     fix the line named"),
+        ("name: [x\n", "fix:     correct the line named above"),
         ("trainer:\n  steps: 1\n\tseed: 1", "fix:     indent with spaces"),
         ("trainer:\n  seed: 1\n  steps: 1\n  seed: 2", "found:   'first given on line 2'"),
-        ("name: x\ntrainer: {steps: 1, steps: 2}", "found:   'both on this line'"),
-        ("- a\n- b", "a recipe is a mapping of sections"),
-        ("", "a recipe is a mapping of sections"),
+        ("name: x\ntrainer: {steps: 1, steps: 2}", "found:   'both are on this line'"),
+        ("- a\n- b", "a recipe must be a mapping of sections"),
+        ("", "a recipe must be a mapping of sections"),
         ("name: !!python/object/apply:os.getcwd []", "this is not valid YAML"),
         ("reward: &x\n  kwargs: *x", "alias"),
         ("extends: 3", "extends has a wrong type"),
@@ -460,11 +460,11 @@ def test_several_teams_start_again_unless_the_recipe_says_otherwise_and_the_reso
     ("override", "fix"),
     [
         ("reward.extract=last", "did you mean reward.kwargs.extract?"),
-        ("reward.mine=1", "if it is an argument of the function, write reward.kwargs.mine; else remove it"),
+        ("reward.mine=1", "if it is an argument of the function, write reward.kwargs.mine; otherwise remove it"),
         ("reward.parts={a: {name: numeric, extract: last}}", "did you mean reward.parts.a.kwargs.extract?"),
         ("reward.nmae=gsm8k", "did you mean reward.name?"),
-        ("data.low=3", "if it is an argument of a pkg.mod:fn source, write data.loader_kwargs.low; else remove it"),
-        ("model.hidden_size=8", "if it is a key of the model's config.json, write model.hf_config.hidden_size; else"),
+        ("data.low=3", "if it is an argument of a pkg.mod:fn source, write data.loader_kwargs.low; otherwise"),
+        ("model.hidden_size=8", "if it is a key of the model's config.json, write model.hf_config.hidden_size"),
         ("algorithm.clip_low=0.1", "did you mean algorithm.loss.clip_low?"),
     ],
 )

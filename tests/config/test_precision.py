@@ -27,7 +27,7 @@ def processor(monkeypatch):
 
 @pytest.mark.parametrize(
     ("flag", "dtype", "words"),
-    [("avx512_bf16", "bf16", "the processor has avx512_bf16"), (None, "fp32", "no products of bf16 numbers")],
+    [("avx512_bf16", "bf16", "the processor has avx512_bf16"), (None, "fp32", "no bf16 instructions")],
 )
 def test_the_processor_decides_and_the_command_says_so(config_of, processor, capsys, flag, dtype, words):
     processor(flag)

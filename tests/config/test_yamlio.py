@@ -18,13 +18,13 @@ CHAIN = "\n".join([f"a{i}: &a{i} [{f'*a{i - 1}' if i else 'x'}]" for i in range(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (f"a: {LISTS}", "more than 64 mappings and lists inside one another"),
-        (f"a: {MAPPINGS}", "more than 64 mappings and lists inside one another"),
-        (CHAIN, "more than 64 mappings and lists inside one another"),
+        (f"a: {LISTS}", "more than 64 nested mappings and lists"),
+        (f"a: {MAPPINGS}", "more than 64 nested mappings and lists"),
+        (CHAIN, "more than 64 nested mappings and lists"),
         (OF_LISTS, "its aliases stand for more than 1,000,000 values"),
         (OF_MAPPINGS, "its aliases stand for more than 1,000,000 values"),
-        ("a: &a [1, *a]", "an alias leads back to a list that holds it"),
-        ("a: &a {b: [*a]}", "an alias leads back to a mapping that holds it"),
+        ("a: &a [1, *a]", "an alias leads back to the list that contains it"),
+        ("a: &a {b: [*a]}", "an alias leads back to the mapping that contains it"),
     ],
     ids=["lists", "mappings", "chain", "bomb-lists", "bomb-mappings", "cycle", "cycle-of-both"],
 )

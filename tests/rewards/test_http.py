@@ -183,8 +183,8 @@ def test_a_server_that_is_not_there_is_named():
         ({}, "reward.kwargs.url"),
         ({"url": "http://h", "protocoll": "json"}, "protocol"),
         ({"url": "http://[::1"}, "reward.kwargs.url"),
-        ({"url": "http://me:s3cret@h"}, r"(?s)reward\.kwargs\.url(?!.*s3cret).*of reward\.kwargs\.api_key_env"),
-        ({"url": "http://h?a=b", "protocol": "sglang"}, "goes on after the path"),
+        ({"url": "http://me:s3cret@h"}, r"(?s)reward\.kwargs\.url(?!.*s3cret).*by reward\.kwargs\.api_key_env"),
+        ({"url": "http://h?a=b", "protocol": "sglang"}, "query or fragment after the path"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_asked(kwargs, words):
@@ -314,7 +314,7 @@ def test_a_spent_budget_is_said_and_holds_for_further_runs(served, tmp_path):
         ({"budget": 3}, "set reward.kwargs.cache"),
         ({"low": 5.0, "high": 5.0}, "reward.kwargs.high"),
         ({"prompt": "{{ response"}, "reward.kwargs.prompt"),
-        ({"url": "http://h/v1?a=b"}, "goes on after the path"),
+        ({"url": "http://h/v1?a=b"}, "query or fragment after the path"),
     ],
 )
 def test_settings_of_a_judge_that_do_not_fit_are_refused(more, words):

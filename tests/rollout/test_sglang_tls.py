@@ -141,9 +141,9 @@ def test_a_start_does_not_wait_for_a_certificate_to_become_right(
         ("http://[::1]:30000", None),
         ("ftp://gpu3", "does not begin with"),
         ("https://", "does not begin with"),
-        ("http://gpu3:port", "no host and port"),
+        ("http://gpu3:port", "host or port is invalid"),
         ("https://me:secret@gpu3", "user name or password"),
-        ("https://gpu3/?key=1", "goes on after the path"),
+        ("https://gpu3/?key=1", "query or fragment after the path"),
     ],
 )
 def test_an_address_that_cannot_be_used_is_found_before_a_start(url: str, why: str | None) -> None:

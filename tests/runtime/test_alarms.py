@@ -64,5 +64,5 @@ def test_a_batch_larger_than_the_data(size: int, warned: bool):
 
     problem = repeated_problem("data.batch_size", size, 16)
     assert (problem is not None) is warned
-    assert not warned or "data.batch_size: there are only 16 different samples" in str(problem)
+    assert not warned or "data.batch_size: the data have only 16 different samples" in str(problem)
     assert not warned or "data.batch_size=16 or less" in str(problem)

@@ -82,8 +82,8 @@ def test_a_checkpoint_brings_frozen_parts_back(tmp_path):
     ("freeze", "sees", "words"),
     [
         (["tower"], False, "this model has no tower"),
-        (["language_model"], False, "nothing would learn"),
-        (PARTS, True, "nothing would learn"),
+        (["language_model"], False, "all parts are frozen"),
+        (PARTS, True, "all parts are frozen"),
         (["tower"], True, None),
     ],
 )
