@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from megarl.system.processes import write_atomically
 
 
 class FolderMail:
-    """Values by name; whoever reads waits for them, no longer than `timeout` seconds."""
+    """Texts by name; whoever reads waits for them, no longer than `timeout` seconds."""
 
     def __init__(self, folder: Path, timeout: float = 60.0) -> None:
         self._folder, self._timeout = folder, timeout
@@ -18,13 +17,13 @@ class FolderMail:
     def _file(self, name: str) -> Path:
         return self._folder / name.replace("/", "-")
 
-    def post(self, name: str, value: object) -> None:
+    def post(self, name: str, text: str) -> None:
         assert not self._file(name).exists(), name
-        write_atomically(self._file(name), json.dumps(value))
+        write_atomically(self._file(name), text)
 
-    def read(self, name: str) -> object:
+    def read(self, name: str) -> str:
         deadline = time.monotonic() + self._timeout
         while not self._file(name).exists():
             assert time.monotonic() < deadline, f"nobody posts {name}"
             time.sleep(0.01)
-        return json.loads(self._file(name).read_text())
+        return self._file(name).read_text()

@@ -1,16 +1,10 @@
 """The team of the rollout when samples go to training as they get ready (`async.order=as_ready`).
 
-    rollout's team, every replica by itself              buffer                    actor's team
-    prompts that may begin             <-.
-    generate, walk the nodes: groups   --+-- swap ---->  forms steps  --------->  train v + 1
-    update n: nothing is generated       open/n ------------------------------->  which has trained v since
-    follow                     <-------- update/n: v, weights/v ----------------  push
-
-Between two weight updates a replica generates with one version of the weights. With `async.partial` the actor's team
-asks for an update after every step (`wanted/n`); what is under way stops, and goes on with the new weights. Without it,
-a replica is open for new weights when everything is generated that may begin with this version, and the actor's team
-looks for that between two steps; it asks and waits only where it has to: at a validation, where a save may be due, at
-the end, and when these weights are too old for the next step.
+megarl/dag/messages.py shows the messages of a weight update. Between two updates a replica generates with one version
+of the weights. With `async.partial` the actor's team requests an update after every step: groups in flight stop, and
+continue with the new weights. Without it, a replica is open for new weights when everything is generated that may begin
+with this version, and the actor's team checks that between two steps. It requests an update and waits only where it has
+to: at a validation, where a save may be due, at the end, and when these weights are too old for the next step.
 
 A group whose rewards are being computed is put aside at the node that waits for them, and generation goes on. With
 `async.partial` the weights may change meanwhile; a checkpoint waits for these rewards.
@@ -30,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.dag.messages import ReplicasOpen, SavesStep, UpdateSent, UpdateWanted
 from megarl.dag.stage import Role
 from megarl.dag.staleness import policy_of
 from megarl.data.batch import Batch
@@ -56,9 +51,6 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
-OPEN, WANTED, UPDATE, OPENED = "open", "wanted", "update", "flow_opened"
-SAVES = "saves"  # whether a checkpoint of a step may be written: told before its weights go
-PLACE = "flow_place"  # of the loader, when prompts begin to be handed out
 _LOOK_S = 0.1  # between two looks for whether the weights are wanted
 
 
@@ -158,17 +150,16 @@ class AsReadyLoop:
         """Tell the buffer where prompts begin, and hand it what a checkpoint has."""
         c, buffer, held = self.c, buffer_of(self.c), self.held
         assert c.loader is not None, "checks refuse a training run without data"
+        late = None
         if c.layout.rank == 0:
             begun = {} if held is None else held.versions
             again = [] if held is None else held.again
-            buffer.post(PLACE, c.loader.state_dict())
             late = buffer.open_flow(c.context.step, c.loader.number, begun, again)
             if late:
                 print(
                     f"{len(late)} groups of the checkpoint come too late with these settings, and are generated again"
                 )
-            buffer.post(OPENED, late)
-        late = buffer.read(OPENED)
+        late = c.layout.world.broadcast_json(late)
         if held is None:
             return
         if c.layout.rank == 0:
@@ -280,7 +271,7 @@ class AsReadyLoop:
         if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
         self._looked = now
-        return buffer_of(self.c).has_come(f"{WANTED}/{self._update_number}")
+        return buffer_of(self.c).has_come(UpdateWanted.name_of(self._update_number))
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
         """Walk the nodes after the one that generates, as far as they do not wait for rewards."""
@@ -366,8 +357,9 @@ class AsReadyLoop:
         c, number = self.c, self._update_number
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
-                buffer_of(c).arrive(f"{OPEN}/{number}")
-            version = int(c.mail.read(f"{UPDATE}/{number}"))
+                is_open = ReplicasOpen(number)
+                buffer_of(c).arrive(is_open.name, is_open.encode())
+            version = UpdateSent.read(c.mail, number).version
         publish(c, version)
         c.context.step = version
         self.recorder.end_step(number)  # what it has measured until here
@@ -384,7 +376,7 @@ class AsReadyLoop:
     def _save(self, version: int, producer: GroupGenerator) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
         c = self.c
-        if not c.mail.read(f"{SAVES}/{version}"):
+        if not SavesStep.read(c.mail, version).saves:
             self.checkpoints.poll()
             return
         self._finish_scored(least=len(self._scoring))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.dag.messages import CheckpointTag
 from megarl.dag.stage import Role
 from megarl.runtime.checkpoints import FOLDER, teams_of
 from megarl.system.tracing import phase
@@ -99,7 +100,7 @@ class CheckpointPart:
         if self._teams is None:
             return
         with phase("await_checkpoint", waits_for=self._c.team.of(Role.ACTOR)):
-            tag = self._teams.announced(step)
+            tag = CheckpointTag.read(self._teams.mail, step).tag
         self._under_way.poll()
         if tag is not None:
             self._under_way.wait()

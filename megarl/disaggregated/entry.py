@@ -4,14 +4,13 @@
     rollout's team    follow, open the engine              ready         generate, `async.max_staleness` steps ahead
     other teams       follow, make their models            ready         steps: walk
 
-docs/architecture.md shows what teams exchange, and who waits for whom. A team that is restarted because one of its
-processes died (`TeamContext.restarts`) reads the same announcement and continues after the last finished step; no other
-team waits for it to be ready.
+megarl/dag/messages.py shows the messages between teams, and who waits for whom. A team that is restarted because one of
+its processes died (`TeamContext.restarts`) reads the same `RunStart` and continues after the last finished step; no
+other team waits for it to be ready.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
 from megarl.dag.executor import Executor
+from megarl.dag.messages import RunStart, TeamReady
 from megarl.dag.placement import begins_again, place
 from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups
@@ -32,7 +32,7 @@ from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, sha
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
 from megarl.runtime.checkpoints import CheckpointPolicy, Checkpoints, settling
 from megarl.runtime.export import show_export
-from megarl.runtime.frozen_models import RunStart, drop_refused_start
+from megarl.runtime.frozen_models import drop_refused_start
 from megarl.runtime.loop import (
     accept_start,
     build_team,
@@ -54,8 +54,6 @@ from megarl.system.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
-
-_START, _READY = "start", "ready"
 
 
 def join_run(config: RunConfig, graph: TaskGraph) -> TeamContext:
@@ -89,7 +87,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         if c.team.leads:
             checkpoints = Checkpoints(c, graph.roles)
             start = find_start(c, graph, checkpoints)
-            announce_start(c, start)
+            if c.layout.rank == 0:
+                start.post(c.mail)
         else:
             checkpoints = CheckpointPart(c)
             start = follow_start(c)
@@ -116,15 +115,10 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         c.close()
 
 
-def announce_start(c: RankState, start: RunStart) -> None:
-    """Tell the other teams where the run begins. Collective over the actor's team."""
-    c.team.post(c.layout, _START, dataclasses.asdict(start))
-
-
 def follow_start(c: RankState) -> RunStart:
     """Return the start that the actor's team has announced."""
     with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
-        start = RunStart(**c.team.read(_START))
+        start = RunStart.read(c.mail)
     c.context.step = max(start.resumed_at or 0, c.team.finished)
     return start
 
@@ -134,11 +128,12 @@ def all_ready(c: RankState) -> None:
     learn. Collective over a team."""
     c.layout.world.barrier()
     if not c.team.leads:
-        c.team.post(c.layout, f"{_READY}/{c.team.plan.name}", c.frozen)
+        if c.layout.rank == 0:
+            TeamReady(c.team.plan.name, c.frozen).post(c.mail)
         return
     for team in c.team.others:
         with phase("await_teams", waits_for=team.name):
-            c.frozen |= c.team.read(f"{_READY}/{team.name}")
+            c.frozen |= TeamReady.read(c.mail, team.name).frozen
 
 
 def resume(c: RankState, checkpoints: CheckpointPolicy, source: Path, *, begun: bool) -> None:

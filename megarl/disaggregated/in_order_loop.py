@@ -1,18 +1,8 @@
 """The team of the rollout when it is not the actor's: it generates, `async.max_staleness` steps ahead of training.
 
-    rollout's team (k = 1)                              actor's team
-    generate 2, weights 0    generated/2 ---------->    train 1
-    take weights 1           <------ weights/1 -----    push them: nothing is generated with weights 0 any more
-    validate them            validation/1 --------->    record of step 1
-    samples of 2             checkpoint/draw/1 ---->    checkpoint of step 1
-    generate 3, weights 1    generated/3 ---------->    train 2
-    take weights 2           <------ weights/2 -----    push them
-
-With k = 0 it generates step t + 1 after weights t have come, and nothing of it is in a checkpoint. At the end of a run,
-T, nothing is generated for weights T - k to T - 1: those that are not validated do not come.
-
-No wait closes a circle: weights t wait for what is generated for step t + k, which waits for weights t - 1 and no
-    others.
+megarl/dag/messages.py shows the messages of a step, with k = `async.max_staleness`. With k = 0 this team generates step
+t + 1 after weights t have come, and no checkpoint has samples of it. In a run of T steps nothing is generated with
+weights T - k to T - 1: the actor's team sends them only where they are validated.
 """
 
 from __future__ import annotations
@@ -22,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.dag.messages import StepGenerated
 from megarl.dag.stage import Role
 from megarl.dag.staleness import StalenessPolicy, policy_of
 from megarl.disaggregated.generation import publish
@@ -40,9 +31,6 @@ if TYPE_CHECKING:
     from megarl.disaggregated.checkpoint_part import CheckpointPart
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
-
-
-GENERATED = "generated"  # mail: all replicas have generated this step
 
 
 def generates_apart(c: RankState) -> bool:
@@ -127,8 +115,8 @@ class InOrderLoop:
         tell_loader(c)
         # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
         if c.layout.is_lead:
-            # What others wait for: one piece of mail of all replicas.
-            buffer_of(c).arrive(f"{GENERATED}/{c.context.step}")
+            generated = StepGenerated(c.context.step)
+            buffer_of(c).arrive(generated.name, generated.encode())
 
     def _follow(self, version: int) -> None:
         c, validated = self.c, validates(self.c.config, version)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megarl.dag.messages import MetricsJson, StepMetrics
 from megarl.dag.stage import Role
 from megarl.runtime.recorder import Recorder
 from megarl.system.metrics import Metrics
@@ -125,7 +126,7 @@ class TeamRecorder(Recorder):
     ) -> None:
         super().__init__(c, stage, total_steps, resume_step, part)
         self.channel: TeamChannel | GroupChannel | None = None
-        self.sampled: Callable[[int], list[dict[str, Any]]] | None = None
+        self.sampled: Callable[[int], list[MetricsJson]] | None = None
         self._told: list[Metrics] | None = None  # of the step that has not ended
         self._time = TeamTime(c.team)
         self._all_teams = AllTeams(team.name for team in c.team.placement.teams)
@@ -146,13 +147,13 @@ class TeamRecorder(Recorder):
         return found
 
     def _read_others(self, step: int) -> list[Metrics]:
-        found: list[dict[str, Any]] = []
+        found: list[MetricsJson] = []
         for team in self._c.team.others if self._c.team.leads else ():
             with phase("await_metrics", waits_for=team.name):
                 if self.sampled is not None and Role.ROLLOUT in team.roles:
                     found += self.sampled(step)
                 else:
-                    found.append(self._c.mail.read(f"metrics/{team.name}/{step}"))
+                    found.append(StepMetrics.read(self._c.mail, team.name, step).metrics)
         return [Metrics.from_json(metrics) for metrics in found]
 
     def _measure_team(self, local: Metrics, events: Iterable[PhaseEvent]) -> None:
@@ -164,8 +165,8 @@ class TeamRecorder(Recorder):
 
     def _tell_others(self, step: int, reduced: Metrics) -> None:
         team = self._c.team
-        if not team.leads:
-            team.post(self._c.layout, f"metrics/{team.plan.name}/{step}", reduced.to_json())
+        if not team.leads and self._c.layout.rank == 0:
+            StepMetrics(team.plan.name, step, reduced.to_json()).post(self._c.mail)
 
     def _compare_teams(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
         return self._all_teams.look(numbers) if self._c.team.leads and step else {}

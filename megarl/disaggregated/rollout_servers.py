@@ -1,14 +1,8 @@
 """SGLang servers of a rollout role in a team of its own: that team looks after them, the actor's team fills them.
 
-    team of the actor                                          team of the rollout (the pump)
-                       <-- servers/start: addresses, states --   starts the servers, or finds them
-    weights have a name -- run --------------------------------->
-                       <-- servers/t: what is left of them ----   walk t is over: restarts what failed
-    push version t, weights/t: who holds it -------------------->  asks those, and no others
-
-Both have a `Fleet` of the same servers; the pump's knows the processes, and the other one learns from it before every
-push. A server that comes back during a walk is filled at the next push: nobody pushes in between. Here t counts
-versions; where the rollout runs ahead (in_order_loop) the walk before weights t is that of a later step.
+Both have a `Fleet` of the same servers. That of the rollout's team, the pump, has the processes; the other one takes
+their states from it before every push (`ServerStates`). A server that comes back during a walk is filled at the next
+push, because nobody pushes in between.
 """
 
 from __future__ import annotations
@@ -16,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.dag.messages import ServersFilled, ServersStarted, ServerStates, WeightsName
 from megarl.dag.stage import Role
-from megarl.disaggregated.rollout_team import WEIGHTS
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet, Server
@@ -26,12 +20,9 @@ from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
+    from megarl.dag.messages import Mail
     from megarl.runtime.rank_state import RankState
     from megarl.system.comm import WorkerGroup
-    from megarl.training.multi_team_commit import Mail
-
-SERVERS, RUN = "servers", "run"
-_START = "start"
 
 
 def servers_key(config: RunConfig, run_dir: Path) -> str | None:
@@ -54,9 +45,9 @@ def pump_engine(c: RankState, fleet: Fleet) -> SglangEngine:
     """
     layout = c.layout
     if layout.rank == 0:
-        c.mail.post(f"{SERVERS}/{_START}", fleet.reports())
+        ServersStarted(fleet.reports()).post(c.mail)
     with phase("await_trainer", waits_for=c.team.of(Role.ACTOR)):
-        run = c.mail.read(RUN)
+        run = WeightsName.read(c.mail).run
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
     return SglangEngine(c.config.rollout.sglang, fleet, replica, None, run, c.rollout.tokenizer)
 
@@ -71,12 +62,12 @@ def follow_servers(
     with phase("start_servers"):
         fleet.refresh()
         if world.rank == 0:
-            mail.post(f"{SERVERS}/{version}", fleet.reports())
+            ServerStates(version, fleet.reports()).post(mail)
     with phase("await_weights", waits_for=trainer):
-        said = mail.read(f"{WEIGHTS}/{version}")
-    for number, why in said["failed"]:
-        fleet.mark_failed(fleet.servers[number], why)
-    for number in said["updated"]:
+        filled = ServersFilled.read(mail, version)
+    for failed, why in filled.failed.items():
+        fleet.mark_failed(fleet.servers[int(failed)], why)
+    for number in filled.updated:
         fleet.acknowledge(fleet.servers[number], version)
     engine.weight_version = version
 
@@ -92,7 +83,7 @@ def connect_servers(c: RankState) -> Fleet:
     """
     settings, key = c.config.rollout.sglang, servers_key(c.config, c.run_dir)
     with phase("await_servers", waits_for=c.team.of(Role.ROLLOUT)):
-        reports = c.mail.read(f"{SERVERS}/{_START}")
+        reports = ServersStarted.read(c.mail).servers
     servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(len(reports))]
     fleet = Fleet(servers, settings, world=c.layout.world)
     fleet.adopt(reports)
@@ -102,13 +93,13 @@ def connect_servers(c: RankState) -> Fleet:
 def learn_of_servers(fleet: Fleet, version: int, mail: Mail, pump: str) -> None:
     """Before the push of `version`: which servers the team `pump` has. Every rank of the actor's team."""
     with phase("await_servers", waits_for=pump):
-        fleet.adopt(mail.read(f"{SERVERS}/{version}"))
+        fleet.adopt(ServerStates.read(mail, version).servers)
 
 
 def name_run(run: str, world: WorkerGroup, mail: Mail) -> None:
     """Tell the pump what the weights of this run are called; see `megarl.sync.protocol`."""
     if world.rank == 0:
-        mail.post(RUN, run)
+        WeightsName(run).post(mail)
 
 
 def announce_servers(fleet: Fleet, version: int, world: WorkerGroup, mail: Mail) -> None:
@@ -119,6 +110,5 @@ def announce_servers(fleet: Fleet, version: int, world: WorkerGroup, mail: Mail)
     """
     fleet.need_one()
     if world.rank == 0:
-        failed = [[server.number, server.why] for server in fleet.servers if server.state == "failed"]
-        updated = [server.number for server in fleet.current(version)]
-        mail.post(f"{WEIGHTS}/{version}", {"updated": updated, "failed": failed})
+        failed = {str(server.number): server.why for server in fleet.servers if server.state == "failed"}
+        ServersFilled(version, [server.number for server in fleet.current(version)], failed).post(mail)

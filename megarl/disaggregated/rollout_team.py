@@ -1,15 +1,7 @@
-"""The rollout role in a team of its own: what goes between it and the team of the actor, other than samples.
+"""The rollout role in a team of its own: weights, the loader's place and held-out evaluation (megarl/dag/messages.py).
 
-    team of the actor                                                     team of the rollout
-                      <-- loader: its data, and where it begins --------
-                      <-- engines: addresses of the ranks' inboxes -----   an embedded engine, frozen, no weights yet
-    push version t, then weights/t ------------------------------------>   follow(t): generate step t + 1, validate t
-    checkpoint        <-- loader/t: where it stands after step t --------
-    record, best      <-- validation/t: accuracy, rows for the report ---
-    early end?        last/t: validate t, too -------------------------->   only with `trainer.early_stop`, of training
-
-Mail is JSON of the first rank of a team. Every rank that needs it reads it, and waits until no other team makes
-progress any more. So a version is waited for here, and the inbox has it by then.
+The actor's team pushes weights to an embedded engine first, and posts `WeightsPushed` then: who reads the message finds
+the weights in the inbox.
 """
 
 from __future__ import annotations
@@ -18,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.dag.messages import EngineAddresses, LoaderAtStart, LoaderPlace, StepIsLast, Validated, WeightsPushed
 from megarl.dag.stage import Role
 from megarl.dag.staleness import StalenessPolicy, policy_of
 from megarl.data.loader import refuse_other_data
@@ -37,12 +30,10 @@ from megarl.training.checkpoint import read_state
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
+    from megarl.dag.messages import Mail
     from megarl.runtime.context import StepContext
     from megarl.runtime.rank_state import RankState
-    from megarl.system.comm import WorkerGroup
-    from megarl.training.multi_team_commit import Mail
 
-ENGINES, LAST, LOADER, VALIDATION, WEIGHTS = "engines", "last", "loader", "validation", "weights"
 _KEY = "weights of engines"
 
 
@@ -72,7 +63,7 @@ def open_engine(c: RankState) -> PushedWeights:
             fix="set rollout.parallel so that a replica fits on one machine, with ep=1",
         )
     if layout.rank == 0:
-        c.mail.post(ENGINES, engines)
+        EngineAddresses(engines).post(c.mail)
     return PushedWeights(engine, inbox, config.sync.timeout_s)
 
 
@@ -88,7 +79,7 @@ def address_of_worker(config: RunConfig) -> str:
 def follow_weights(pushed: PushedWeights, version: int, mail: Mail, trainer: str) -> None:
     """Generate with `version`, which the team `trainer` pushes, from here on. Collective over the rollout's team."""
     with phase("await_weights", waits_for=trainer):
-        mail.read(f"{WEIGHTS}/{version}")
+        WeightsPushed.read(mail, version)
         pushed.follow(version)
 
 
@@ -103,8 +94,7 @@ def connect_engines(c: RankState) -> WeightSync:
     """
     key = run_key(c.run_dir, _KEY)
     with phase("connect_engines"):
-        said = c.mail.read(ENGINES)
-        engines = [[(host, port) for host, port in ranks] for ranks in said]
+        engines = [[(str(host), int(port)) for host, port in ranks] for ranks in EngineAddresses.read(c.mail).engines]
         alone = "a worker of another team sees its own GPU only, so it cannot map the trainer's memory"
         receivers, why = None, None
         try:
@@ -132,7 +122,7 @@ def push_weights(c: RankState, version: int) -> SyncReport:
             + "\n".join(why for _, why in sorted(report.failed.items()))
         )
     if c.layout.rank == 0:
-        c.mail.post(f"{WEIGHTS}/{version}", True)
+        WeightsPushed(version).post(c.mail)
     return report
 
 
@@ -150,7 +140,7 @@ class RemoteLoader:
     def __init__(self, context: StepContext, mail: Mail, team: str, policy: StalenessPolicy | None = None) -> None:
         self._context, self._mail, self._team, self._step = context, mail, team, 0
         self._policy = policy
-        self._state: dict[str, Any] = mail.read(LOADER)
+        self._state = LoaderAtStart.read(mail).state
 
     def state_dict(self) -> dict[str, Any]:
         """As `PromptLoader.state_dict`, after the last step that is generated when this one is trained; waits for
@@ -159,7 +149,7 @@ class RemoteLoader:
             self._step = self._context.step
             generated = self._step + (0 if self._policy is None else self._policy.steps_ahead(self._step))
             with phase("await_loader", waits_for=self._team):
-                self._state = self._mail.read(f"{LOADER}/{generated}")
+                self._state = LoaderPlace.read(self._mail, generated).state
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,7 +169,7 @@ def share_loader(c: RankState) -> None:
     """
     generates, leads = c.team.holds(Role.ROLLOUT), c.team.leads
     if generates and not leads and c.layout.rank == 0:
-        c.mail.post(LOADER, _state_of(c))
+        LoaderAtStart(_state_of(c)).post(c.mail)
     elif leads and not generates:
         with phase("await_loader", waits_for=c.team.of(Role.ROLLOUT)):
             policy = policy_of(c.config) if c.config.async_.in_order else None
@@ -189,7 +179,7 @@ def share_loader(c: RankState) -> None:
 def tell_loader(c: RankState) -> None:
     """After the walk of a step: where the rollout's loader stands, for a checkpoint. Its team calls."""
     if c.layout.rank == 0:
-        c.mail.post(f"{LOADER}/{c.context.step}", _state_of(c))
+        LoaderPlace(c.context.step, _state_of(c)).post(c.mail)
 
 
 def resume_loader(c: RankState, checkpoint: Path) -> None:
@@ -207,22 +197,6 @@ def _state_of(c: RankState) -> dict[str, Any]:
 # -- held-out evaluation ----------------------------------------------------------------------------------------------
 
 
-def post_validation(
-    step: int, accuracy: float, metrics: Metrics, rows: list[dict[str, Any]], world: WorkerGroup, mail: Mail
-) -> None:
-    """Tell the actor's team what the rollout's has measured after `step`, which may have generated a later one
-    since."""
-    if world.rank == 0:
-        mail.post(f"{VALIDATION}/{step}", {"accuracy": accuracy, "metrics": metrics.to_json(), "rows": rows})
-
-
-def read_validation(step: int, mail: Mail, team: str) -> tuple[float, Metrics, list[dict[str, Any]]]:
-    """Accuracy and metrics after `step`, and rows for the report; waits until the team `team` has measured them."""
-    with phase("await_validation", waits_for=team):
-        said = mail.read(f"{VALIDATION}/{step}")
-    return said["accuracy"], Metrics.from_json(said["metrics"]), said["rows"]
-
-
 def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
     """Evaluate in the team that generates, and tell the actor's team; return the accuracy in these two.
 
@@ -232,11 +206,12 @@ def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
     if not c.team.holds(Role.ROLLOUT):
         if not trains:
             return None
-        accuracy, metrics, rows = read_validation(step, c.mail, c.team.of(Role.ROLLOUT))
-        recorder.samples(step, rows)
+        with phase("await_validation", waits_for=c.team.of(Role.ROLLOUT)):
+            validated = Validated.read(c.mail, step)
+        recorder.samples(step, validated.rows)
         if c.layout.rank == 0:  # reduced over all ranks
-            c.context.metrics.merge(metrics)
-        return accuracy
+            c.context.metrics.merge(Metrics.from_json(validated.metrics))
+        return validated.accuracy
     if trains:
         return evaluate(c, recorder, step, films=True)
     begun = time.perf_counter()
@@ -245,14 +220,15 @@ def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
     result.metrics.max(f"timing_s/{VALIDATE}", time.perf_counter() - begun)
     metrics = c.layout.dp_group.reduce_metrics(result.metrics)
     accuracy = metrics.result()["val/acc"]
-    post_validation(step, accuracy, metrics, result.rows, c.layout.world, c.mail)
+    if c.layout.rank == 0:
+        Validated(step, accuracy, metrics.to_json(), result.rows).post(c.mail)
     return accuracy
 
 
 def tell_last(c: RankState, step: int, early: bool) -> None:
     """After the walk of `step`: the rollout's team learns whether `step` is the last one. The actor's team calls."""
     if c.layout.rank == 0 and not c.team.holds(Role.ROLLOUT) and may_be_last(c.config, step):
-        c.mail.post(f"{LAST}/{step}", early)
+        StepIsLast(step, early).post(c.mail)
 
 
 def evaluate_last(c: RankState, recorder: Recorder, step: int) -> None:
@@ -263,6 +239,6 @@ def evaluate_last(c: RankState, recorder: Recorder, step: int) -> None:
     if not may_be_last(c.config, step):
         return
     with phase("await_last", waits_for=c.team.of(Role.ACTOR)):
-        last = c.mail.read(f"{LAST}/{step}")
+        last = StepIsLast.read(c.mail, step).last
     if last:
         evaluate_teams(c, recorder, step)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.run_folder import LAUNCH_FOLDER, SAVE_REQUEST
 from megarl.artifacts.trained import forget_exported, steps_in
+from megarl.dag.messages import CheckpointTag
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
@@ -363,7 +364,7 @@ class Checkpoints:
         if kept or due(step, settings.resume_every):
             self._save(step, numbers, accuracy, self._teams, kept=kept)
         elif self._teams is not None and self._world.rank == 0:
-            self._teams.announce(step, None)
+            CheckpointTag(step, None).post(self._teams.mail)
         if last or asked:
             self._under_way.wait()
         self.ends = self.ends and not last

@@ -23,6 +23,7 @@ from megarl.artifacts.checkpoint_files import INDEX, read_config, weight_files
 from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file
 from megarl.artifacts.run_folder import NEXT_REFERENCE, START_WEIGHTS, drop_start
 from megarl.artifacts.trained import steps_in
+from megarl.dag.messages import RunStart
 from megarl.dag.stage import Role
 from megarl.models.lora import largest_up
 from megarl.models.weights import export_weights
@@ -281,35 +282,6 @@ def _set_aside_since(checkpoints: Path) -> list[Path]:
 
 def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", _ORIGIN))
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """Where a run begins.
-
-    Attributes:
-        resumed_at: step of the checkpoint that it resumes from; None: from none.
-        source: that checkpoint, RUN_DIR/checkpoints/step_N.
-        reference: where the weights of the reference are; None: there is no reference.
-        reference_key: of the recipe, that names them; empty: the run keeps them.
-        critic: where those of a critic are that begins in another team; None: at `critic.path`, or in a checkpoint.
-    """
-
-    resumed_at: int | None
-    source: str | None
-    reference: str | None
-    critic: str | None
-    reference_key: str = ""
-
-    @property
-    def begun(self) -> bool:
-        """It resumes from a step of RL: the actor of step 0 is where RL starts."""
-        return bool(self.resumed_at)
-
-    @property
-    def shown_from(self) -> int | None:
-        """The step that the record continues after; step 0 is measured again. None: there is no record yet."""
-        return -1 if self.resumed_at == 0 else self.resumed_at
 
 
 def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) -> RunStart:

@@ -19,6 +19,7 @@ from megarl.config.correction import describe_correction
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
 from megarl.dag.executor import Executor
+from megarl.dag.messages import RunStart
 from megarl.dag.node import Role
 from megarl.dag.placement import place
 from megarl.runtime import sft
@@ -27,7 +28,7 @@ from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
-from megarl.runtime.frozen_models import RunStart, drop_refused_start, keep_run_start, record_base, record_frozen
+from megarl.runtime.frozen_models import drop_refused_start, keep_run_start, record_base, record_frozen
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.recorder import Recorder

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.config.run import RunConfig
+    from megarl.dag.messages import Mail
     from megarl.data.loader import PromptLoader
     from megarl.data.preferences import LabelledDataset, PairDataset
     from megarl.data.prompts import PromptDataset
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.system.offload_schedule import OffloadSchedule
     from megarl.training.engine import MegatronEngine
-    from megarl.training.multi_team_commit import Mail
     from megarl.training.parallel import Layout
 
 R = TypeVar("R")
@@ -95,18 +95,6 @@ class TeamContext:
     def queues(self) -> dict[str, int]:
         """Groups of samples that wait for a team, by name (`buffer.core.Core.queues`); one rank calls this."""
         return {} if self.buffer is None else self.buffer.queues()
-
-    # -- mail: JSON, from the first rank of a team to all ranks of others ----------------------------------------------
-
-    def post(self, layout: Layout, name: str, value: Any) -> None:
-        """Leave `value` under a new name for other teams, where there are any; all ranks of this team call it."""
-        if self.buffer is not None and layout.rank == 0:
-            self.buffer.post(name, value)
-
-    def read(self, name: str) -> Any:
-        """Wait for what another team has posted, and return it; only where there are several teams."""
-        assert self.buffer is not None, "with one team nobody posts"
-        return self.buffer.read(name)
 
 
 @dataclass

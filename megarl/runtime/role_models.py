@@ -17,12 +17,13 @@ import torch
 
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.config.data import BY_MODEL
+from megarl.dag.messages import RunStart
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.config import load_hf_config
 from megarl.models.hf import check_trainable, checkpoint_name
 from megarl.models.weights import init_random, load_weights
 from megarl.models.weights.files import CheckpointReader
-from megarl.runtime.frozen_models import SHARED_BASE, Frozen, RunStart, now_at, record_base, record_frozen
+from megarl.runtime.frozen_models import SHARED_BASE, Frozen, now_at, record_base, record_frozen
 from megarl.runtime.roles import BaseReferenceRole, CriticRole, ReferenceRole, RewardModelRole, TeacherRole
 from megarl.runtime.setup import build_frozen, check_embeddings, read_other_config, sequence_layout_of
 from megarl.system import offload_schedule

@@ -27,16 +27,17 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megarl
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.trained import best_step, steps_in, steps_of
+from megarl.dag.messages import CheckpointFolder, CheckpointTag, PartCopied
 from megarl.system.comm import WorkerGroup
 from megarl.training.checksums import FileChecksum, faults, few, size_at, text_checksum
-from megarl.training.multi_team_commit import Part, Teams, folder_of, own_files, refuse_folder, rng_name, size_of
+from megarl.training.multi_team_commit import Teams, folder_of, own_files, part_of, refuse_folder, rng_name, size_of
 from megarl.training.rng import load_rng
 from megarl.training.saving import Saving, drop_checksums, shard_name
 from megarl.training.sharded_state import load_engines, refuse_foreign, weight_slices, world_of
@@ -93,30 +94,30 @@ def begin(
         FolderTaken: another attempt has the run folder, in which `root` is.
         CheckpointError: on every rank of every team alike: the disk is too full, or the folder cannot be made.
     """
-    world = world_of(engines)
+    world = (layout := next(iter(engines.values())).layout).world
     refuse_if_taken(root.parent)  # what is half written there is removed below
     tag = world.broadcast_json(uuid.uuid4().hex[:8])
     folder = folder_of(root, step, tag)
     if teams is not None and world.rank == 0:
-        teams.announce(step, tag)
+        CheckpointTag(step, tag).post(teams.mail)
     shard, contents = own_files(engines, tag, step, world.rank)
     contents |= files or {}
     if world.rank == 0:
         contents[_STATE] = json.dumps(extra).encode()
-    nbytes = sum(world.all_gather_json(size_of(shard, contents)))
-    parts = {"" if teams is None else teams.name: Part.of(engines, 0, nbytes, next(iter(engines.values())).layout)}
+    own = sum(world.all_gather_json(size_of(shard, contents)))
+    parts = [part_of(engines, "" if teams is None else teams.name, step, 0, own, layout)]
     if teams is not None:
-        parts |= teams.parts(step)
+        parts += [PartCopied.read(teams.mail, team, step) for team in teams.others]
     fix = _make_room(root, step)
-    nbytes = sum(part.nbytes for part in parts.values())
-    problem = world.broadcast_json(_make_folder(folder, nbytes) if world.rank == 0 else None)
+    total = sum(part.nbytes for part in parts)
+    problem = world.broadcast_json(_make_folder(folder, total) if world.rank == 0 else None)
     if teams is not None and world.rank == 0:
-        teams.give_folder(step, problem, fix)
+        CheckpointFolder(step, problem, fix).post(teams.mail)
     refuse_folder(folder, problem, fix)
     meta = {"format": FORMAT, "megarl": megarl.__version__, "tag": tag, "step": step, "kept": kept}
     meta["config"] = config or {}
     commit = functools.partial(_commit, folder, meta | _facts_of(parts), keep_last, best)
-    others = {team: range(part.workers[0], sum(part.workers)) for team, part in list(parts.items())[1:]}
+    others = {part.team: range(part.workers[0], sum(part.workers)) for part in parts[1:]}
     deadline_s = 0.0 if teams is None else teams.deadline_s
     return Saving(folder, shard, contents, commit, fix, world, others=others, deadline_s=deadline_s)
 
@@ -141,14 +142,17 @@ def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, chec
         log.warning("old checkpoints in %s cannot be removed: %s", root, error)
 
 
-def _facts_of(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _facts_of(parts: Sequence[PartCopied]) -> dict[str, Any]:
     """Return the entries of meta.json on the engines; with several teams also on whose they are."""
     facts: dict[str, Any] = {
-        "layout": next(iter(parts.values())).layout,
-        "optimizer_steps": {name: step for part in parts.values() for name, step in part.optimizer_steps.items()},
-        "vocab_sizes": {name: size for part in parts.values() for name, size in part.vocab_sizes.items()},
+        "layout": parts[0].layout,
+        "optimizer_steps": {name: step for part in parts for name, step in part.optimizer_steps.items()},
+        "vocab_sizes": {name: size for part in parts for name, size in part.vocab_sizes.items()},
     }
-    return facts if len(parts) == 1 else facts | {"teams": {team: part.describe() for team, part in parts.items()}}
+    if len(parts) == 1:
+        return facts
+    wrote = {p.team: {"workers": p.workers, "layout": p.layout, "engines": list(p.optimizer_steps)} for p in parts}
+    return facts | {"teams": wrote}
 
 
 def _make_folder(folder: Path, nbytes: int) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config.run import RunConfig
+from megarl.dag.messages import SavesStep
 from megarl.data.batch import Batch
 from megarl.disaggregated import as_ready_loop as flow
 from megarl.disaggregated import call_batcher
@@ -84,7 +85,7 @@ class Run:
             context=context,
             fleet=None,
             loader=loader,
-            mail=SimpleNamespace(read=lambda name: name == "saves/1"),
+            mail=SimpleNamespace(read=lambda name: SavesStep(1, saves=name == "saves/1").encode()),
         )
         self.rewards: dict[int, Future[Any]] = {0: Future(), 1: Future()}
         self.told: list[tuple[int, int]] = []  # groups handed over, and how many tokens had been drawn by then

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megarl.config.rollout import AsyncConfig
 from megarl.config.run import RunConfig, TrainerConfig
+from megarl.dag.messages import CheckpointTag
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.disaggregated.checkpoint_part import CheckpointPart
@@ -106,7 +107,7 @@ def test_both_teams_save_what_is_due_what_is_best_and_the_end(worker, monkeypatc
         accuracy = accuracies.get(step)
         numbers = {} if accuracy is None else {"val/acc": accuracy}
         checkpoints.after_step(step, numbers, accuracy, last=step == 5)
-        saved.append(step) if (root.parent.parent / "mail" / f"checkpoint-critic-{step}").exists() else None
+        saved.append(step) if (root.parent.parent / "mail" / f"checkpoint_part-critic-{step}").exists() else None
     other.join(30)
     assert saved == [2, 3, 4, 5]
     assert checkpoint.steps_in(root) == [3, 4, 5], "the newest two and the best"
@@ -164,7 +165,7 @@ def _waits_longer_than_a_collective(folder: str) -> bool:
     config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=10.0))
     part = CheckpointPart(SimpleNamespace(config=config, layout=layout, mail=mail, team=team("critic", mail)))
     if group.rank == 0:
-        threading.Timer(11.0, mail.post, ("checkpoint/1", None)).start()
+        threading.Timer(11.0, mail.post, ("checkpoint/1", CheckpointTag(1, None).encode())).start()
     part.after_step(1, last=False)
     return group.all_gather_json(True) == [True, True]
 

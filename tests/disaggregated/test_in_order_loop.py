@@ -16,6 +16,7 @@ import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.run import RunConfig
+from megarl.dag.messages import StepGenerated
 from megarl.disaggregated import weight_updates
 from megarl.tracking.close import complete_trace
 from tests.forked import Command
@@ -176,13 +177,13 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
     sections = {"async": {"max_staleness": 2}, "trainer": {"steps": 5}, "validation": {"every": 4}}
     config = RunConfig.model_validate({"name": "x", **sections, "data": {"val_files": val_files}})
     told: set[str] = set()
-    buffer = SimpleNamespace(peek=lambda name: True if name in told else None)
+    buffer = SimpleNamespace(is_posted=lambda name: name in told)
     placement = SimpleNamespace(of_role=lambda role: SimpleNamespace(name="draw"))
     world = SimpleNamespace(broadcast_json=lambda value: value)
     c: Any = SimpleNamespace(
         config=config,
         team=SimpleNamespace(placement=placement, buffer=buffer),
-        mail=SimpleNamespace(read=lambda name: said.append(name)),
+        mail=SimpleNamespace(read=lambda name: said.append(name) or StepGenerated(int(name[-1])).encode()),
         layout=SimpleNamespace(rank=0, world=world),
         actor=SimpleNamespace(chunks=[]),
     )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.run import RunConfig
+from megarl.dag.messages import ServerStates
 from megarl.disaggregated import rollout_servers
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
@@ -41,7 +42,7 @@ def push(teams: SimpleNamespace, version: int, failed: dict[int, str] | None = N
     """What a push of the trainer does to its fleet; then the pump follows."""
     world_ = world()
     teams.pump.refresh()
-    teams.mail.post(f"servers/{version}", teams.pump.reports())
+    ServerStates(version, teams.pump.reports()).post(teams.mail)
     rollout_servers.learn_of_servers(teams.trainer, version, teams.mail, "draw")
     for server in teams.trainer.servers:
         if server.number in (failed or {}):
@@ -77,7 +78,7 @@ def test_a_server_that_was_restarted_is_filled_from_the_start(teams):
     restarted = teams.pump.servers[1]
     restarted.state, restarted.version, restarted.restarts = "catching_up", None, 1
     restarted.api = ServerApi("http://127.0.0.1:9", restarted.api.api_key, restarted.api.name)
-    teams.mail.post("servers/1", teams.pump.reports())
+    ServerStates(1, teams.pump.reports()).post(teams.mail)
     rollout_servers.learn_of_servers(teams.trainer, 1, teams.mail, "draw")
     assert teams.trainer.servers[0].version == 0
     assert (teams.trainer.servers[1].api.url, teams.trainer.servers[1].version) == ("http://127.0.0.1:9", None)

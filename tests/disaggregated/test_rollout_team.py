@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megarl.config.run import RunConfig
+from megarl.dag.messages import LoaderAtStart, LoaderPlace
 from megarl.dag.stage import Role
 from megarl.dag.staleness import InOrder
 from megarl.data.batch import Batch
@@ -19,7 +20,6 @@ from megarl.data.loader import PromptLoader
 from megarl.disaggregated import entry, rollout_team
 from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.system.errors import DataError, WorkerError
-from megarl.system.metrics import Metrics
 from megarl.system.rendezvous import write_token
 from tests.dist import single_process, world
 from tests.rollout import cases
@@ -29,17 +29,14 @@ class Letters:
     """Mail of one process; what has not been posted is an error, and so is a name that is taken."""
 
     def __init__(self) -> None:
-        self.posted: dict[str, Any] = {}
+        self.posted: dict[str, str] = {}
 
-    def post(self, name: str, value: Any) -> None:
+    def post(self, name: str, text: str) -> None:
         assert name not in self.posted
-        self.posted[name] = value
+        self.posted[name] = text
 
-    def read(self, name: str) -> Any:
+    def read(self, name: str) -> str:
         return self.posted[name]
-
-    def peek(self, name: str) -> Any:
-        return self.posted.get(name)
 
 
 @pytest.fixture
@@ -137,10 +134,15 @@ def loader_state(position: int, fingerprint: str = "abc") -> dict[str, Any]:
     return {"epoch": 0, "position": position, "seed": 0, "shuffle": True, "samples": 9, "fingerprint": fingerprint}
 
 
+def post_places(mail: Letters, start: int, places: dict[int, int]) -> None:
+    LoaderAtStart(loader_state(start)).post(mail)
+    for step, position in places.items():
+        LoaderPlace(step, loader_state(position)).post(mail)
+
+
 def test_the_loaders_place_is_that_after_the_step(tmp_path):
     mail, context = Letters(), SimpleNamespace(step=0)
-    for name, position in (("loader", 0), ("loader/1", 4), ("loader/2", 8)):
-        mail.post(name, loader_state(position))
+    post_places(mail, 0, {1: 4, 2: 8})
     loader = rollout_team.RemoteLoader(context, mail, "draw")
     found = []
     for step in (0, 1, 2):
@@ -151,8 +153,7 @@ def test_the_loaders_place_is_that_after_the_step(tmp_path):
 
 def test_the_loaders_place_is_that_after_the_step_that_is_drawn_ahead(tmp_path):
     mail, context = Letters(), SimpleNamespace(step=0)
-    for name, position in (("loader", 0), ("loader/2", 8), ("loader/3", 12)):
-        mail.post(name, loader_state(position))
+    post_places(mail, 0, {2: 8, 3: 12})
     loader = rollout_team.RemoteLoader(context, mail, "draw", InOrder(1, groups=4, steps=3))
     found = []
     for step in (0, 1, 2, 3):
@@ -163,8 +164,7 @@ def test_the_loaders_place_is_that_after_the_step_that_is_drawn_ahead(tmp_path):
 
 def test_a_resumed_loader_begins_where_the_checkpoint_was_written(tmp_path):
     mail, context = Letters(), SimpleNamespace(step=0)
-    mail.post("loader", loader_state(0))
-    mail.post("loader/8", loader_state(3))
+    post_places(mail, 0, {8: 3})
     loader = rollout_team.RemoteLoader(context, mail, "draw")
     context.step = 7
     loader.load_state_dict(loader_state(5))
@@ -189,16 +189,7 @@ def test_a_resumed_run_draws_the_prompts_that_come_next(tmp_path, resumed_at):
 
 def test_a_checkpoint_of_other_data_is_refused_where_the_loader_is_not(tmp_path):
     mail = Letters()
-    mail.post("loader", loader_state(0))
+    post_places(mail, 0, {})
     loader = rollout_team.RemoteLoader(SimpleNamespace(step=0), mail, "draw")
     with pytest.raises(DataError, match=r"data\.train_files"):
         loader.check_state(loader_state(0, fingerprint="other"))
-
-
-def test_a_validation_comes_as_it_was_measured():
-    mail, rows = Letters(), [{"prompt": "1+1=", "response": "2", "answer": "2", "score": 1.0}]
-    metrics = Metrics()
-    metrics.mean("val/acc", 5, 8)
-    rollout_team.post_validation(4, 0.625, metrics, rows, world(), mail)
-    accuracy, found, shown = rollout_team.read_validation(4, mail, "draw")
-    assert (accuracy, found.to_json(), shown) == (0.625, metrics.to_json(), rows)

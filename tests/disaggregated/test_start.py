@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.run import RunConfig
+from megarl.dag.messages import RunStart
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated.entry import all_ready, announce_start, follow_start
+from megarl.disaggregated.entry import all_ready, follow_start
 from megarl.runtime import frozen_models
-from megarl.runtime.frozen_models import RunStart, keep_run_start
+from megarl.runtime.frozen_models import keep_run_start
 from megarl.runtime.rank_state import TeamContext
 from megarl.system.comm import WorkerGroup
 from megarl.system.offload_schedule import OffloadSchedule
@@ -26,7 +27,7 @@ TEAMS = {"train": (Role.ACTOR, Role.ROLLOUT), "value": (Role.CRITIC,), "frozen":
 def begin(c, resumed_at: int | None, source: Path | None) -> RunStart:
     """The actor's team finds where the run begins, and announces it."""
     start = keep_run_start(c, resumed_at, source)
-    announce_start(c, start)
+    start.post(c.mail)
     return start
 
 
@@ -50,6 +51,7 @@ def worker(tmp_path, monkeypatch):
             run_dir=tmp_path / "run",
             layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
             team=TeamContext(placement[name], placement, mail),
+            mail=mail,
             context=SimpleNamespace(step=0),
             offload=OffloadSchedule(),
             frozen={},
@@ -148,7 +150,7 @@ def test_a_team_that_begins_again_goes_on_after_the_last_step_that_was_over_with
 
 def test_a_team_that_begins_again_before_the_first_step_goes_on_where_the_run_resumed(worker, tmp_path):
     c = worker("train")
-    c.team.post(c.layout, "start", {"resumed_at": 7, "source": str(tmp_path), "reference": None, "critic": None})
+    RunStart(7, str(tmp_path), None, None).post(c.mail)
     c = worker("frozen")
     c.team = replace(c.team, restarts=1)
     follow_start(c)

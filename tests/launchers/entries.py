@@ -100,8 +100,8 @@ def meet_in_teams(config: RunConfig, run_dir: Path) -> None:
     seen["ray folder"] = {"mode": oct(session.parents[1].stat().st_mode), "session": session.name}
     seen["listens"] = [address.removeprefix("::ffff:") for address in _listening()]
     mail = BufferClient.connect(os.environ[BUFFER], os.environ[TEAM], int(os.environ["RANK"]), config.cluster.timeout_s)
-    mail.post(f"from {number}", seen)
-    seen["heard"] = [mail.read(f"from {other}")[WORKER] for other in range(config.cluster.nproc)]
+    mail.post(f"from {number}", json.dumps(seen))
+    seen["heard"] = [json.loads(mail.read(f"from {other}"))[WORKER] for other in range(config.cluster.nproc)]
     (run_dir / f"seen_{number}.json").write_text(json.dumps(seen))
     print(f"hello from {number}")
     dist.destroy_process_group()
@@ -116,7 +116,7 @@ def _reference_fails(config: RunConfig, run_dir: Path, fail: Callable[[], None])
     set_step(4)
     if os.environ[TEAM] == "actor":
         with phase("train"):
-            mail.post(f"{os.environ['RANK']} waits", True)
+            mail.post(f"{os.environ['RANK']} waits", "")
             if os.environ["RANK"] == "0":
                 mail.read("scores")
             dist.barrier()

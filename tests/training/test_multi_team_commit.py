@@ -12,11 +12,12 @@ import torch.distributed as dist
 from megarl.artifacts.trained import steps_in
 from megarl.config.model import ParallelConfig
 from megarl.config.training import OptimConfig
+from megarl.dag.messages import CheckpointTag
 from megarl.system.errors import WorkerError
 from megarl.system.processes import free_port
 from megarl.system.tracing import phase
-from megarl.training import checkpoint, multi_team_commit, saving
-from megarl.training.multi_team_commit import Part, Teams, begin_part
+from megarl.training import checkpoint, saving
+from megarl.training.multi_team_commit import Teams, begin_part, part_of
 from megarl.training.shards import CheckpointError
 from tests.dist import fresh_layout, join_team, run_distributed, world
 from tests.mail import FolderMail
@@ -56,12 +57,12 @@ def _apart(ports: dict[str, int], root: str) -> dict:
         written = checkpoint.begin(folder, 4, {name: engine}, {"loader": {"at": 7}}, teams=teams)
     else:
         teams = Teams("values", 2, mail, 60.0)
-        written = begin_part(folder, 4, teams.announced(4), {name: engine}, teams, layout, {})
+        written = begin_part(folder, 4, CheckpointTag.read(mail, 4).tag, {name: engine}, teams, layout, {})
     drawn = torch.rand(3)
     found["after_4"] = _steps(engine, 4)  # while it is written
     written.wait()
     if rank == 0:
-        mail.post("complete", True)
+        mail.post("complete", "")
     mail.read("complete")  # the team of the values has only written its part
     again = _engine(model, layout, 78)
     checkpoint.load(folder / "step_4", {name: again}, checkpoint.verify(folder / "step_4", layout.world, [name]))
@@ -125,7 +126,7 @@ def run(alone, tmp_path):
 
 
 def _values_write(run) -> None:
-    begin_part(run.root, 2, run.values.announced(2), run.critic, run.values, run.layout, {}).wait()
+    begin_part(run.root, 2, CheckpointTag.read(run.mail, 2).tag, run.critic, run.values, run.layout, {}).wait()
 
 
 def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(run, monkeypatch):
@@ -151,8 +152,7 @@ def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(
 
 
 def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays(run):
-    part = Part.of(run.critic, 1, 1000, run.layout)
-    run.mail.post("checkpoint/values/2", multi_team_commit.asdict(part))
+    part_of(run.critic, "values", 2, 1, 1000, run.layout).post(run.mail)
     with phase("checkpoint"):
         written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.impatient)
     with pytest.raises(WorkerError) as caught:
@@ -165,8 +165,7 @@ def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays
 
 def test_a_kill_between_the_parts_leaves_a_folder_that_nobody_reads(run, monkeypatch):
     """What the policy's team leaves when all are killed while it waits for the other one."""
-    part = Part.of(run.critic, 1, 1000, run.layout)
-    run.mail.post("checkpoint/values/2", multi_team_commit.asdict(part))
+    part_of(run.critic, "values", 2, 1, 1000, run.layout).post(run.mail)
     copy, write_atomically = list[tuple[str, bytes]](), saving.write_atomically
 
     def keep(path, *arguments, **more) -> None:
@@ -178,7 +177,7 @@ def test_a_kill_between_the_parts_leaves_a_folder_that_nobody_reads(run, monkeyp
     with pytest.raises(WorkerError):
         checkpoint.begin(run.root, 2, run.engines, {}, teams=run.impatient).wait()
     assert len(copy) > 1
-    left = run.root / f"step_2.tmp-{run.policy.announced(2)}"
+    left = run.root / f"step_2.tmp-{CheckpointTag.read(run.mail, 2).tag}"
     left.mkdir()
     for name, content in copy:
         (left / name).write_bytes(content)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.dag.staleness import StalenessSettings
-from megarl.disaggregated.buffer.core import Core, GroupInfo, HandoverError, Share, Topic
+from megarl.disaggregated.buffer.core import Change, Core, GroupInfo, HandoverError, Share, Topic
 from megarl.disaggregated.buffer.flow import FlowGroup
 from megarl.disaggregated.buffer.progress import Ping, Progress, ProgressTable
 
@@ -37,7 +37,7 @@ class BufferActor:
         self._core = Core(placement, groups_per_step, share, flow)
         self._progress = ProgressTable([team.name for team in placement.teams], time.monotonic())
         self._waiting: dict[Topic, set[asyncio.Future[None]]] = {}
-        #: (start, serial number, outcome) of the last change by each worker
+        #: (start, serial number, result) of the last change by each worker
         self._last_changes: dict[tuple[str, int], tuple[int, int, Any]] = {}
 
     async def ping(self, team: str, rank: int, ping: Ping) -> None:
@@ -67,26 +67,17 @@ class BufferActor:
             )
         last = self._last_changes.get((team, rank))
         if last is None or last[:2] != (start, serial):
-            last = self._last_changes[team, rank] = start, serial, self._outcome(method, arguments)
-        outcome = last[2]
-        if isinstance(outcome, HandoverError):
-            raise outcome
-        return outcome
-
-    def _outcome(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Return the answer of the core, or its error; wake those who waited for what is there now."""
-        try:
-            result = getattr(self._core, method)(*arguments)
-        except HandoverError as error:
-            return error
-        if method in ("give", "post", "arrive"):
-            answer, topics = None, result
-        elif method == "swap":
-            answer, topics = result
-        else:
-            return result
-        self._wake(topics)
-        return answer
+            result: Any
+            try:
+                change: Change = getattr(self._core, method)(*arguments)
+                self._wake(change.topics)
+                result = change.answer
+            except HandoverError as error:
+                result = error
+            last = self._last_changes[team, rank] = start, serial, result
+        if isinstance(last[2], HandoverError):
+            raise last[2]
+        return last[2]
 
     async def restart_team(self, team: str, number: int, limit_s: float) -> int | None:
         """See `Core.restart_team`. Other teams wait up to `limit_s` for the team's new processes."""
@@ -107,13 +98,13 @@ class BufferActor:
         ask = lambda: self._core.fetch(team, step, key, uids)  # noqa: E731
         return await self._answer(team, ask, ("handover", step, key), slice_s)
 
-    async def read(self, team: str, name: str, slice_s: float) -> Answer[tuple[str]]:
-        """Return mail, in a tuple."""
+    async def read(self, team: str, name: str, slice_s: float) -> Answer[str]:
+        """Return the text of a message."""
         return await self._answer(team, lambda: self._core.read(name), ("mail", name), slice_s)
 
-    async def peek(self, name: str) -> tuple[str] | None:
-        """Return mail, in a tuple, or None if there is none."""
-        return self._core.read(name)
+    async def is_posted(self, name: str) -> bool:
+        """Return whether there is a message under a name."""
+        return self._core.read(name) is not None
 
     async def drained(self, version: int) -> bool:
         """Return whether no replica has anything left to generate."""
@@ -148,7 +139,7 @@ class BufferActor:
         if not waiters and self._waiting.get(topic) is waiters:
             del self._waiting[topic]
 
-    def _wake(self, topics: list[Topic]) -> None:
+    def _wake(self, topics: Iterable[Topic]) -> None:
         for topic in topics:
             for waiter in self._waiting.pop(topic, ()):
                 waiter.set_result(None)

@@ -12,7 +12,6 @@ team is restarted (`buffer.core.Core.restart_team`), the team gives them again, 
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -79,29 +78,27 @@ class BufferClient:
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
-    def post(self, name: str, value: Any) -> None:
-        """Post a JSON value under a new name. Of `name/1`, `name/2`, ... only the last few are kept.
+    def post(self, name: str, text: str) -> None:
+        """Post a message (`megarl.dag.messages`) under a new name. Of `name/1`, `name/2`, ... the last few are kept.
 
-        A value that a team posted before its restart stays.
+        A message that a team posted before its restart stays.
         """
-        self._change(f"post {name!r}", "post", name, json.dumps(value), self._start > 0)
+        self._change(f"post {name!r}", "post", name, text, self._start > 0)
 
-    def arrive(self, name: str) -> None:
-        """Note that this replica has arrived; when all of its team have, a message is posted under this name."""
-        self._change(f"hear of {name!r}", "arrive", self.team, self.rank, name)
+    def arrive(self, name: str, text: str) -> None:
+        """Note that this replica has arrived; when all of its team have, the message is posted."""
+        self._change(f"hear of {name!r}", "arrive", self.team, self.rank, name, text)
 
-    def read(self, name: str) -> Any:
-        """Wait until a value is posted under a name, and return it; any number of workers may read it."""
-        (text,) = self._wait(f"mail {name!r}", "read", self.team, name)
-        return json.loads(text)
+    def read(self, name: str) -> str:
+        """Wait until a message is posted under a name, and return it; any number of workers may read it."""
+        return self._wait(f"mail {name!r}", "read", self.team, name)
 
-    def peek(self, name: str) -> Any:
-        """Return the value under a name; None: it is not posted."""
-        mail = self._call(f"the buffer to look for mail {name!r}", "peek", name)
-        return None if mail is None else json.loads(mail[0])
+    def is_posted(self, name: str) -> bool:
+        """Return whether a message is posted under a name now."""
+        return bool(self._call(f"the buffer to look for mail {name!r}", "is_posted", name))
 
     def has_come(self, name: str) -> bool:
-        """Return whether a value is posted under a name; cheap enough for a tight loop (`Mailbox`)."""
+        """Return whether a message is posted under a name; cheap enough for a tight loop (`Mailbox`)."""
         return self._mailbox.has_come(name)
 
     # -- samples -----------------------------------------------------------------------------------------------------

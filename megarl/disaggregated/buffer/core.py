@@ -12,8 +12,8 @@ the samples of a step when a taker first requests them.
 A team whose processes died continues with the step after the last finished one: everything that it took since is still
 here. What it gave since is dropped, and the restarted team gives it again.
 
-Nothing here waits: a request whose data is missing returns None, and `give` and `post` return the topics that became
-complete. Bytes never pass through here; a reference to them may be any object.
+Nothing here waits: a request whose data is missing returns None, and a call that changes the state returns the topics
+that became complete (`Change`). Bytes never pass through here; a reference to them may be any object.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from megarl.dag.messages import StepFormed
 from megarl.dag.placement import Handover, Placement
 from megarl.dag.stage import Role
 from megarl.dag.staleness import PolicyError, StalenessSettings
@@ -33,10 +34,16 @@ from megarl.system.metrics import Metrics
 #: Data that workers wait for: ("handover", step, key), ("samples", step, node) or ("mail", name).
 Topic: TypeAlias = tuple[Any, ...]
 
+
+class Change(NamedTuple):
+    """The result of a call that changes the state: the answer to its caller, and the topics that are complete now."""
+
+    answer: Any = None
+    topics: Sequence[Topic] = ()
+
+
 #: Messages of a series that are kept; no reader is that many steps late.
 KEPT = 64
-#: Series of messages with the numbers and metrics of the groups that form a step.
-FORMED = "formed"
 
 
 class HandoverError(MegarlError):
@@ -110,7 +117,7 @@ class Core:
         self._steps: dict[int, _Step] = {}
         self._finished: int | None = None
         self._starts: dict[str, int] = {}  # restarts of each restarted team
-        self._mail: dict[str, Any] = {}
+        self._mail: dict[str, str] = {}
         self._series: dict[str, list[int]] = {}  # numbers of the kept messages, in order of arrival
         self._arrived: dict[str, set[tuple[str, int]]] = {}  # workers by the message they will post
 
@@ -118,8 +125,8 @@ class Core:
 
     def give(
         self, team: str, rank: int, step: int, key: str, groups: Sequence[GroupInfo], refs: Sequence[Any]
-    ) -> list[Topic]:
-        """Record the groups that one replica hands over in one call, and return the topics that are complete now.
+    ) -> Change:
+        """Record the groups that one replica hands over in one call.
 
         Raises:
             HandoverError: it does not fit what the run's teams hand over, or was given before; nothing is kept.
@@ -154,8 +161,8 @@ class Core:
         sent.givers.add(rank)
         sent.refs.update(zip(new, refs, strict=True))
         if not self._is_complete(handover, sent):
-            return []
-        return [("handover", step, key), ("samples", step, handover.samples)]
+            return Change()
+        return Change(topics=[("handover", step, key), ("samples", step, handover.samples)])
 
     @staticmethod
     def _check(
@@ -223,10 +230,10 @@ class Core:
         sent.taken.setdefault(team, set()).update(uids)
         return [sent.refs[uid] for uid in uids] or [next(iter(sent.refs.values()))]
 
-    def done(self, team: str, rank: int, step: int) -> None:
+    def done(self, team: str, rank: int, step: int) -> Change:
         """Note that this worker needs nothing more of `step`; drop the step when all takers are done with it."""
         if self._is_finished(step) or (team, rank) not in self._takers:
-            return
+            return Change()
         state = self._steps.get(step)
         if state is None:
             state = self._steps[step] = _Step()
@@ -234,6 +241,7 @@ class Core:
         if len(state.done) == len(self._takers):
             del self._steps[step]
             self._finished = step if self._finished is None else max(step, self._finished)
+        return Change()
 
     def restart_team(self, team: str, number: int) -> int | None:
         """Prepare for restart `number` of a team, which will repeat its work for all unfinished steps.
@@ -284,8 +292,8 @@ class Core:
 
     # -- groups that are handed over when they are ready ---------------------------------------------------------
 
-    def open_flow(self, step: int, number: int, begun: Sequence[tuple[int, int]], again: Sequence[int]) -> list[int]:
-        """See `Flow.open`; `begun`: pairs of number and version.
+    def open_flow(self, step: int, number: int, begun: Sequence[tuple[int, int]], again: Sequence[int]) -> Change:
+        """See `Flow.open`, whose result is the answer; `begun`: pairs of number and version.
 
         Raises:
             HandoverError: it is open.
@@ -293,7 +301,7 @@ class Core:
         flow = self._need_flow()
         self._asked = max(self._asked, step)
         try:
-            return flow.open(step, number, dict(begun), again)
+            return Change(flow.open(step, number, dict(begun), again))
         except ValueError as error:
             raise HandoverError(str(error)) from error
 
@@ -306,10 +314,10 @@ class Core:
         useless: Sequence[int],
         version: int,
         most: int,
-    ) -> tuple[list[int], list[Topic]]:
+    ) -> Change:
         """Record finished groups with everything that is handed over of them, and admit others; see `Flow`.
 
-        Returns the numbers of the prompts to generate, and the topics that are complete now.
+        The answer: the numbers of the prompts to generate.
 
         Args:
             refs: by key of handover: one for each group.
@@ -334,7 +342,7 @@ class Core:
             numbers = flow.admit(version, most) if most else []
         except ValueError as error:
             raise HandoverError(f"{at}: {error}") from error
-        return numbers, self._form()
+        return Change(numbers, self._form())
 
     def drained(self, version: int) -> bool:
         """See `Flow.drained`."""
@@ -374,8 +382,8 @@ class Core:
             for group in chosen:
                 if group.metrics is not None:
                     metrics.merge(Metrics.from_json(json.loads(group.metrics)))
-            message = {"groups": [group.number for group in chosen], "metrics": [metrics.to_json()]}
-            topics += self.post(f"{FORMED}/{flow.step}", json.dumps(message))
+            formed = StepFormed(flow.step, [group.number for group in chosen], metrics.to_json())
+            topics += self.post(formed.name, formed.encode()).topics
         return topics
 
     def _choose(self) -> list[FlowGroup] | None:
@@ -391,48 +399,48 @@ class Core:
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
-    def post(self, name: str, value: Any, again: bool = False) -> list[Topic]:
-        """Keep a value under a name, and return the topics that are complete now.
+    def post(self, name: str, text: str, again: bool = False) -> Change:
+        """Keep a text under a name.
 
-        Names that differ in a number at their end, `weights/7`, are a series; its last few values are kept. If a
-        restarted team posts a value `again`, the first one stays.
+        Names that differ in a number at their end, `weights/7`, are a series; its last few texts are kept. If a
+        restarted team posts a text `again`, the first one stays.
 
         Raises:
             HandoverError: the name is or was taken.
         """
         if name in self._mail or self._is_forgotten(name):
             if again:
-                return []
+                return Change()
             raise HandoverError(f"mail {name!r} has been posted before")
-        self._mail[name] = value
+        self._mail[name] = text
         series, number = _series(name)
         if number is not None:
             numbers = self._series.setdefault(series, [])
             numbers.append(number)
             if len(numbers) > KEPT:
                 del self._mail[f"{series}/{numbers.pop(0)}"]
-        return [("mail", name)]
+        return Change(topics=[("mail", name)])
 
-    def arrive(self, team: str, rank: int, name: str) -> list[Topic]:
-        """Note that a replica of `team` has arrived; when all have, post a message under `name`. Idempotent."""
+    def arrive(self, team: str, rank: int, name: str, text: str) -> Change:
+        """Note that a replica of `team` has arrived; when all have, post the `text` of each. Idempotent."""
         if name in self._mail or self._is_forgotten(name):
-            return []
+            return Change()
         workers = self._arrived.setdefault(name, set())
         workers.add((team, rank))
         if len(workers) < self._parts[team]:
-            return []
+            return Change()
         del self._arrived[name]
-        return self.post(name, json.dumps(True))
+        return self.post(name, text)
 
-    def read(self, name: str) -> tuple[Any] | None:
-        """Return the value under a name, or None.
+    def read(self, name: str) -> str | None:
+        """Return the text under a name, or None.
 
         Raises:
-            HandoverError: the value was dropped because its series went on.
+            HandoverError: the text was dropped because its series went on.
         """
         if self._is_forgotten(name):
             raise HandoverError(f"mail {name!r} is gone: the last {KEPT} of its series are kept")
-        return (self._mail[name],) if name in self._mail else None
+        return self._mail.get(name)
 
     def _is_forgotten(self, name: str) -> bool:
         series, number = _series(name)

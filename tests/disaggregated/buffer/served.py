@@ -7,7 +7,6 @@ with served(config) as environments:     # one per worker, in their order
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, place
 from megarl.dag.staleness import StalenessSettings
 from megarl.data.wire import Block, Span
-from megarl.disaggregated.buffer.core import Core
+from megarl.disaggregated.buffer.core import Change, Core
 from megarl.system.processes import BUFFER, TEAM, WORKER, free_port
 
 _KEY = b"of a test"
@@ -36,19 +35,16 @@ class Shelf:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of the core, as soon as there is one."""
-        if method in ("post", "give", "done", "arrive"):
+        if method in ("post", "give", "done", "arrive", "swap", "open_flow"):
             with self._change:
-                getattr(self._core, method)(*arguments)
+                change: Change = getattr(self._core, method)(*arguments)
                 self._change.notify_all()
-            return None
-        if method == "swap":
+            return change.answer
+        if method in ("is_posted", "drained", "flow_state", "unused"):
             with self._change:
-                numbers, _ = self._core.swap(*arguments)
-                self._change.notify_all()
-            return numbers
-        if method in ("peek", "open_flow", "drained", "flow_state", "unused"):
-            with self._change:
-                return getattr(self._core, "read" if method == "peek" else method)(*arguments)
+                if method == "is_posted":
+                    return self._core.read(*arguments) is not None
+                return getattr(self._core, method)(*arguments)
         last = list[Any]()
 
         def there() -> bool:
@@ -101,26 +97,25 @@ class FarClient:
             raise answer
         return answer
 
-    def post(self, name: str, value: Any) -> None:
-        """Leave a JSON value under a name that is free."""
-        self._call("post", name, json.dumps(value), self._start > 0)
+    def post(self, name: str, text: str) -> None:
+        """Leave a message under a name that is free."""
+        self._call("post", name, text, self._start > 0)
 
-    def read(self, name: str) -> Any:
-        """The value under a name, as soon as it is there."""
-        return json.loads(self._call("read", name)[0])
+    def read(self, name: str) -> str:
+        """The message under a name, as soon as it is there."""
+        return self._call("read", name)
 
-    def arrive(self, name: str) -> None:
+    def arrive(self, name: str, text: str) -> None:
         """This replica has come so far."""
-        self._call("arrive", self.team, self.rank, name)
+        self._call("arrive", self.team, self.rank, name, text)
 
-    def peek(self, name: str) -> Any:
-        """The value under a name, or None."""
-        found = self._call("peek", name)
-        return None if found is None else json.loads(found[0])
+    def is_posted(self, name: str) -> bool:
+        """Whether there is a message under a name."""
+        return self._call("is_posted", name)
 
     def has_come(self, name: str) -> bool:
-        """Whether there is mail under a name."""
-        return self.peek(name) is not None
+        """Whether there is a message under a name."""
+        return self.is_posted(name)
 
     def open_flow(self, step: int, number: int, begun: Mapping[int, int], again: Sequence[int]) -> Any:
         """Begin to hand out prompts."""

@@ -38,7 +38,7 @@ def test_waiting_calls_are_woken_when_the_last_rank_has_given() -> None:
         assert not any(call.done() for call in calls)
         await change(actor, "train", 1, 1, "give", "train", 1, 1, KEY, [], [])
         await change(actor, "train", 1, 2, "post", "m", "1")
-        assert await asyncio.wait_for(asyncio.gather(*calls), 60) == [([GROUP], []), (["bytes"], []), (("1",), [])]
+        assert await asyncio.wait_for(asyncio.gather(*calls), 60) == [([GROUP], []), (["bytes"], []), ("1", [])]
         assert actor._waiting == {}
 
     asyncio.run(run())
@@ -65,7 +65,7 @@ def test_a_process_of_an_earlier_start_of_its_team_changes_nothing() -> None:
         with pytest.raises(HandoverError, match="team 'ref' was restarted after rank 0 of start 0"):
             await change(actor, "ref", 0, 2, "post", "n", "1")
         await actor.change("ref", 0, 1, 1, "post", ["n", "2"])  # the new process counts its calls from 1
-        assert await actor.peek("n") == ("2",)
+        assert (await actor.read("train", "n", 1.0))[0] == "2"
 
     asyncio.run(run())
 
@@ -94,7 +94,7 @@ def test_the_buffer_takes_no_more_memory_after_many_steps() -> None:
                 "train": [("give", "train", 0, step, KEY, [GROUP], [told]), ("post", f"weights/{step}", told)],
                 "ref": [
                     ("give", "ref", 0, step, "ref_logp>train", [GROUP], [told]),
-                    ("arrive", "ref", 0, f"here/{step}"),
+                    ("arrive", "ref", 0, f"here/{step}", told),
                 ],
                 "critic": [],
             }
@@ -106,7 +106,7 @@ def test_the_buffer_takes_no_more_memory_after_many_steps() -> None:
                 if team == "train":
                     assert (await actor.assignment("ref", step, "rollout", 0, 1.0))[0] == [GROUP]
                     assert (await actor.fetch("ref", step, KEY, ["u"], 1.0))[0] == [told]
-                assert await actor.peek(f"weights/{step + 1}") is None
+                assert not await actor.is_posted(f"weights/{step + 1}")
             assert (await actor.read("ref", f"nobody/{step}", 0.0))[0] is None
 
     async def run() -> None:

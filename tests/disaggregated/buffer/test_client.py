@@ -259,8 +259,8 @@ def test_a_wait_lasts_while_another_team_moves(workers: dict[str, Any], tmp_path
             assert ray.wait([busy], timeout=0.1)[0] == []
         waiting = workers["score0"].call.remote("read", "weights/1")
         assert ray.wait([waiting], timeout=7.0)[0] == []
-        ray.get(workers["train1"].call.remote("post", "weights/1", {"x": [1, None]}), timeout=400)
-        assert ray.get(waiting, timeout=400) == {"x": [1, None]}
+        ray.get(workers["train1"].call.remote("post", "weights/1", '{"x": [1, null]}'), timeout=400)
+        assert ray.get(waiting, timeout=400) == '{"x": [1, null]}'
         (tmp_path / "over").touch()
         ray.get(busy, timeout=400)
 
@@ -301,7 +301,7 @@ def test_mail_that_comes_is_noticed_without_a_call_for_every_look(workers: dict[
         reader, writer = workers["train0"], workers["score0"]
         looks = [ray.get(reader.call.remote("has_come", "wanted/1")) for _ in range(100)]
         assert looks == [False] * 100
-        ray.get(writer.call.remote("post", "wanted/1", True))
+        ray.get(writer.call.remote("post", "wanted/1", "{}"))
         end = time.monotonic() + 30
         while not ray.get(reader.call.remote("has_come", "wanted/1")):
             assert time.monotonic() < end, "nobody noticed the mail in 30 s"
@@ -319,7 +319,7 @@ def test_calls_leave_no_records_in_rays_control_store(workers: dict[str, Any]) -
         return [gcs_pb2.TaskEvents.FromString(event).task_info.func_or_class_name for event in events]
 
     with buffer(workers, "unrecorded", 60.0):
-        assert ray.get(workers["train1"].call.remote("post", "m", 1), timeout=180) is None
+        assert ray.get(workers["train1"].call.remote("post", "m", "1"), timeout=180) is None
         assert ray.get(workers["train1"].work.remote("/"), timeout=180) is None
         end = time.monotonic() + 120
         while "Worker.work" not in (made := calls()):
@@ -332,7 +332,7 @@ def test_a_refusal_says_who_was_refused(workers: dict[str, Any]) -> None:
     import ray
 
     with buffer(workers, "refusing", 60.0):
-        told = [ray.get(workers["train0"].call.remote("post", "m", 1), timeout=400) for _ in range(2)]
+        told = [ray.get(workers["train0"].call.remote("post", "m", "1"), timeout=400) for _ in range(2)]
     assert told == [None, "team 'train' rank 0 in phase test: mail 'm' has been posted before"]
 
 

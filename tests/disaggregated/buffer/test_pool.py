@@ -136,7 +136,7 @@ def test_a_policy_that_chooses_what_is_too_old_ends_the_run_with_its_name(tmp_pa
 
     def finish_all_of(step: int) -> None:
         core.assignment("train", step, "rollout", 0)
-        numbers, _ = core.swap("draw", 0, [], {}, [], step - 1, 9)
+        numbers = core.swap("draw", 0, [], {}, [], step - 1, 9).answer
         finished = [Finished(number, GroupInfo(f"u{number}", 0, (f"u{number}#0",), 5), "{}") for number in numbers]
         core.swap("draw", 0, finished, {key: [None] * len(finished) for key in (DRAWN, SCORED)}, [], step - 1, 0)
 
