@@ -1,1 +1,1 @@
-"""Commands of `megarl`: arguments, text and exit codes around the work of other packages."""
+"""Commands of `megarl`: arguments, printed text and exit codes. Other packages do the work."""

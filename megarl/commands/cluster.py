@@ -19,44 +19,47 @@ if TYPE_CHECKING:
     from megarl.launchers.submit import SubmittedJob
 
 _LOOK_S = 0.5
-_TAIL = 20  # lines that `megarl logs` begins with
-_NOTES = 10  # of what has happened, that `megarl status` shows
+_TAIL = 20  # lines of the log that `megarl logs` shows first
+_NOTES = 10  # recent events that `megarl status` shows
 
 
 def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], RunConfig]) -> None:
-    """Add the commands' arguments.
+    """Add the arguments of the cluster commands.
 
     Args:
-        commands: of the program's parser.
-        read_recipe: makes the configuration of recipe and overrides.
+        commands: subparsers of the program's parser.
+        read_recipe: returns the configuration from the recipe and overrides in the arguments.
     """
     launch = commands.add_parser(
         "launch",
         help="submit a run to a cluster",
-        description="Write the batch script of a run to its folder, and submit it to Slurm; what belongs to the site "
-        "stands in ~/.config/megarl/clusters.yaml. Or create its objects in Kubernetes (docs/launching.md).",
+        description="Write the batch script of a run to its folder and submit it to Slurm, with settings of the "
+        "cluster from ~/.config/megarl/clusters.yaml. Or create the run's objects in Kubernetes "
+        "(docs/launching.md).",
     )
     launch.add_argument("recipe", metavar="RECIPE", help="a recipe file or the name of a shipped one")
-    launch.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
+    launch.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="overrides of the recipe's values")
     where = launch.add_mutually_exclusive_group(required=True)
     where.add_argument("--slurm", action="store_true", help="by sbatch")
-    where.add_argument("--kubernetes", action="store_true", help="as a JobSet or a RayJob, by kubectl")
-    launch.add_argument("--job", choices=("train", "sft", "eval"), default="train", help="command (default: train)")
+    where.add_argument("--kubernetes", action="store_true", help="create a JobSet or a RayJob with kubectl")
+    launch.add_argument(
+        "--job", choices=("train", "sft", "eval"), default="train", help="command that the job runs (default: train)"
+    )
     launch.add_argument("--launcher", choices=("local", "torchrun", "ray"), help="default: launch.launcher")
-    launch.add_argument("--run-dir", type=Path, help="run folder that all nodes see; one that holds a run is continued")
-    launch.add_argument("--dry-run", action="store_true", help="print the scripts and what is wrong; submit nothing")
+    launch.add_argument("--run-dir", type=Path, help="run folder that all nodes can see; a run in it is continued")
+    launch.add_argument("--dry-run", action="store_true", help="print the scripts and all problems; submit nothing")
     launch.set_defaults(
         run=lambda arguments: (_kubernetes if arguments.kubernetes else _launch)(arguments, read_recipe(arguments))
     )
     for name, run, text in (
-        ("status", _status, "show how a submitted run stands"),
-        ("logs", _logs, "show what a run prints"),
-        ("cancel", _cancel, "end the job of a submitted run; it can be continued"),
+        ("status", _status, "show the state of a submitted run"),
+        ("logs", _logs, "show the output of a run"),
+        ("cancel", _cancel, "end the job of a submitted run; the run can be continued later"),
     ):
         parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run folder")
         if name == "logs":
-            parser.add_argument("-f", "--follow", action="store_true", help="until the run ends")
+            parser.add_argument("-f", "--follow", action="store_true", help="keep showing new lines until the run ends")
         parser.set_defaults(run=run)
 
 
@@ -69,10 +72,10 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
-    """Check the job, and hand it to Slurm.
+    """Check the job and submit it to Slurm; return the exit code.
 
     Args:
-        config: with what the site's file says.
+        config: the recipe, completed from the site file.
     """
     from megarl.launchers.common import make_run_dir
     from megarl.launchers.preflight import check_run_folder
@@ -84,7 +87,7 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
     slurm = config.launch.slurm
     memory = ("launch.slurm.memory", memory_bytes(slurm.memory))
     image, show = slurm.image is not None, arguments.dry_run
-    _, found = _check(config, launcher, arguments.job, image=image, memory=memory, show=show)
+    _, checks_text = _check(config, launcher, arguments.job, image=image, memory=memory, show=show)
     parent = Path(config.tracking.dir) / config.name
     if arguments.run_dir is not None:
         refuse_other_files(arguments.run_dir)
@@ -97,7 +100,7 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
         files = {"job.sh": job_script(job), "node.sh": node_script(job), "plan.json": json.dumps(plan(job), indent=1)}
         for name, text in files.items():
             print(f"== launch/{name} ==\n{text}")
-        _close(found)
+        _close(checks_text)
         return 0
     check_cluster(job)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.job)
@@ -105,15 +108,15 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
         raise UserError("the run folder cannot be used", where="--run-dir", found=seen.reason, fix="name another")
     if (active := _active_job(run_dir)) is not None:
         raise UserError(
-            "this run has a job that has not ended",
+            "this run has a job that is still active",
             where="--run-dir",
             found=f"job {active[0]}, {active[1]}",
-            fix=f"wait for it, or megarl cancel {run_dir}",
+            fix=f"wait for the job to end, or run megarl cancel {run_dir}",
         )
     job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
     write_scripts(job)
     for node, reason in excluded(run_dir).items():
-        print(f"left out: {node}: {reason} (launch/excluded.jsonl)")
+        print(f"left out node {node}: {reason} (launch/excluded.jsonl)")
     print(f"run folder: {run_dir}\njob: {submit(job)}")
     print(f"  megarl status {run_dir}\n  megarl logs -f {run_dir}\n  megarl cancel {run_dir}")
     return 0
@@ -127,12 +130,12 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
     given = job.settings.memory
     memory = ("launch.kubernetes.memory", None if given is None else quantity(given))
     show = arguments.dry_run
-    placement, found = _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory, show=show)
+    placement, checks_text = _check(job.in_pods, job.launcher, arguments.job, image=True, memory=memory, show=show)
     for doubt in doubtful(config, arguments.job, placement):
         _warn(doubt)
     if arguments.dry_run:
         print(as_yaml(manifests(job)), end="")
-        _close(found)
+        _close(checks_text)
         return 0
     print(create(job))
     space = "" if job.settings.namespace is None else f" --namespace {job.settings.namespace}"
@@ -145,15 +148,15 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
 def _check(
     config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None], show: bool
 ) -> tuple[Placement | None, str]:
-    """Refuse what cannot work, and show what is doubtful; this machine is none of the job's.
+    """Raise the failed checks of a job and print its warnings. This machine is not part of the job.
 
     Args:
-        image: nodes run an image, whose servers' interpreter is not known here.
-        memory: key and bytes of a node's memory; None: it is not said.
-        show: the estimate of memory and all checks are asked for.
+        image: nodes run a container image, so that the interpreter of servers is not known here.
+        memory: recipe key and bytes of a node's memory; None: the memory is not known.
+        show: return the memory estimate and all checks as text.
 
     Returns:
-        The teams of the job; None: they are not known. And what is asked for, as text.
+        The teams of the job (None when they are not known), and the text, empty without `show`.
     """
     from megarl.checks.dry_run import memory_and_checks
     from megarl.checks.host import host_memory
@@ -174,20 +177,18 @@ def _check(
     gpu = config.cluster.device_memory_gb is not None
     needed = host_memory(config, checked.sizes, placement, gpu=gpu, job=job).needed
     if needed.least > size:
-        _warn(
-            f"{key}: {size / 1e9:,.3g} GB, and the processes of a node hold {needed.least / 1e9:,.3g} GB or more there"
-        )
+        _warn(f"{key} is {size / 1e9:,.3g} GB, and the processes of a node need at least {needed.least / 1e9:,.3g} GB")
     return placement, shown
 
 
-def _close(found: str) -> None:
-    """Print memory and checks below the output of --dry-run, which is handed on as it is."""
+def _close(checks_text: str) -> None:
+    """Print the checks of --dry-run to standard error, since its standard output is meant to be piped."""
     sys.stdout.flush()
-    print(f"{found}. Nothing was submitted.", file=sys.stderr)
+    print(f"{checks_text}. Nothing was submitted.", file=sys.stderr)
 
 
 def _warn(text: str) -> None:
-    """Print a warning, not as part of the output of --dry-run, which is handed on as it is."""
+    """Print a warning to standard error, since the standard output of --dry-run is meant to be piped."""
     print(f"megarl: warning: {text}", file=sys.stderr)
 
 
@@ -206,31 +207,31 @@ def _active_job(run_dir: Path) -> tuple[str, str] | None:
 
 
 def _submitted(run_dir: Path) -> list[SubmittedJob]:
-    """Return the jobs of a run.
+    """Return the jobs submitted for a run.
 
     Raises:
-        UserError: the folder is not there, or has none.
+        UserError: the folder does not exist, or no job was submitted for it.
     """
     from megarl.launchers.submit import jobs_of
 
     if not run_dir.is_dir():
         raise UserError(
-            "this is no folder" if run_dir.exists() else "there is no such folder",
+            "this is not a folder" if run_dir.exists() else "there is no such folder",
             where="RUN_DIR",
             found=str(run_dir),
-            allowed="a run folder that megarl launch RECIPE --slurm has made",
-            fix="name the one that megarl launch has printed; it is below tracking.dir, as runs/NAME/STAMP",
+            allowed="a run folder made by megarl launch RECIPE --slurm",
+            fix="name the folder that megarl launch printed; it is below tracking.dir, as in runs/NAME/STAMP",
         )
     jobs = jobs_of(run_dir)
     if not jobs:
         log = run_dir / "log.txt"
-        ran = f"the run was started without a batch job, and what it prints is in {log}: tail -f {log}"
+        ran = f"the run was started without a batch job, and its output is in {log}: tail -f {log}"
         raise UserError(
             "no job was submitted for this folder",
             where="RUN_DIR",
             found=str(run_dir),
-            allowed="a run folder that megarl launch RECIPE --slurm has made",
-            fix=ran if log.is_file() else f"megarl launch RECIPE --slurm --run-dir {run_dir} submits one",
+            allowed="a run folder made by megarl launch RECIPE --slurm",
+            fix=ran if log.is_file() else f"submit one with megarl launch RECIPE --slurm --run-dir {run_dir}",
         )
     return jobs
 
@@ -253,7 +254,7 @@ def _status(arguments: argparse.Namespace) -> int:
     notes = notes_of(run_dir)
     restarts = sum(note["kind"] == "restart" for note in notes)
     if notes:
-        print(f"started again after lost nodes: {restarts}")
+        print(f"restarted after lost nodes: {restarts}")
     for node, reason in excluded(run_dir).items():
         print(f"left out: {node}: {reason}")
     for node, found in latest_tests(run_dir).items():
@@ -265,7 +266,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _run_text(run_dir: Path) -> str:
-    """Return the run's own report of its progress."""
+    """Return a short report of the run's progress, from its run folder."""
     from megarl.artifacts.records import read_run, setting
 
     run, done = read_run(run_dir), last_step(run_dir)
@@ -277,7 +278,7 @@ def _run_text(run_dir: Path) -> str:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """Return the last training step in metrics.jsonl; None: there is none."""
+    """Return the number of the last training step in metrics.jsonl, or None before the first step."""
     from megarl.artifacts.jsonl import STEP, read_jsonl
 
     lines = read_jsonl(run_dir / "metrics.jsonl", needs=STEP)
@@ -292,7 +293,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
     _submitted(run_dir)
     active = _active_job(run_dir)
     if active is None:
-        print("no job of this run waits or runs")
+        print("no job of this run is waiting or running")
         return 0
     cancel(active[0])
     print(f"job {active[0]} is ending; to go on: megarl launch RECIPE --slurm --run-dir {run_dir}")
@@ -304,7 +305,8 @@ def _logs(arguments: argparse.Namespace) -> int:
     _submitted(run_dir)
     files: dict[Path, IO[str]] = {}
     while True:
-        over = not arguments.follow or _active_job(run_dir) is None  # asked before reading: the last lines are shown
+        # checked before reading, so that the last lines are shown too
+        over = not arguments.follow or _active_job(run_dir) is None
         for file in [run_dir / "log.txt", *sorted((run_dir / "launch").glob("job-*.txt"))]:
             if file not in files and file.is_file():
                 files[file] = file.open(encoding="utf-8", errors="replace")

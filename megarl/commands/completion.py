@@ -1,6 +1,6 @@
-"""`megarl completion`: a script for bash or zsh that completes commands, options, recipes, keys and their values.
+"""`megarl completion`: a bash or zsh script that completes commands, options, recipes, keys and their values.
 
-The script holds all of these words, so that completing starts no Python; another version of the package writes another.
+The script contains all these words, so completing starts no Python. Run the command again after an upgrade.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megarl.config.load import recipe_names
 
 SHELLS = ("bash", "zsh")
 
-#: Functions of both shells. They print candidates, one per line; `:files` and `:recipes` stand for files.
+#: Functions used by both shells. They print candidates, one per line; `:files` and `:recipes` stand for file names.
 _COMMON = r"""
 _megarl_options() {  # COMMAND: its options
   case $1 in
@@ -148,8 +148,8 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 def _choices_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
     """Return the subcommands of a parser by their names."""
-    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return found[0].choices if found else {}
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return actions[0].choices if actions else {}
 
 
 def _values_of(action: argparse.Action) -> list[str]:
@@ -157,7 +157,8 @@ def _values_of(action: argparse.Action) -> list[str]:
 
 
 def _cases(words: Mapping[str, Iterable[str]]) -> str:
-    """Return the branches of a `case` that print these words, one per line."""
+    """Return the branches of a shell `case`, each of which prints its words, one per line."""
     return "\n".join(
-        f"    {pattern}) printf '%s\\n' {' '.join(map(shlex.quote, found))} ;;" for pattern, found in words.items()
+        f"    {pattern}) printf '%s\\n' {' '.join(map(shlex.quote, branches))} ;;"
+        for pattern, branches in words.items()
     )

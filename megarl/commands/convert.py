@@ -1,4 +1,4 @@
-"""`megarl convert`: a Hugging Face folder, a PEFT adapter or a checkpoint of a run, as a Hugging Face folder."""
+"""`megarl convert`: turn a Hugging Face folder, a PEFT adapter or a run's checkpoint into a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_g
     Args:
         source: a Hugging Face folder or hub name, the folder of a PEFT adapter, or RUN_DIR/checkpoints/step_N. Adapters
             are merged into their base model.
-        target: must not exist, or be empty.
-        dtype: `fp32` or `bf16`; None: as the source is.
-        max_shard_gb: start another file beyond this size (10**9 bytes).
+        target: a folder that does not exist or is empty.
+        dtype: `fp32` or `bf16`; None: the dtype of the source.
+        max_shard_gb: largest size of a file in GB (10**9 bytes); more data go to another file.
 
     Raises:
-        ConfigError: there is no model at `source`, it is not supported, or `target` is taken or cannot be written.
+        ConfigError: `source` has no supported model, or `target` is not empty or cannot be written.
     """
     refuse_pipes(source)
-    check_conversion(source, target, max_shard_gb)  # before torch is imported, below
+    check_conversion(source, target, max_shard_gb)  # quick checks first: torch is imported below
     from megarl.models.convert import convert as convert_folder
 
     try:
@@ -79,7 +79,7 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
         raise ConfigError(
             "the run's config.yaml is missing",
             where=str(recipe),
-            fix="keep the checkpoint in its place, RUN_DIR/checkpoints/step_N",
+            fix="keep the checkpoint at RUN_DIR/checkpoints/step_N",
         )
     config = load_config(recipe)
     whole = config.actor.model_copy(update={"parallel": ParallelConfig()})
@@ -89,14 +89,18 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
         meta = checkpoint.verify(folder, world)
         hf_config = _config_of(config.model, checkpoint.stored_names(folder, meta))
         weights: Weights = lambda chunks: None  # noqa: E731
-        if config.model.lora is not None:  # the checkpoint has adapters only
+        if config.model.lora is not None:  # the checkpoint holds only the adapters
             weights = weights_of(config, hf_config)
             check_base(folder, config.model.path, world)
         engine = build_engine(config, hf_config, layout, weights, trainable=False)
         checkpoint.load(folder, {"actor": engine}, meta)
         if config.robot is not None:
-            kept = folder / FILE  # a checkpoint of an older version has none
-            known = read_statistics(kept) if kept.is_file() else dict([model_statistics(config, config.robot)])
+            statistics_file = folder / FILE  # checkpoints of older versions lack this file
+            known = (
+                read_statistics(statistics_file)
+                if statistics_file.is_file()
+                else dict([model_statistics(config, config.robot)])
+            )
             hf_config.action_statistics = known
         tokenizer = load_tokenizer(config.model)
         export_weights(
@@ -113,10 +117,10 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
 
 
 def _config_of(model: ModelConfig, stored: Iterable[str]) -> PretrainedConfig:
-    """Return the configuration that the actor in a checkpoint was built with.
+    """Return the Hugging Face configuration with which the actor of a checkpoint was built.
 
-    Of a hub model only config.json is fetched: the checkpoint itself says (`stored`: its names) whether the model had a
-    head of its own. One of adapters does not, and needs the weights of the model anyway.
+    For a hub model only config.json is downloaded. `stored` holds the names of the checkpoint's tensors, which show
+    whether the model had an output layer of its own. For adapters the whole base model is downloaded anyway.
     """
     from megarl.models.config import load_hf_config
 

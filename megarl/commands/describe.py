@@ -1,4 +1,4 @@
-"""The reference of keys, from the models and components: `python -m megarl.commands.describe docs/keys.md`."""
+"""Writes the reference of recipe keys from models and components: `python -m megarl.commands.describe docs/keys.md`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megarl.recipes.components import COMPONENTS
 
 BEGIN = "<!-- keys: written by python -m megarl.commands.describe docs/keys.md, do not edit below -->"
 END = "<!-- end of keys -->"
-#: A bound of `describe_allowed` that only refuses mistakes, such as a deadline of more than a year.
+#: Bounds in `describe_allowed` that only catch mistakes, such as a deadline of more than a year.
 _FAR = re.compile(r"( and)? [<>]= -?\d{7,}(\.0)?")
 
 
 def reference() -> str:
-    """Return the markdown: one table per section of keys, one of every class of sections."""
+    """Return the markdown of all keys: a table per section, or one table for sections of the same class."""
     defaults = default_values()
     lines: list[str] = []
     keys = list(iter_keys())
@@ -45,7 +45,7 @@ def reference() -> str:
 
 
 def write_reference(file: Path) -> bool:
-    """Replace what stands between the markers in `file`; True when the file changed.
+    """Replace the text between the markers in `file`; return whether the file changed.
 
     Raises:
         ValueError: the file lacks a marker.
@@ -61,7 +61,7 @@ def write_reference(file: Path) -> bool:
 
 
 def default_values() -> dict[str, Any]:
-    """Return the default of every key, by its path; of a section as a mapping."""
+    """Return the default of every key by its path; for a section a mapping of its keys."""
     flat: dict[str, Any] = {}
 
     def walk(values: dict[str, Any], prefix: str, model: type[Section]) -> None:
@@ -80,7 +80,9 @@ def default_values() -> dict[str, Any]:
 
 
 def _first_of_a_class(keys: list[Key]) -> dict[str, str]:
-    """Map the path of a section to the section whose table it shares: the actor's, else the first of its class."""
+    """Map the path of each section to the section whose table shows its keys: the first of its class, or the
+    actor's.
+    """
     sections = sorted(
         (key for key in keys if key.section is not None), key=lambda key: not key.path.startswith("actor.")
     )
@@ -97,12 +99,16 @@ def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any],
 
 
 def _own_keys(path: str, place: str, named_by: str) -> list[str]:
-    """Return the markdown: the keys that the components of a section have for themselves, at `place`; one row where
-    several share a key. `named_by` is the section's key that names one."""
+    """Return the markdown of the keys that components of the section `path` have; components with equal keys share a
+    row.
+
+    `place` is the path at which the keys are written, `named_by` the key that names the component.
+    """
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for name in COMPONENTS.names(path):
         model = COMPONENTS.settings_of(path, name)
-        if path == "algorithm.kl" and KL.spec(name).distributions:  # only for algorithm.distillation
+        # these estimators work only in algorithm.distillation
+        if path == "algorithm.kl" and KL.spec(name).distributions:
             continue
         for key, info in model.model_fields.items() if model else ():
             default = info.get_default(call_default_factory=True)
@@ -130,16 +136,16 @@ def _row(key: Key, default: Any) -> str:
 
 
 def _values(info: FieldInfo, *, nullable: bool) -> str:
-    """Return the allowed values, in the words of errors, without bounds that only refuse mistakes.
+    """Return the allowed values in the words of error messages, without bounds that only catch mistakes.
 
-    `nullable` says that the default is null, which then goes without saying.
+    With `nullable` the default is null, and null is not listed.
     """
     text = _FAR.sub("", describe_allowed(info))
     return text.removesuffix(", or null") if nullable else text
 
 
 def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:
-    """Return the row that links to the table at `first` and names the defaults that differ from it."""
+    """Return the table row of a section, with a link to the table at `first` and the defaults that differ from it."""
     others = [path for path in defaults if path.startswith(f"{key.path}.")]
     own = {
         path: as_yaml(defaults[path]) for path in others if defaults[path] != defaults[first + path[len(key.path) :]]
@@ -150,7 +156,7 @@ def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value as a recipe writes it, without quotes."""
+    """Return a value in YAML, without quotes."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The report on this installation: versions, devices, and what each optional package adds."""
+"""`megarl doctor`: a report on versions, devices, and the use of each optional package."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ REQUIRED = (
     "ray",
     "mlflow",
 )
-#: Series of torch that the tests were run with: make campaign-torch-VERSION.
+#: Versions of torch with which the tests were run (make campaign-torch-VERSION).
 TESTED_TORCH = ("2.11", "2.13", "2.14")
 OPTIONAL = {
-    "flash-attn": "variable-length attention kernels on GPUs (else: scaled-dot-product attention of torch)",
-    "transformer-engine": "layers in bf16 and FP8 on GPUs, fused AdamW and gradient norm (else: torch's)",
-    "mcp": "tools of Model Context Protocol servers (env.mcp)",
-    "mbridge": "tests compare weight conversion with it",
+    "flash-attn": "variable-length attention kernels on GPUs (without it: torch's scaled-dot-product attention)",
+    "transformer-engine": "layers in bf16 and FP8 on GPUs, fused AdamW and gradient norm (without it: torch's)",
+    "mcp": "tools from Model Context Protocol servers (env.mcp)",
+    "mbridge": "used by tests of weight conversion",
 }
 
 
@@ -51,48 +51,56 @@ def report() -> str:
 
 
 def clean() -> str:
-    """Return the text of `megarl doctor --clean`, which removes what processes of this user that were killed have
-    left."""
+    """Remove what killed processes of this user left (`megarl doctor --clean`); return the list as text."""
     removed = remove_leftovers()
     if not removed:
-        return "nothing is left of processes that were killed"
-    return "\n".join(["removed, of processes that were killed:", *(f"  {path}" for path in removed)])
+        return "killed processes left nothing"
+    return "\n".join(["removed what killed processes left:", *(f"  {path}" for path in removed)])
 
 
 def _tested(name: str) -> str:
-    """Return a note on a version of torch, the package whose behaviour differs most between versions."""
+    """Return a note on whether the installed torch is a tested version; an empty text for other packages."""
     version = installed_version(name)
     if name != "torch" or version is None:
         return ""
     series = ", ".join(TESTED_TORCH)
     return (
         f"  (tested: {series})"
-        if version.startswith(tuple(f"{one}." for one in TESTED_TORCH))
+        if version.startswith(tuple(f"{series_name}." for series_name in TESTED_TORCH))
         else (f"  NOT TESTED: the tests were run with {series}")
     )
 
 
 def _unfit(name: str) -> str:
-    """Return a note if Megatron-Core names other versions of this package, as it does of transformer-engine."""
+    """Return a note if Megatron-Core requires other versions of the package `name` than the installed one."""
     version = installed_version(name)
     if version is None or installed_version("megatron-core") is None:
         return ""
     wanted = wanted_by("megatron-core", name)
     return (
-        f"; megatron-core asks for {wanted}"
+        f"; megatron-core requires {wanted}"
         if wanted and not SpecifierSet(wanted).contains(version, prereleases=True)
         else ""
     )
 
 
 def wanted_by(package: str, name: str) -> str:
-    """Return the versions of package `name` that an installed package asks for, in any of its extras; "": any."""
-    found = map(Requirement, importlib.metadata.requires(package) or [])
-    return str(next((one.specifier for one in found if one.name.lower().replace("_", "-") == name), ""))
+    """Return the versions of package `name` that the installed `package` or one of its extras requires; empty: any."""
+    requirements = map(Requirement, importlib.metadata.requires(package) or [])
+    return str(
+        next(
+            (
+                requirement.specifier
+                for requirement in requirements
+                if requirement.name.lower().replace("_", "-") == name
+            ),
+            "",
+        )
+    )
 
 
 def _cuda() -> list[str]:
-    """Return lines on driver and toolkit, which servers on GPUs need to compile kernels."""
+    """Return lines about the NVIDIA driver and the CUDA toolkit, which GPU servers need to compile kernels."""
     driver = driver_version()
     if driver is None:
         return ["no NVIDIA driver is loaded"]
@@ -106,7 +114,7 @@ def _cuda() -> list[str]:
     version = compiler_version(home)
     toolkit = f"nvcc {version[0]}.{version[1]} in {home}" if version else f"no nvcc in {home}"
     problems = [problem for problem in (driver_problem(), toolkit_problem(python=python)) if problem is not None]
-    return [f"driver {driver}, {toolkit}", *(f"{one.what} ({one.found}): {one.fix}" for one in problems)]
+    return [f"driver {driver}, {toolkit}", *(f"{text.what} ({text.found}): {text.fix}" for text in problems)]
 
 
 def _servers() -> str:
@@ -121,13 +129,13 @@ def _servers() -> str:
 
 def _devices() -> list[str]:
     if installed_version("torch") is None:
-        return ["unknown: torch is missing"]
+        return ["unknown: torch is not installed"]
     import torch
 
     from megarl.system.device import has_cuda
 
     if not has_cuda():
-        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
         return [f"cpu, {torch.get_num_threads()} threads per process, bf16 and fp32 (torch built for {built})"]
     names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"cuda:{index} {p.name}, {p.total_memory / 1e9:.0f} GB" for index, p in enumerate(names)]

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from megarl.data.rows import Row
 
 _MODEL = "Qwen/Qwen3-0.6B"
-_NODE = 8  # GPUs of a machine
+_NODE = 8  # GPUs per machine
 _GPU_GB = 80.0
-_SLOW_S = 120.0  # of a step: a first try takes hours
+_SLOW_S = 120.0  # slower steps than this are reported, because a first try would take hours
 _SMALL_MODEL = "~/.cache/megarl/smollm2-135m-instruct"
 _PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "label", "output", "response")
 _NUMBER = re.compile(r"\s*[-+]?[\d,]*\.?\d+\s*")
-#: Data and reward of a recipe for which none are named.
+#: Data and reward when the command names none.
 _PROBLEMS, _PAIRS = "megarl.recipes.word_problems:make_rows", "megarl.recipes.arithmetic:make_pairs"
 
 _Settings = dict[str, Any]
-#: Keys that make each algorithm, with dots.
+#: Dotted keys that select each algorithm.
 ALGORITHMS: Mapping[str, _Settings] = {
     "grpo": {"algorithm.pipeline": "grpo"},
     "dapo": {
@@ -66,84 +66,85 @@ ALGORITHMS: Mapping[str, _Settings] = {
     "kto": {"algorithm.pipeline": "kto", "preference.loss": "kto", "preference.beta": 0.1},
     "reward_model": {"algorithm.pipeline": "reward_model", "preference.loss": "bradley_terry"},
 }
-#: What to know about a key, where its name does not tell.
+#: Comments written after keys whose names do not explain them.
 _COMMENTS = {
     "model.path": "Hugging Face folder or hub name",
-    "model.dtype": "bf16, fp32, or auto: what the processor computes fast",
+    "model.dtype": "bf16, fp32, or auto: the fastest on this processor",
     "algorithm.pipeline": "the task graph: grpo, dapo, ppo, dpo, kto, reward_model, or file.py:fn",
     "algorithm.advantage.name": "how scores become advantages",
     "algorithm.loss.clip_low": "how far a ratio may fall below 1",
     "algorithm.loss.clip_high": "how far a ratio may rise above 1",
-    "algorithm.loss.aggregation": "how losses of tokens become one number",
-    "algorithm.loss.sum_norm": "the constant that sums over tokens are divided by",
-    "algorithm.dynamic_sampling.enabled": "replace groups whose samples all have one score",
-    "algorithm.overlong.buffer_tokens": "responses that end this close to the limit cost a little",
-    "preference.beta": "how much a log-ratio to the reference counts",
-    "data.train_files": "jsonl, json, csv, parquet, folders, hub names, pkg.mod:fn",
-    "data.val_files": "held-out rows; never trained on",
+    "algorithm.loss.aggregation": "how the losses of tokens are combined",
+    "algorithm.loss.sum_norm": "divisor of sums over tokens",
+    "algorithm.dynamic_sampling.enabled": "replace groups whose samples all have the same score",
+    "algorithm.overlong.buffer_tokens": "responses that end this close to the limit get a small penalty",
+    "preference.beta": "weight of a log-ratio to the reference",
+    "data.train_files": "jsonl, json, csv, parquet files, folders, hub names, pkg.mod:fn",
+    "data.val_files": "held-out rows, never trained on",
     "data.prompt_key": "column of the prompt: text, or chat messages",
-    "data.answer_key": "column of the reference answer, which the reward reads",
+    "data.answer_key": "column of the reference answer, for the reward",
     "data.max_prompt_tokens": "longer prompts are left out",
     "reward.name": "an included reward, or file.py:function of yours",
-    "reward.kwargs.extract": "the number of the response that counts: whole, first, last",
+    "reward.kwargs.extract": "which number of the response counts: whole, first, last",
     "rollout.engine": "embedded: on the training weights; sglang: on servers",
     "rollout.sampling.n": "samples per prompt",
-    "rollout.sampling.max_new_tokens": "of a response, at most",
-    "rollout.sglang.servers": "servers of tp_size GPUs each",
-    "rollout.sglang.colocated": "on the GPUs that train",
+    "rollout.sampling.max_new_tokens": "most tokens of a response",
+    "rollout.sglang.servers": "number of servers, with tp_size GPUs each",
+    "rollout.sglang.colocated": "servers use the training GPUs",
     "rollout.sglang.memory_fraction": "share of a GPU for a server's weights and cache",
     "validation.every": "steps",
     "actor.parallel.tp": "GPUs that share each layer",
-    "actor.parallel.sp": "share activations between them, too",
-    "actor.parallel.pp": "stages of layers, on one GPU after the other",
+    "actor.parallel.sp": "also share the activations between these GPUs",
+    "actor.parallel.pp": "stages of layers, one GPU after another",
     "actor.parallel.ep": "GPUs that share the experts",
-    "actor.engine.micro_batch_tokens": "tokens in one pass: more is faster and takes more memory",
-    "actor.engine.recompute": "full: less memory, a third more work",
-    "actor.engine.offload": "training state goes to host memory while servers generate",
+    "actor.engine.micro_batch_tokens": "tokens in one pass: more is faster and needs more memory",
+    "actor.engine.recompute": "full: less memory, a third more compute",
+    "actor.engine.offload": "training state moves to host memory while servers generate",
     "actor.optim.lr": "peak learning rate",
-    "actor.optim.warmup_steps": "to the peak",
+    "actor.optim.warmup_steps": "steps until the peak",
     "critic.optim.lr": "the critic learns faster than the policy",
-    "critic.warmup_steps": "steps in which only the critic learns",
+    "critic.warmup_steps": "first steps, in which only the critic learns",
     "trainer.steps": "or epochs: passes over the data",
     "trainer.save_every": "steps between checkpoints",
-    "cluster.nproc": "processes, one per device",
+    "cluster.nproc": "number of processes, one per device",
     "cluster.nnodes": "machines",
-    "cluster.device_memory_gb": "GB of each GPU, which the checks hold the run against",
+    "cluster.device_memory_gb": "GB per GPU, against which checks compare the estimate",
 }
-#: Comments on keys that count samples, which are not the same in every algorithm.
+#: Comments on keys that count samples; the unit depends on the algorithm.
 _COUNTS = {
     "data.batch_size": "{} per step, over all devices",
-    "data.max_val_samples": "held-out {} of a validation, at most",
+    "data.max_val_samples": "most held-out {} per validation",
 }
-_SAMPLES = {"kto": "examples", "reward_model": "pairs", "dpo": "pairs", "sft": "examples"}  # else prompts
+# other algorithms count prompts
+_SAMPLES = {"kto": "examples", "reward_model": "pairs", "dpo": "pairs", "sft": "examples"}
 _LORA = ("model.lora", "train adapters in place of all weights: {rank: 16, alpha: 32}")
 _LOGGERS = ("tracking.loggers", "[wandb], [tensorboard], [trackio]")
-_LIMIT = ("preference.max_tokens", "longer sequences, of prompt and response, are left out")
+_LIMIT = ("preference.max_tokens", "longer sequences (prompt and response) are left out")
 _GENERATING = (
-    ("algorithm.kl", "stay near the first policy: {use: loss, coef: 0.001}"),
+    ("algorithm.kl", "penalise distance from the first policy: {use: loss, coef: 0.001}"),
     ("data.format_prompt", 'a template around each prompt: "{{ content }}\\nEnd with the answer after ####."'),
     ("validation.sampling.n", "several responses per held-out prompt"),
 )
-#: Keys that are often set next, by algorithm; else `_GENERATING`.
+#: Keys that users often set next, by algorithm; other algorithms use `_GENERATING`.
 _NEXT = {
     "kto": (
-        ("preference.desirable_weight", "weight of desirable examples, where there are fewer of them"),
-        ("preference.completion_key", "column of the response; preference.label_key: of its label"),
+        ("preference.desirable_weight", "weight of desirable examples, when there are fewer of them"),
+        ("preference.completion_key", "column of the response; preference.label_key names the column of its label"),
         _LIMIT,
     ),
     "reward_model": (
-        ("preference.margin_key", "column of the least difference of the scores of a pair"),
+        ("preference.margin_key", "column of the smallest difference between the scores of a pair"),
         ("preference.center_coef", "keep scores near 0: 0.01"),
         _LIMIT,
     ),
     "dpo": (
         ("preference.label_smoothing", "assumed share of pairs with a wrong label"),
         ("preference.sft_coef", "weight of a supervised term on the chosen responses"),
-        ("preference.chosen_key", "column of the better response; preference.rejected_key: of the worse one"),
+        ("preference.chosen_key", "column of the better response; preference.rejected_key names the worse one"),
         _LIMIT,
     ),
     "sft": (
-        ("sft.max_tokens", "longer sequences, of prompt and response, are left out"),
+        ("sft.max_tokens", "longer sequences (prompt and response) are left out"),
         ("sft.eval_every", "steps between validations"),
     ),
 }
@@ -154,21 +155,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="the recipe to write, for example my_run.yaml")
     parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="grpo", help="default: grpo")
     parser.add_argument("--model", help=f"Hugging Face folder or hub name (default: {_MODEL})")
-    other = "settings of TRL, verl or NeMo-RL to translate: a YAML or JSON file, or a text file with a command line"
+    other = "file with settings of TRL, verl or NeMo-RL to translate: YAML or JSON, or a text file with a command line"
     parser.add_argument("--from", dest="source", metavar="FILE", type=Path, help=other)
     kinds = "jsonl, json, csv, parquet file, folder, hub name org/name@split or pkg.mod:fn"
     parser.add_argument("--data", help=f"{kinds} (default: invented word problems)")
     parser.add_argument("--val", help="held-out rows, in the same forms")
-    parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the prompt (default: by its usual names)")
-    parser.add_argument("--answer-key", metavar="COLUMN", help="column of the answer (default: by its usual names)")
-    parser.add_argument("--reward", help="a name or file.py:function (default: by the answers in the data)")
+    parser.add_argument(
+        "--prompt-key", metavar="COLUMN", help="column of the prompt (default: found by its usual names)"
+    )
+    parser.add_argument(
+        "--answer-key", metavar="COLUMN", help="column of the answer (default: found by its usual names)"
+    )
+    parser.add_argument(
+        "--reward", help="an included reward or file.py:function (default: chosen by the answers in the data)"
+    )
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded", help="of generation")
-    parser.add_argument("--gpus", type=int, help="over all machines; 0: run on the CPU (default: a GPU if there is)")
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs over all machines; 0: run on the CPU (default: one GPU if there is one)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the recipe, and raise the problems that a dry run of it would have; return the exit code."""
+    """Write the recipe and raise the problems that its dry run would have; return the exit code."""
     from megarl.artifacts.facts import model_facts
     from megarl.checks.rows import check_rows
     from megarl.config.base import raise_problems
@@ -176,10 +185,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     file = arguments.file if arguments.file.suffix in (".yaml", ".yml") else Path(f"{arguments.file}.yaml")
     if file.exists():
-        raise UserError("the file exists", where="megarl init", found=str(file), fix="name another, or remove it")
+        raise UserError(
+            "file already exists", where="megarl init", found=str(file), fix="name another file, or remove this one"
+        )
     if arguments.gpus is not None and arguments.gpus < 0:
         raise ConfigError(
-            "a negative number of GPUs",
+            "the number of GPUs is negative",
             where="--gpus",
             found=arguments.gpus,
             allowed="0 (the CPU) or more",
@@ -201,10 +212,11 @@ def run(arguments: argparse.Namespace) -> int:
         problems = [check for check in checked.items if check.status == "fail"]
         if any(check.name != "memory" for check in problems):
             raise_problems([check.problem() for check in problems])
-    except BaseException:  # such as an unknown reward: the command with another one is not to find the file
+    # on an error, such as an unknown reward, remove the file: the corrected command must not find it
+    except BaseException:
         file.unlink(missing_ok=True)
         raise
-    print(f"{file} is written: {arguments.algorithm} of {arguments.model} on {_devices(gpus)}")
+    print(f"wrote {file}: {arguments.algorithm} of {arguments.model} on {_devices(gpus)}")
     _print_time(checked, gpus)
     raise_problems([check.problem() for check in problems])
     check_rows(config, "train")
@@ -213,7 +225,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_from(arguments: argparse.Namespace, file: Path, machine: Machine) -> int:
-    """Write a recipe for the settings of another trainer; the file stays where the data or the model are elsewhere."""
+    """Write a recipe for the settings of another trainer. The file is kept when data or model are on another
+    machine.
+    """
     from megarl.checks.rows import check_rows
     from megarl.commands.init_from import settings_from, write_fitting
     from megarl.config.base import raise_problems
@@ -225,8 +239,8 @@ def _run_from(arguments: argparse.Namespace, file: Path, machine: Machine) -> in
     config, problems = write_fitting(
         file, made, lambda settings: _recipe_text(file, arguments, dict(settings)), machine
     )
-    left_out = f", {count(len(made.notes), 'setting')} left out, at its end with the reason" if made.notes else ""
-    print(f"{file} is written: {made.algorithm} of {arguments.model}, from settings of {made.trainer}{left_out}")
+    left_out = f", with {count(len(made.notes), 'setting')} left out; the reasons are at its end" if made.notes else ""
+    print(f"wrote {file}: {made.algorithm} of {arguments.model}, from settings of {made.trainer}{left_out}")
     raise_problems(problems)
     check_rows(config, job)
     print(f"  megarl {job} {file} --dry-run    every check; starts nothing\n  megarl {job} {file}")
@@ -236,53 +250,57 @@ def _run_from(arguments: argparse.Namespace, file: Path, machine: Machine) -> in
 def _write_first_fit(
     file: Path, arguments: argparse.Namespace, settings: _Settings, layouts: Sequence[_Settings], machine: Machine
 ) -> tuple[RunConfig, Checked]:
-    """Write the recipe with the first layout that passes the checks, or else the last one that fails only in memory.
+    """Write the recipe with the first layout that passes the checks, or else with the last one that fails only in
+    memory.
 
     Returns:
-        The recipe with the layout that was tried last, and the checks of the written one.
+        The recipe with the layout that was tried last, and the checks of the written recipe.
     """
     from megarl.checks.recipe import check_config
     from megarl.config.load import load_config
     from megarl.recipes.components import COMPONENTS
 
-    kept: tuple[str, Checked] | None = None
+    written: tuple[str, Checked] | None = None
     for layout in layouts:
         text = _recipe_text(file, arguments, settings | layout)
         file.write_text(text, encoding="utf-8")
         config = load_config(file, components=COMPONENTS)
         checked = check_config(config, launcher=config.launch.launcher, machine=machine)
         problems = [check for check in checked.items if check.status == "fail"]
-        if kept is None or all(check.name == "memory" for check in problems):
-            kept = text, checked
+        if written is None or all(check.name == "memory" for check in problems):
+            written = text, checked
         if not problems and not any(check.status == "warn" and check.name == "memory" for check in checked.items):
             break
-    assert kept is not None, "there are layouts"
-    text, checked = kept
+    assert written is not None, "at least one layout was tried"
+    text, checked = written
     file.write_text(text, encoding="utf-8")
     return config, checked
 
 
 def _print_time(checked: Checked, gpus: int) -> None:
-    """Print the time of a step and of the run, and a model for this machine where a step on its CPU takes minutes."""
+    """Print the estimated time of a step and of the run; suggest a smaller model when a step on the CPU takes
+    minutes.
+    """
     for check in checked.items:
         if check.name == "time" and check.status in ("ok", "warn"):
             print(f"  {'WARNING: ' if check.status == 'warn' else ''}{check.message}")
     if not gpus and checked.step_s is not None and checked.step_s > _SLOW_S:
         print(
-            "  a model that fits a CPU: make smollm2 (135 million parameters), then the same command with "
-            f"--model {_SMALL_MODEL}"
+            "a model for CPUs: make smollm2 (135 million parameters), then the same command with --model "
+            f"{_SMALL_MODEL}"
         )
 
 
 def _uneven(gpus: int) -> UserError:
-    """Return the error for a number of GPUs that machines cannot have equally many of."""
+    """Return the error for a number of GPUs that cannot be spread evenly over machines."""
     even = [number for number in range(gpus - _NODE, gpus + _NODE) if not number % math.ceil(number / _NODE)]
     fewer, more = max(number for number in even if number < gpus), min(number for number in even if number > gpus)
     return UserError(
-        f"the {math.ceil(gpus / _NODE)} machines of {_NODE} GPUs that this takes would not have equally many",
+        f"the number of GPUs does not divide evenly over the {math.ceil(gpus / _NODE)} machines of {_NODE} GPUs that "
+        "it takes",
         where="--gpus",
         found=gpus,
-        allowed=f"up to {_NODE}, or the same number on every machine",
+        allowed=f"up to {_NODE}, or equally many on every machine",
         fix=f"--gpus {fewer} or --gpus {more}",
     )
 
@@ -292,7 +310,7 @@ def _devices(gpus: int) -> str:
 
 
 def _settings(arguments: argparse.Namespace, gpus: int) -> _Settings:
-    """Return the keys of a recipe that do not depend on its layout."""
+    """Return the recipe keys that do not depend on the layout."""
     chosen = ALGORITHMS[arguments.algorithm]
     settings: _Settings = {"model.path": arguments.model, "model.dtype": "bf16" if gpus else "fp32"}
     pairs = any(key.startswith("preference.") for key in chosen)
@@ -317,7 +335,7 @@ def _settings(arguments: argparse.Namespace, gpus: int) -> _Settings:
 
 
 def _data_settings(arguments: argparse.Namespace, *, pairs: bool) -> _Settings:
-    """Return the keys of data and reward: columns by their usual names, a reward by the form of the answers."""
+    """Return the keys of data and reward: columns found by their usual names, and a reward that fits the answers."""
     from megarl.checks.rows import is_readable_here
     from megarl.data.sources import load_rows
 
@@ -348,7 +366,7 @@ def _data_settings(arguments: argparse.Namespace, *, pairs: bool) -> _Settings:
 
 
 def _check_sources(sources: Mapping[str, str | None]) -> None:
-    """Refuse a file or folder that is not there; `sources`: option -> source of rows."""
+    """Refuse files and folders that do not exist. `sources` maps an option to its source of rows."""
     from megarl.checks.checklist import Checklist
     from megarl.checks.files import check_source
     from megarl.config.base import raise_problems
@@ -361,7 +379,7 @@ def _check_sources(sources: Mapping[str, str | None]) -> None:
 
 
 def answers_of(rows: Sequence[Row], settings: _Settings) -> list[Any]:
-    """Return the answers of the first rows; none where `data.answer_key` names no column of theirs."""
+    """Return the answers of the first rows; an empty list when the rows lack the column `data.answer_key`."""
     answer = settings.get("data.answer_key")
     return [row.column(answer, "data.answer_key") for row in rows[:100] if answer and row.has(answer)]
 
@@ -373,11 +391,11 @@ def reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
     texts = [str(answer) for answer in answers]
     if not texts:
         raise UserError(
-            "no column has a usual name of answers, and no reward is named",
+            "no column has a usual name of answers, and no reward is given",
             where="--data",
             found=f"columns here: {', '.join(columns)}" if columns else None,
-            allowed=f"a column {', '.join(_ANSWERS)}; or a reward {', '.join(REWARDS.names())}, file.py:function",
-            fix="--answer-key COLUMN, or --reward my_reward.py:score",
+            allowed=f"a column {', '.join(_ANSWERS)}; or a reward: {', '.join(REWARDS.names())} or file.py:function",
+            fix="give --answer-key COLUMN, or --reward my_reward.py:score",
         )
     if all("####" in text for text in texts):
         return {"reward.name": "gsm8k"}
@@ -387,7 +405,7 @@ def reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
 
 
 def _layouts(gpus: int, engine: str, machine: Machine, *, experts: bool) -> list[_Settings]:
-    """Return layouts to try, the fastest first; later ones need less memory."""
+    """Return layouts to try, the fastest first. Later layouts need less memory."""
     full: _Settings = {"actor.engine.recompute": "full"}
     if not gpus:
         cores = max(1, min(2, machine.cores))
@@ -423,11 +441,11 @@ def _batch(prompts: int, replicas: int) -> _Settings:
 
 
 def _recipe_text(file: Path, arguments: argparse.Namespace, settings: _Settings) -> str:
-    """Return the recipe: its keys, with what to know about them."""
+    """Return the text of the recipe: its keys with comments."""
     from megarl.config.run import RunConfig
 
     tree: dict[str, Any] = {}
-    for section in RunConfig.model_fields:  # in the order of the reference
+    for section in RunConfig.model_fields:  # sections in the order of the reference
         for path, value in settings.items():
             if path.split(".")[0] == section:
                 place = tree
@@ -437,14 +455,14 @@ def _recipe_text(file: Path, arguments: argparse.Namespace, settings: _Settings)
                 place[name] = value
     head = [
         f"# {arguments.algorithm} of {arguments.model}, written by `megarl init`.",
-        "# Every key that is not here has its default: `megarl keys SECTION` lists them.",
+        "# Keys that are not here have their defaults: `megarl keys SECTION` lists them.",
         f"name: {_written(file.stem)}",
     ]
     samples = _SAMPLES.get(arguments.algorithm, "prompts")
     comments = _COMMENTS | {key: text.format(samples) for key, text in _COUNTS.items()}
     body = [line for section, keys in tree.items() for line in ["", f"{section}:", *_lines(keys, (section,), comments)]]
     more = [f"#   {key:<27} {text}" for key, text in (_LORA, *_NEXT.get(arguments.algorithm, _GENERATING), _LOGGERS)]
-    return "\n".join([*head, *body, "", "# Often set next; megarl keys KEY tells more about each:", *more, ""])
+    return "\n".join([*head, *body, "", "# Often set next; megarl keys KEY explains each:", *more, ""])
 
 
 def _lines(keys: Mapping[str, Any], path: tuple[str, ...], comments: Mapping[str, str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`megarl init --from`: write a recipe for settings of TRL, verl or NeMo-RL; what has no key becomes a comment."""
+"""`megarl init --from`: write a recipe for settings of TRL, verl or NeMo-RL. Settings without a key become comments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
 
 _RESPONSES = ("completion", "response", "answer", "output", "text")
-#: Keys that a problem does not take out of the recipe: without them it is another run.
+#: Keys that stay in the recipe even when they have a problem: without them the recipe would describe another run.
 _KEPT = ("model.path", "data.train_files", "data.val_files", "cluster.nproc", "cluster.nnodes", "algorithm.pipeline")
 _SERVERS = "rollout.sglang."
 
@@ -24,13 +24,13 @@ _SERVERS = "rollout.sglang."
 def settings_from(
     arguments: argparse.Namespace, machine: Machine, prompts: Sequence[str], answers: Sequence[str]
 ) -> Translation:
-    """Return the recipe for the settings in `arguments.source`; options of the command go before them.
+    """Translate the settings in `arguments.source` to a recipe; options of the command override them.
 
     Args:
         prompts, answers: usual names of the columns of prompts and answers.
 
     Raises:
-        UserError: the file cannot be read, is no other trainer's, or names no model.
+        UserError: the file cannot be read, has settings of no known trainer, or names no model.
     """
     made = translate(read_settings(arguments.source), arguments.gpus)
     given = {
@@ -44,8 +44,8 @@ def settings_from(
     made.settings |= {key: value for key, value in given.items() if value is not None}
     for key, option in (("model.path", "--model"), ("data.train_files", "--data")):
         if key not in made.settings:
-            raise UserError("the settings name none, and a recipe needs it", where=key, fix=f"add {option}")
-    made.settings.pop("name", None)  # the file has the recipe's
+            raise UserError("the settings name no model, and a recipe needs one", where=key, fix=f"add {option}")
+    made.settings.pop("name", None)  # the recipe is named after its file
     devices = made.settings["cluster.nproc"] if arguments.gpus is None else arguments.gpus
     if arguments.gpus is None and devices == 1 and not machine.has_gpu:
         devices = 0
@@ -55,7 +55,7 @@ def settings_from(
 
 
 def _place(made: Translation, gpus: int, engine: str, machine: Machine) -> None:
-    """Set devices and engine; on the CPU nothing is split."""
+    """Set devices and engine. Nothing is split over processes on a CPU."""
     settings = made.settings
     if gpus:
         settings |= {"cluster.nproc": gpus, "cluster.device_memory_gb": 80.0}
@@ -64,12 +64,12 @@ def _place(made: Translation, gpus: int, engine: str, machine: Machine) -> None:
         for key in [key for key in settings if key.startswith(("actor.parallel.", "cluster.", "launch."))]:
             value = settings.pop(key)
             if value not in (1, False):
-                made.notes[f"{key}: {value}"] = "the recipe is for the CPU: --gpus writes one for GPUs"
+                made.notes[f"{key}: {value}"] = "the recipe is for the CPU; --gpus writes one for GPUs"
         batch = settings.get("data.batch_size", 64)
         settings["cluster.nproc"] = 2 if machine.cores > 1 and batch % 2 == 0 else 1
         if (dtype := settings.get("model.dtype", "fp32")) != "fp32":
             made.notes[f"model.dtype: {dtype}"] = (
-                "fp32 on the CPU; auto takes bf16 where the processor has its products"
+                "auto uses bf16 on processors with bf16 instructions, and fp32 on others"
             )
         settings["model.dtype"] = "fp32"
     if made.algorithm in ("dpo", "sft"):
@@ -82,11 +82,11 @@ def _place(made: Translation, gpus: int, engine: str, machine: Machine) -> None:
         settings["actor.engine.offload"] = True
         return
     for key in [key for key in settings if key.startswith(_SERVERS)]:
-        made.notes[f"{key}: {settings.pop(key)}"] = "of SGLang servers, with --engine sglang"
+        made.notes[f"{key}: {settings.pop(key)}"] = "used for SGLang servers, with --engine sglang"
 
 
 def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str]) -> None:
-    """Set the graph, and the columns of the rows where they can be read here."""
+    """Set the task graph and, when the rows can be read here, the columns and the reward."""
     from megarl.checks.rows import is_readable_here
     from megarl.commands.init import ALGORITHMS, answers_of, reward_for
     from megarl.data.sources import load_rows
@@ -104,37 +104,38 @@ def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str])
     if settings.get("algorithm.loss.aggregation") == "seq-mean-token-sum-norm":
         settings.setdefault("algorithm.loss.sum_norm", settings.get("rollout.sampling.max_new_tokens", 256))
     for key in [key for key in settings if key.startswith("critic.") and made.algorithm != "ppo"]:
-        made.notes[f"{key}: {settings.pop(key)}"] = f"there is no critic in {made.algorithm}"
+        made.notes[f"{key}: {settings.pop(key)}"] = f"{made.algorithm} has no critic"
     image_key = settings.get("data.image_key")
     if rows and image_key is not None and not rows[0].has(image_key):
-        made.notes[f"data.image_key: {settings.pop('data.image_key')}"] = "the rows have no such column"
+        made.notes[f"data.image_key: {settings.pop('data.image_key')}"] = "the rows do not have this column"
     if rows and made.algorithm == "sft" and "sft.response_key" not in settings:
         prompt = settings["data.prompt_key"]
         response = next((name for name in _RESPONSES if rows[0].has(name)), prompt)
         settings["sft.response_key"] = prompt if prompt == "messages" else response
     if made.algorithm in ("dpo", "sft"):
         settings.pop("data.answer_key", None)
-        if made.algorithm == "sft" and "data.val_files" in settings:  # of which the other trainer takes the loss
+        # the other trainer measures the loss on these rows; here validation needs a reward
+        if made.algorithm == "sft" and "data.val_files" in settings:
             settings.setdefault("reward.name", "format")
         return
     if "reward.name" not in settings:
-        there = answers_of(rows, settings)
-        settings |= reward_for(there, []) if there else {"reward.name": "exact_match"}
+        row_answers = answers_of(rows, settings)
+        settings |= reward_for(row_answers, []) if row_answers else {"reward.name": "exact_match"}
         made.notes[f"reward of {made.trainer}"] = (
-            f"its settings do not say how rows are scored: {settings['reward.name']} is a guess, see reward.name"
+            f"the settings do not say how rows are scored; {settings['reward.name']} is a guess, see reward.name"
         )
 
 
 def write_fitting(
     file: Path, made: Translation, write: Callable[[Mapping[str, Any]], str], machine: Machine
 ) -> tuple[RunConfig, list[ConfigError]]:
-    """Write the recipe; settings that do not fit here are left out, with the reason.
+    """Write the recipe without the settings that fail the checks here, and note the reason of each.
 
     Args:
         write: returns the text of a recipe with these settings.
 
     Returns:
-        The recipe, and its problems that leaving out settings does not solve.
+        The recipe, and the problems that remain.
     """
     from megarl.checks.recipe import check_config
     from megarl.config.base import ConfigErrors
@@ -164,7 +165,7 @@ def write_fitting(
 
 
 def _split_further(made: Translation) -> bool:
-    """Split each layer over twice as many GPUs of a node; return whether there are as many."""
+    """Split each layer over twice as many GPUs; return False when a machine does not have as many."""
     tp, devices = made.settings.get("actor.parallel.tp", 1), made.settings["cluster.nproc"]
     if tp >= 8 or devices % (2 * tp) or "cluster.device_memory_gb" not in made.settings:
         return False
@@ -175,7 +176,7 @@ def _split_further(made: Translation) -> bool:
 
 
 def _key_at(file: Path, error: ConfigError) -> str:
-    """Return the dotted key on the line of `file` that an error names."""
+    """Return the dotted key on the line of `file` that the error names."""
     from megarl.config.yamlio import read_yaml
 
     lines = {origin: ".".join(path) for path, origin in read_yaml(file).origins.items()}
@@ -183,7 +184,7 @@ def _key_at(file: Path, error: ConfigError) -> str:
 
 
 def _notes(made: Translation) -> Iterator[str]:
-    """Yield the lines about what was left out."""
+    """Yield comment lines about the settings that were left out."""
     if made.notes:
         yield f"\n# Settings of {made.trainer} that this recipe does not have:"
     by_reason: dict[str, list[str]] = {}

@@ -1,4 +1,6 @@
-"""`megarl train`, `sft`, `eval` and `generate`: check the recipe, start the workers, and tell how to go on."""
+"""`megarl train`, `sft`, `eval` and `generate`: check the recipe, start the workers, and print how to continue
+a run.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ if TYPE_CHECKING:
     from megarl.checks.checklist import Checklist
     from megarl.config.run import RunConfig
 
-# Work of each command's workers: command -> (entry, help)
+# Command -> (entry point of its workers, help)
 JOBS = {
     "train": (
         "megarl.recipes.entry:train",
-        "train with the recipe's pipeline: RL or preferences, after its cold start",
+        "train with the recipe's pipeline (RL or preferences), after its cold start",
     ),
     "sft": ("megarl.recipes.entry:sft", "supervised fine-tuning only"),
     "eval": ("megarl.recipes.entry:evaluate", "score the model on the held-out prompts"),
@@ -43,25 +45,27 @@ def add_job(parser: argparse.ArgumentParser, job: str) -> None:
         "recipe",
         metavar="RECIPE",
         help="a recipe file or the name of a shipped one"
-        + (" or, for the model of a run, its run folder" if job in ("eval", "generate") else ""),
+        + ("or a run folder, to use the model of that run" if job in ("eval", "generate") else ""),
     )
-    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
-    parser.add_argument("--launcher", choices=LAUNCHERS, help="how processes start (default: launch.launcher)")
-    more = "; one that holds a run is continued" if job in ("train", "sft") else ""
-    text = f"the run folder, made when there is none{more} (default: a new one below tracking.dir)"
+    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="overrides of the recipe's values")
+    parser.add_argument("--launcher", choices=LAUNCHERS, help="how worker processes start (default: launch.launcher)")
+    more = "; a run in it is continued" if job in ("train", "sft") else ""
+    text = f"run folder, created when it is missing{more} (default: a new one below tracking.dir)"
     parser.add_argument("--run-dir", type=Path, help=text)
     parser.add_argument(
-        "--dry-run", action="store_true", help="print configuration, graph, layout and checks; stop there"
+        "--dry-run", action="store_true", help="print configuration, graph, layout and checks, and stop"
     )
-    parser.add_argument("--full", action="store_true", help="with --dry-run: keys with their default, too")
+    parser.add_argument("--full", action="store_true", help="with --dry-run: also print keys that have their default")
     parser.add_argument(
-        "--console", choices=("auto", "plain", "quiet", "json"), help="what is printed (default: tracking.console)"
+        "--console",
+        choices=("auto", "plain", "quiet", "json"),
+        help="form of the printed output (default: tracking.console)",
     )
     parser.set_defaults(run=run, results=None)
 
 
 def read_recipe(arguments: argparse.Namespace) -> RunConfig:
-    """Return the recipe with its overrides, or that of the run folder named in its place; without credentials."""
+    """Return the recipe with its overrides, or that of a run folder given in its place, without credentials."""
     from megarl.config.load import find_recipe, hide_credentials, load_config
     from megarl.recipes.components import COMPONENTS
 
@@ -77,7 +81,7 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
     except ConfigError as error:
         if not of_run:
             raise
-        # Ignore keys of loss and estimator, which this command does not use; raise other problems again.
+        # Only warn about keys of losses and estimators, which this command does not use; raise all other problems.
         config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS, check_own=False)
         print(f"megarl: warning: not used by megarl {arguments.command}: {error}", file=sys.stderr)
     if getattr(arguments, "job", arguments.command) == "sft":
@@ -91,29 +95,29 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _refuse_steps_of_rl(overrides: Sequence[str]) -> None:
-    """Refuse a length of RL for `megarl sft`, which would ignore it."""
+    """Refuse `trainer.steps` and `trainer.epochs` for `megarl sft`, which would ignore them."""
     for text in overrides:
         key, _, value = text.partition("=")
         if key.strip() in ("trainer.steps", "trainer.epochs"):
-            own = key.strip().replace("trainer", "sft")
+            key_here = key.strip().replace("trainer", "sft")
             raise ConfigError(
-                f"megarl sft does not read {key.strip()}: it is the length of megarl train",
+                f"megarl sft does not use {key.strip()}, which is the length of megarl train",
                 where=f"override {text!r}",
-                fix=f"write {own}={value}",
+                fix=f"write {key_here}={value}",
             )
 
 
 def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
-    """Return the recipe with these texts as its prompts, after the system message of the training data."""
+    """Return the recipe with these texts as prompts, with the system message of its training data."""
     from megarl.data.sources import as_prompts, system_messages
 
     data = config.data
     if data.system_prompt is None:
-        found = system_messages(data)
-        if len(found) == 1 and "" not in found:
-            data = data.model_copy(update={"system_prompt": found.pop()})
-        elif found - {""} or (data.train_files and not found):
-            why = "has several" if found else "cannot be read here"
+        messages = system_messages(data)
+        if len(messages) == 1 and "" not in messages:
+            data = data.model_copy(update={"system_prompt": messages.pop()})
+        elif messages - {""} or (data.train_files and not messages):
+            why = "has several" if messages else "cannot be read here"
             text = f"system message: none; the training data {why}: set data.system_prompt if the model expects one"
             print(text, file=config.tracking.messages)
     if data.system_prompt is not None:
@@ -123,7 +127,7 @@ def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
 
 
 def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Print the plan of the command, and raise the problems that prevent it."""
+    """Print the plan of the command, and raise the problems that prevent a start."""
     from megarl.checks.checklist import Checklist
     from megarl.checks.dry_run import make_plan
     from megarl.checks.hub import check_hub
@@ -132,7 +136,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
     rows = Checklist(name="rows")
     try:
         if _check_inputs(config, arguments.command, rows):
-            rows.ok("columns and texts, as far as they can be read here")
+            rows.ok("columns and texts, where they can be read here")
         else:
             rows.skip("these sources are read when the run starts")
     except UserError as error:
@@ -147,7 +151,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command on the launcher's workers, or show its plan; return the exit code."""
+    """Run the command on the launcher's workers, or print its plan; return the exit code."""
     if arguments.run_dir is not None:
         refuse_pipes(arguments.run_dir)
         refuse_other_files(arguments.run_dir)
@@ -171,25 +175,26 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command != "generate":
         warn_of_mlflow(config)
     if arguments.command != "sft" and (silent := before_start.silent_servers(config)) is not None:
-        warnings.warn(silent, ConfigWarning, stacklevel=2)  # workers notice it only after the cold start
+        # warn now, since workers would notice it only after the cold start
+        warnings.warn(silent, ConfigWarning, stacklevel=2)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.command, inside=arguments.results)
     print(f"run folder: {run_dir}", file=config.tracking.messages, flush=True)
     before = process_of(run_dir)
     code = run_workers(launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
-    begun = process_of(run_dir) != before  # else the start was refused, and the folder's content is not its own
+    begun = process_of(run_dir) != before  # otherwise the start was refused, and the folder holds another run
     if (
         arguments.command in ("train", "sft")
         and (code or read_run(run_dir).get("status") == "stopped")
         and (code != UserError.exit_code or (begun and steps_in(run_dir / "checkpoints")))
     ):
-        first = "correct what is named above, then\n            " if code == UserError.exit_code else ""
+        first = "fix the problem above, then" if code == UserError.exit_code else ""
         command = command_to_go_on(arguments, run_dir, config.trainer.resume, begun=begun)
-        print(f"  to go on: {first}{command}", file=sys.stderr)
+        print(f"to continue: {first}{command}", file=sys.stderr)
     return code
 
 
 def _check_inputs(config: RunConfig, job: str, checks: Checklist | None = None) -> bool:
-    """Read the run's inputs as far as that takes seconds: rows and their tokens, reward and environment.
+    """Check the run's inputs that can be read in seconds: rows and their tokens, reward and environment.
 
     Returns:
         Whether there was a row that can be read here.
@@ -216,7 +221,7 @@ def _check_inputs(config: RunConfig, job: str, checks: Checklist | None = None) 
 
 
 def warn_of_mlflow(config: RunConfig) -> None:
-    """Warn at once that the MLflow server is down: the workers notice it only after loading their models."""
+    """Warn now that the MLflow server is down, since workers would notice it only after loading their models."""
     from megarl.checks.recipe import ConfigWarning
     from megarl.tracking.mlflow_store import down_text, unreachable
 
@@ -227,13 +232,13 @@ def warn_of_mlflow(config: RunConfig) -> None:
 
 
 def _use_run(arguments: argparse.Namespace) -> str:
-    """Let the command use configuration and model of the run folder that is named in place of a recipe.
+    """Make the command use the configuration and model of the run folder given in place of a recipe.
 
     Returns:
         A description of the model.
 
     Raises:
-        UserError: the folder holds no run or no model, or a checkpoint is named beside `--weights`.
+        UserError: the folder holds no run or no model, or the arguments name both a checkpoint and `--weights`.
     """
     from megarl.artifacts.trained import check_holds_run, overrides_for_model, untrained_best_note
     from megarl.tracking.close import close_if_killed
@@ -246,28 +251,28 @@ def _use_run(arguments: argparse.Namespace) -> str:
     if not any(text.startswith("tracking.dir=") for text in arguments.overrides):
         arguments.results = run_dir
     checkpoint = _named_checkpoint(arguments.overrides)
-    if checkpoint is not None:  # it fits the model that the run began with, not the exported one
+    if checkpoint is not None:  # its weights fit the model with which the run began, not the exported one
         check_holds_run(run_dir)
         if arguments.weights is not None:
             raise UserError(
-                "two choices of weights",
+                "the weights are given twice",
                 where="--weights",
                 found=f"--weights {arguments.weights} trainer.resume={checkpoint}",
-                allowed="one of the two",
-                fix="leave --weights out for the named checkpoint, or trainer.resume for a model of the run",
+                allowed="either --weights or trainer.resume",
+                fix="leave out --weights to use the checkpoint, or trainer.resume to use a model of the run",
             )
-        return f"{checkpoint} (named in trainer.resume)"
+        return f"{checkpoint} (from trainer.resume)"
     which: Which = arguments.weights or "best"
-    overrides, what = overrides_for_model(run_dir, which)
+    overrides, model_text = overrides_for_model(run_dir, which)
     arguments.overrides = [*overrides, *arguments.overrides]
     better = untrained_best_note(run_dir) if which == "best" else None
     if better is not None:
         print(f"megarl: warning: {better}", file=sys.stderr)
-    return what
+    return model_text
 
 
 def _stand_at_start(arguments: argparse.Namespace, run_dir: Path) -> None:
-    """Change to the folder where the run was started: relative paths and modules of its recipe are there.
+    """Change to the folder in which the run was started, where the relative paths of its recipe point.
 
     Paths that the user gives now keep their meaning.
     """
@@ -277,7 +282,9 @@ def _stand_at_start(arguments: argparse.Namespace, run_dir: Path) -> None:
     if start is None or start == os.getcwd():
         return
     if not os.path.isdir(start):
-        text = f"the run was started in {start}, which is not here; its relative paths start at {os.getcwd()} now"
+        text = (
+            f"the run was started in {start}, which does not exist here; its relative paths now start at {os.getcwd()}"
+        )
         print(f"megarl: warning: {text}", file=sys.stderr)
         return
     arguments.overrides = with_absolute_paths(arguments.overrides)
@@ -287,35 +294,35 @@ def _stand_at_start(arguments: argparse.Namespace, run_dir: Path) -> None:
 
 
 def _named_checkpoint(overrides: Sequence[str]) -> str | None:
-    """Return the checkpoint folder that `trainer.resume` names in the overrides; None: it names none."""
+    """Return the checkpoint folder that `trainer.resume` names in the overrides, or None."""
     named = [text.partition("=")[2] for text in overrides if text.startswith("trainer.resume=")]
     return named[-1] if named and named[-1] not in ("auto", "never") else None
 
 
 def refuse_trained(run_dir: Path, command: str) -> None:
-    """Refuse to overwrite numbers and configuration of a training run."""
+    """Refuse a run folder of training, whose metrics and configuration would be overwritten."""
     if read_run(run_dir).get("stage") in ("train", "sft") or (run_dir / "checkpoints").is_dir():
         raise UserError(
             "this folder holds a training run",
             where="--run-dir",
             found=str(run_dir),
-            allowed=f"a new folder, or one of an earlier megarl {command}",
-            fix=f"leave --run-dir out; megarl {command} {run_dir} takes the model of that run",
+            allowed=f"a new folder, or the folder of an earlier megarl {command}",
+            fix=f"leave out --run-dir; megarl {command} {run_dir} uses the model of that run",
         )
 
 
 def command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str, *, begun: bool) -> str:
-    """Return the same command with the run folder, and a description of its resume point.
+    """Return the command that continues the run in its folder, and a description of the checkpoint.
 
     Args:
-        arguments: of this command.
+        arguments: arguments of the current command.
         run_dir: the run folder.
-        resume: `trainer.resume`.
-        begun: the run has begun; else the checkpoints in the folder are of an earlier run.
+        resume: value of `trainer.resume`.
+        begun: this run has begun; otherwise the checkpoints in the folder are an earlier run's.
     """
     from megarl.launchers.attempts import next_start
 
-    is_file = Path(arguments.recipe).is_file()  # of any folder; else it is the name of an included recipe
+    is_file = Path(arguments.recipe).is_file()  # absolute, to work from any folder; a bare name is a shipped recipe
     recipe = str(Path(arguments.recipe).absolute()) if is_file else arguments.recipe
     command = ["megarl", arguments.command, recipe, *map(mask, arguments.overrides)]
     start, key = next_start(run_dir, resume, begun=begun)

@@ -1,4 +1,4 @@
-"""`megarl keys`: keys of a recipe by a part of their name, with their defaults, allowed values and meaning."""
+"""`megarl keys`: search recipe keys by a part of their name, with defaults, allowed values and meaning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.recipes.build import PIPELINES
 from megarl.recipes.components import COMPONENTS, REGISTRIES
 from megarl.system.errors import UserError, close_matches
 
-_WIDEST = 100  # columns
+_WIDEST = 100  # most columns of the output
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class KeyEntry:
     """One key for display.
 
     Attributes:
-        path: dotted key; NAME stands for a name of the user's.
-        info: its field.
-        default: its default.
-        is_section: it holds keys.
-        readers: the components that read it; empty for keys of the recipe itself.
-        components: those of this package that it may name; empty for most keys.
+        path: dotted key; NAME stands for a name that the user chooses.
+        info: the key's field.
+        default: the key's default.
+        is_section: the key holds other keys.
+        readers: components that read the key; empty for keys of the recipe itself.
+        components: included components that the key may name; empty for most keys.
     """
 
     path: str
@@ -52,27 +52,27 @@ class KeyEntry:
 
     @property
     def shown_default(self) -> str:
-        """Its default as a recipe writes it."""
+        """The default, as YAML."""
         if self.default is PydanticUndefined:
             return "the file's name" if self.path == "name" else "required"
         return as_yaml(self.default) or '""'
 
     @property
     def choices(self) -> list[str]:
-        """The values that can be listed; there may be others."""
-        found = list(self.components)
+        """The values that can be listed; others may be allowed too."""
+        values = list(self.components)
         for kind in alternatives(self.info.annotation):
-            found += map(str, get_args(kind)) if get_origin(kind) is Literal else []
-            found += ["true", "false"] if kind is bool else []
-        return found
+            values += map(str, get_args(kind)) if get_origin(kind) is Literal else []
+            values += ["true", "false"] if kind is bool else []
+        return values
 
     @property
     def values(self) -> str:
-        """The allowed values, in words."""
+        """The allowed values as text."""
         return ", ".join([*self.components, "file.py:fn"]) if self.components else describe_allowed(self.info)
 
     def lines(self, width: int) -> list[str]:
-        """Return the text of this key: its default and values, and what it means."""
+        """Return the text of this key, wrapped to `width` columns: its default, values and meaning."""
         if self.is_section:
             return [f"{self.path}: {self.meaning}"]
         first = f"{self.path} = {self.shown_default}"
@@ -86,24 +86,24 @@ class KeyEntry:
 
 
 def all_entries() -> list[KeyEntry]:
-    """Return every key of a recipe in the order of its sections, with the own keys of the package's components."""
-    found: list[KeyEntry] = []
+    """Return every recipe key in the order of its sections, with the keys of included components."""
+    listed: list[KeyEntry] = []
     flat, named = default_values(), _component_names()
     for key in iter_keys():
         names = named.get(key.path, ())
-        found.append(KeyEntry(key.path, key.info, flat[key.path], key.section is not None, components=names))
+        listed.append(KeyEntry(key.path, key.info, flat[key.path], key.section is not None, components=names))
         if key.section is not None and (issubclass(key.section, ComponentSection) or key.path == "reward"):
-            found += _own_entries(key.path)
+            listed += _own_entries(key.path)
         elif key.path == "env":
             models = {name: environment_class(name).Settings for name in ENVIRONMENTS}
-            found += _merged("env", ((name, field, info) for name in models for field, info in _fields(models[name])))
+            listed += _merged("env", ((name, field, info) for name in models for field, info in _fields(models[name])))
         elif (entries := entries_of(key.info)) is not None:
-            found += [KeyEntry(f"{key.path}.NAME.{name}", info, _default(info)) for name, info in _fields(entries)]
-    return found
+            listed += [KeyEntry(f"{key.path}.NAME.{name}", info, _default(info)) for name, info in _fields(entries)]
+    return listed
 
 
 def _component_names() -> dict[str, tuple[str, ...]]:
-    """Return the components of this package by the key that names one."""
+    """Return the names of included components, by the key that names a component."""
     named = {"env.name": tuple(ENVIRONMENTS), "algorithm.pipeline": tuple(PIPELINES)}
     for path, registry in REGISTRIES.items():
         section = section_of(find_key(tuple(path.split("."))).info)  # type: ignore[union-attr]
@@ -114,14 +114,14 @@ def _component_names() -> dict[str, tuple[str, ...]]:
 
 def _own_entries(path: str) -> list[KeyEntry]:
     models = {name: COMPONENTS.settings_of(path, name) for name in REGISTRIES[path].names()}
-    own = ((name, field, info) for name, model in models.items() if model for field, info in _fields(model))
-    return _merged("reward.kwargs" if path == "reward" else path, own)
+    fields = ((name, field, info) for name, model in models.items() if model for field, info in _fields(model))
+    return _merged("reward.kwargs" if path == "reward" else path, fields)
 
 
-def _merged(place: str, own: Iterable[tuple[str, str, FieldInfo]]) -> list[KeyEntry]:
-    """Return one entry for each key of (component, key, field), with all the components that read it alike."""
+def _merged(place: str, fields: Iterable[tuple[str, str, FieldInfo]]) -> list[KeyEntry]:
+    """Return one entry per distinct key of `own` (component, key, field); components with equal keys share an entry."""
     merged: dict[tuple[str, str], KeyEntry] = {}
-    for name, field, info in own:
+    for name, field, info in fields:
         which = (field, repr(info))
         before = merged[which].readers if which in merged else ()
         merged[which] = KeyEntry(f"{place}.{field}", info, _default(info), readers=(*before, name))
@@ -137,58 +137,64 @@ def _default(info: FieldInfo) -> Any:
 
 
 def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEntry], str]:
-    """Return the keys that `pattern` means, and a note about it, mostly empty.
+    """Return the keys that `pattern` means, and a note that is usually empty.
 
-    These are the key or section of that name with all below it, else the keys whose name ends with it or has it, else
-    those that have its meaning in another project, else those that take it as a value, else those whose description
-    has it.
+    The first search with a result counts: a key or section with this name and all keys below it; keys whose name ends
+    with or contains the pattern; keys that have this name in another project; keys that accept it as a value; keys
+    whose description contains it.
 
     Raises:
-        UserError: there is none.
+        UserError: nothing matches.
     """
-    asked = pattern.lower().strip(".")
-    exact = [one for one in entries if _is_within(one.path, asked)]
-    ending = [one for one in entries if not one.is_section and one.path.lower().endswith(f".{asked}")]
-    named = [one for one in entries if not one.is_section and asked in one.path.lower()]
+    wanted = pattern.lower().strip(".")
+    exact = [key_entry for key_entry in entries if _is_within(key_entry.path, wanted)]
+    ending = [
+        key_entry for key_entry in entries if not key_entry.is_section and key_entry.path.lower().endswith(f".{wanted}")
+    ]
+    named = [key_entry for key_entry in entries if not key_entry.is_section and wanted in key_entry.path.lower()]
     if exact or named:
         return exact or ending or named, ""
-    elsewhere = meaning_of(tuple(asked.split(".")))
+    elsewhere = meaning_of(tuple(wanted.split(".")))
     if elsewhere is not None:
         words = re.findall(r"\w+(?:\.\w+)+", elsewhere)
-        meant = [one for one in entries if any(f"{one.path}.".startswith(f"{word}.") for word in words)]
-        return meant, f"{asked}: {elsewhere}"
-    described = [one for one in entries if not one.is_section and asked in one.meaning.lower()]
-    valued = [entry for entry in entries if asked in entry.choices]
-    note = METHODS.get(asked) or values_elsewhere(asked)
+        meant = [
+            key_entry for key_entry in entries if any(f"{key_entry.path}.".startswith(f"{word}.") for word in words)
+        ]
+        return meant, f"{wanted}: {elsewhere}"
+    described = [key_entry for key_entry in entries if not key_entry.is_section and wanted in key_entry.meaning.lower()]
+    valued = [entry for entry in entries if wanted in entry.choices]
+    note = METHODS.get(wanted) or values_elsewhere(wanted)
     if valued or note:
-        return valued, f"{asked}: {note}" if note else ""
+        return valued, f"{wanted}: {note}" if note else ""
     if described:
         return described, ""
-    close = close_matches(asked, [one.path for one in entries])
-    last_words = {one.path.rpartition(".")[2]: one.path for one in entries}
-    close += [last_words[name] for name in close_matches(asked.rpartition(".")[2], list(last_words))]
+    close = close_matches(wanted, [key_entry.path for key_entry in entries])
+    last_words = {key_entry.path.rpartition(".")[2]: key_entry.path for key_entry in entries}
+    close += [last_words[name] for name in close_matches(wanted.rpartition(".")[2], list(last_words))]
     near = " or ".join(dict.fromkeys(close))
     raise UserError(
-        "no key has this in its name or description",
+        "no key has this text in its name or description",
         where="megarl keys",
         found=pattern,
         fix=f"did you mean {near}?" if near else "megarl keys lists the sections",
     )
 
 
-def _is_within(path: str, asked: str) -> bool:
-    """Tell whether a key is the one that is asked for, or below it; NAME in its path stands for any name."""
-    own, parts = path.split("."), asked.split(".")
-    return len(own) >= len(parts) and all(a in (b, "NAME") for a, b in zip(own, parts, strict=False))
+def _is_within(path: str, wanted: str) -> bool:
+    """Return whether the key `path` is the one called `wanted` or below it; NAME in the path matches any name."""
+    parts_here, parts = path.split("."), wanted.split(".")
+    return len(parts_here) >= len(parts) and all(a in (b, "NAME") for a, b in zip(parts_here, parts, strict=False))
 
 
 def show_keys(pattern: str | None) -> str:
-    """Return the text of the keys that `pattern` means; None: of the sections."""
+    """Return the text of the keys that `pattern` means; for None a list of all sections."""
     entries = all_entries()
     width = min(shutil.get_terminal_size((80, 24)).columns, _WIDEST)
     if pattern is None:
-        top = [f"{one.path}: {one.meaning}" for one in entries if "." not in one.path]
+        top = [f"{entry.path}: {entry.meaning}" for entry in entries if "." not in entry.path]
         lines = [line for text in top for line in textwrap.wrap(text, width, subsequent_indent="    ")]
-        return "\n".join([*lines, "", "The keys of a section: megarl keys actor.optim; by a word: megarl keys clip"])
-    found, note = find_entries(pattern, entries)
-    return "\n".join([*textwrap.wrap(note, width), *(line for one in found for line in one.lines(width))])
+        return "\n".join(
+            [*lines, "", "megarl keys actor.optim lists the keys of a section, megarl keys clip all keys with a word"]
+        )
+    matches, note = find_entries(pattern, entries)
+    return "\n".join([*textwrap.wrap(note, width), *(line for entry in matches for line in entry.lines(width))])

@@ -1,11 +1,11 @@
-"""`megarl doctor parity`: where transformers and the Megatron engine first part ways on the same tokens.
+"""`megarl doctor parity`: find the first place where transformers and the Megatron engine differ on the same tokens.
 
-    tokens --> transformers -----> embedding, attention, MLP and output of every layer, final norm, log-probs
-          \\-> Megatron engine --> the same places
-          \\-> SGLang server ----> log-probs
+tokens --> transformers -----> embedding, attention, MLP and output of every layer, final norm, log-probs
+       \-> Megatron engine --> the same places
+       \-> SGLang server ----> log-probs
 
-Both models run in one process, layer outputs are compared place by place in the order of computation, so the first
-place beyond the tolerance is where to look. A server shows log-probs only.
+Both models run in one process. Layer outputs are compared in the order of computation, so the first place beyond the
+tolerance is where to look for the error. Of a server only log-probs are compared.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
 
 
-#: Relative differences up to these are rounding, summed up over the layers of a deep model. fp32: some 1e-7 per
-#: operation; bf16 keeps 8 bits, so every operation may differ by 4e-3 (four layers were seen to differ by 0.03).
+#: Relative differences up to these values are rounding, accumulated over the layers of a deep model. fp32: about 1e-7
+#: per operation; bf16 keeps 8 bits, so every operation may differ by 4e-3 (0.03 was measured over four layers).
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
-#: Share of the tokens, those that differ most, that is left out of a mixture's relative differences in bf16. Rounding
-#: sends a token near a tie to another expert, and its output has nothing in common with the other one's: of the
-#: certificate's two mixtures with six seeds each, on a CPU, up to 5% of the tokens differed by more than 0.1 at a
-#: place, and the others by 0.02. A wrong weight, even of one expert of eight, shows in more tokens than this.
+#: Share of the tokens, those with the largest differences, that is left out of a mixture's relative differences in
+#: bf16. Rounding routes a token near a tie to another expert, whose output is unrelated. With the certificate's two
+#: mixtures and six seeds each, on a CPU, up to 5% of the tokens differed by more than 0.1 at a place, and the others by
+#: 0.02. A wrong weight, even of one expert of eight, affects more tokens than this.
 REROUTED = 0.1
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One place of the model in two implementations.
+    """One place of the model, compared between two implementations.
 
     Attributes:
-        name: such as `layer 3 attention`.
+        name: name of the place, such as `layer 3 attention`.
         largest: largest absolute difference of an element.
-        relative: root mean square of the difference over that of the reference, without the tokens left out.
+        relative: root mean square of the difference divided by that of the reference, without the tokens left out.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Parity:
     """The differences between two models, in the order of computation.
 
     Attributes:
-        places: hidden states, Megatron engine against transformers.
-        logprobs: of every token given those before it: each other implementation against transformers.
-        tolerance: relative differences up to this are rounding.
-        left_out: share of the tokens that relative differences leave out: `REROUTED`, or none.
+        places: hidden states of the Megatron engine against transformers.
+        logprobs: log-probs of all tokens, of each other implementation against transformers.
+        tolerance: largest relative difference that counts as rounding.
+        left_out: share of the tokens that relative differences leave out: `REROUTED`, or 0.
     """
 
     places: list[Difference]
@@ -80,12 +80,12 @@ class Parity:
 
     @property
     def first(self) -> Difference | None:
-        """The first place beyond the tolerance; NaN counts."""
+        """The first place beyond the tolerance; NaN counts as beyond."""
         return next((place for place in (*self.places, *self.logprobs) if not place.relative <= self.tolerance), None)
 
     @property
     def verdict(self) -> str:
-        """The result in a sentence."""
+        """The result in one sentence."""
         if self.first is not None:
             return f"they differ by more than rounding ({self.tolerance:g}), first at: {self.first.name}"
         places = len(self.places) + len(self.logprobs)
@@ -101,23 +101,26 @@ def compare(
     sequences: Sequence[Tensor],
     others: dict[str, list[Tensor]] | None = None,
 ) -> Parity:
-    """Run both models on the same tokens.
+    """Run both models on the same tokens and compare them.
 
     Args:
         reference: a causal language model of transformers.
         policy: the same model on Megatron, whole in this process.
-        sequences: token ids [n] each, n >= 2.
-        others: log-probs [n - 1] of every sequence from elsewhere, by name.
+        sequences: token ids [n] of each sequence, n >= 2.
+        others: log-probs [n - 1] of every sequence from other implementations, by name.
     """
     device = policy.lm_head_weight.device
     with torch.no_grad(), _recorded(_reference_places(reference)) as theirs, _recorded(_policy_places(policy)) as ours:
         expected = [_reference_logprobs(reference, ids.to(device)) for ids in sequences]
-        found = _policy_logprobs(policy, [ids.to(device) for ids in sequences])
+        logprobs_here = _policy_logprobs(policy, [ids.to(device) for ids in sequences])
     dtype = policy.lm_head_weight.dtype
     left_out = REROUTED if dtype == torch.bfloat16 and policy.config.num_moe_experts is not None else 0.0
     places = [_difference(name, torch.cat(ours[name]), torch.cat(theirs[name]), left_out) for name in theirs]
     wanted = torch.cat(expected).cpu()
-    logprobs = {"log-probs, megatron": found, **{f"log-probs, {name}": rows for name, rows in (others or {}).items()}}
+    logprobs = {
+        "log-probs, megatron": logprobs_here,
+        **{f"log-probs, {name}": rows for name, rows in (others or {}).items()},
+    }
     return Parity(
         places,
         [_difference(name, torch.cat(rows).cpu(), wanted, left_out) for name, rows in logprobs.items()],
@@ -127,12 +130,12 @@ def compare(
 
 
 def _difference(name: str, ours: Tensor, theirs: Tensor, left_out: float) -> Difference:
-    """Compare rows of tokens; a number that is none makes the relative difference NaN, whatever is left out."""
+    """Compare rows [tokens, ...]. A NaN or infinity makes the relative difference NaN, whatever is left out."""
     gap, scale = (ours - theirs).double(), theirs.double()
     norm = float(scale.square().mean().sqrt())
     squares = gap.square().reshape(len(gap), -1).mean(-1)
-    kept = squares.sort().values[: len(gap) - int(left_out * len(gap))] if squares.isfinite().all() else squares
-    return Difference(name, float(gap.abs().max()), float(kept.mean().sqrt()) / max(norm, 1e-30))
+    counted = squares.sort().values[: len(gap) - int(left_out * len(gap))] if squares.isfinite().all() else squares
+    return Difference(name, float(gap.abs().max()), float(counted.mean().sqrt()) / max(norm, 1e-30))
 
 
 def _reference_places(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
@@ -154,14 +157,15 @@ def _policy_places(model: PolicyModel) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def _recorded(places: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Record inside the block what each module returns, as float32 rows [tokens, hidden] on the CPU."""
+    """Record the output of each module inside the block, as float32 rows [tokens, hidden] on the CPU."""
     seen: dict[str, list[Tensor]] = {name: [] for name in places}
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             rows = hidden.detach().reshape(-1, hidden.shape[-1])
-            seen[name].append(rows.to("cpu", torch.float32, copy=True))  # the next operation may work in place
+            # copied, as the next operation may work in place
+            seen[name].append(rows.to("cpu", torch.float32, copy=True))
 
         return hook
 
@@ -189,13 +193,13 @@ def _policy_logprobs(model: PolicyModel, sequences: Sequence[Tensor]) -> list[Te
 
 
 def _of_tokens(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probs [n - 1] of ids[1:], in float32."""
+    """Return log-probs [n - 1] of ids[1:], in float32."""
     return logits[:-1].float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
 LENGTHS = (64, 17, 40, 5)
 _SERVER_TOKENS = 4096
-_DEADLINE_S = 600.0  # of collectives of one process, which do not wait
+_DEADLINE_S = 600.0  # deadline of collectives, which never wait in a single process
 
 
 def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
@@ -203,21 +207,21 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
 
     Args:
         source: a Hugging Face folder, or a checkpoint of a run (RUN_DIR/checkpoints/step_N).
-        dtype: `fp32` or `bf16`, of parameters and computation.
-        server: start an SGLang server with the model, and compare its log-probs too.
+        dtype: `fp32` or `bf16`, for parameters and computation.
+        server: also start an SGLang server with the model and compare its log-probs.
 
     Raises:
-        ConfigError: no such model, or no interpreter for a server.
-        ServerError: the server did not start or did not answer.
+        ConfigError: there is no such model, or no interpreter for a server.
+        ServerError: the server did not start or did not reply.
     """
     from megarl.models.config import load_hf_config
     from megarl.models.weights.files import CheckpointReader
     from megarl.training.parallel import init_parallel
 
     with ExitStack() as stack:
-        python = find_python(None, cuda=has_cuda()) if server else None  # before anything that takes long
+        python = find_python(None, cuda=has_cuda()) if server else None  # checked before anything that takes long
         if (source / "meta.json").is_file() or CheckpointReader(source).quantized:
-            # transformers and servers would compute with the quantised weights, in other kernels.
+            # transformers and servers would use the quantised weights, with other kernels.
             from megarl.commands.convert import convert
 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"
@@ -227,7 +231,7 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
         hf = load_hf_config(ModelConfig(path=str(folder)))
         g = torch.Generator().manual_seed(0)
         sequences = [torch.randint(hf.vocab_size, (n,), generator=g) for n in LENGTHS]
-        # First: a server takes most of a GPU's memory, and has given it back when the models come.
+        # The server runs first, because it takes most of a GPU's memory; it has ended when the models are loaded.
         others = {} if python is None else {"server": _server_logprobs(folder, dtype, sequences)}
         layout = init_parallel(ParallelConfig(), single_world(dist_backend(), _DEADLINE_S))
         stack.callback(layout.close)
@@ -236,11 +240,11 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
 
 
 def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Log-probs [n - 1] that a server with the weights of `folder` gives to the tokens of each sequence."""
+    """Return the log-probs [n - 1] of each sequence's tokens from a server with the weights of `folder`."""
     from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 
     config = SGLangConfig(max_total_tokens=_SERVER_TOKENS)
-    found = []
+    logprobs = []
     name = str(DTYPES[dtype]).removeprefix("torch.")
     with (
         tempfile.TemporaryDirectory() as logs,
@@ -258,13 +262,14 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
             answer = fleet.servers[0].api.call(
                 "/generate", request, deadline_s=config.start_timeout_s, phase="log-probs of given tokens"
             )
-            rows = answer["meta_info"]["input_token_logprobs"]  # [log-prob, token, text], the first without
-            found.append(torch.tensor([row[0] for row in rows[1:]]))
-    return found
+            # entries are [log-prob, token, text]; the first token has no log-prob
+            rows = answer["meta_info"]["input_token_logprobs"]
+            logprobs.append(torch.tensor([row[0] for row in rows[1:]]))
+    return logprobs
 
 
 def _load_both(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, PolicyModel]:
-    """Load transformers' model and ours; the layout must be there."""
+    """Load the model in transformers and on Megatron. The parallel layout must be set up already."""
     from transformers import AutoModelForCausalLM
 
     from megarl.models.build import build_policy
@@ -277,12 +282,12 @@ def _load_both(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> tuple[
     return reference.eval().to(device()), policy.eval()
 
 
-def as_table(found: Parity) -> Table:
-    """Return every place, the first beyond the tolerance marked."""
+def as_table(parity_result: Parity) -> Table:
+    """Return a table of all places, with a mark at the first one beyond the tolerance."""
     from rich.table import Table
 
     table = Table("place", "largest difference", "relative", "", title="against transformers")
-    for place in (*found.places, *found.logprobs):
-        mark = "<- first beyond rounding" if place is found.first else ""
+    for place in (*parity_result.places, *parity_result.logprobs):
+        mark = "<- first beyond rounding" if place is parity_result.first else ""
         table.add_row(place.name, f"{place.largest:.3g}", f"{place.relative:.3g}", mark)
     return table

@@ -1,4 +1,4 @@
-"""The parser of the command line: argparse, with errors that say what was meant."""
+"""The command-line parser: argparse, with errors that suggest what was meant."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _NEEDED = re.compile(r"one of the arguments (?P<names>.+) is required")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser with this project's errors for a missing recipe or a misspelt choice, which list the
-    choices.
+    """An argparse parser with this project's errors for missing recipes and misspelt choices.
 
-    The help of a command with a recipe lists the shipped ones.
+    The help of a command with a recipe lists the shipped recipes.
     """
 
     def format_help(self) -> str:
@@ -32,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([text, "shipped recipes:", *(f"  {name:<{width}}  {titles[name]}" for name in titles), ""])
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong with the arguments, and exit with 2."""
+        """Print what is wrong with the arguments, and exit with code 2."""
         choice = _CHOICE.fullmatch(message)
         if choice is not None:
             self._refuse(self._misspelt(**choice.groupdict()))
@@ -49,13 +48,13 @@ class Parser(argparse.ArgumentParser):
         word, names = found.strip("'"), [name.strip("'") for name in allowed.split(", ")]
         near = close_matches(word, names, cutoff=0.6)
         kind = f"unknown {what.lower()}" if what.isupper() else f"{what} has an unknown value"
-        fix = f"did you mean {near[0]}?" if near else f"{self.prog} --help tells what each does"
+        fix = f"did you mean {near[0]}?" if near else f"{self.prog} --help explains each"
         return UserError(kind, where=self.prog, found=word, allowed=names, fix=fix)
 
     def _one_of(self, names: Sequence[str]) -> UserError:
         helps = {action.option_strings[0]: action.help for action in self._actions if action.option_strings}
         return UserError(
-            "one of these options is needed",
+            "one of these options is required",
             where=self.prog,
             allowed=[f"{name} ({helps.get(name)})" for name in names],
             fix=f"for example: {self.prog} RECIPE {names[0]} --dry-run",
@@ -65,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         from megarl.config.load import allowed_recipes
 
         return UserError(
-            "no recipe is named",
+            "the recipe is missing",
             where=self.prog,
             allowed=allowed_recipes(takes_runs=self.prog.endswith((" eval", " generate"))),
             fix=f"for example: {self.prog} grpo_quickstart",

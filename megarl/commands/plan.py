@@ -1,12 +1,12 @@
-"""`megarl plan`: what a step of a recipe takes on some hardware, by formulas; nothing is started.
+"""`megarl plan`: estimate the time and memory of a step on some hardware, by formulas; nothing is started.
 
-    megarl plan RECIPE                                          # on H100s, or on this CPU where the recipe is for one
-    megarl plan RECIPE --hardware h200x8x4                      # kind x devices of a machine x machines, or a file
-    megarl plan RECIPE --hardware h100x8x128 --search           # ranks layouts and placements that fit
-    megarl plan RECIPE --search --write faster.yaml             # the best as a recipe that extends this one
-    megarl plan RECIPE --assume gemm_share=0.7 actor.parallel.tp=4
+megarl plan RECIPE                                          # on H100s, or on this CPU where the recipe is for one
+megarl plan RECIPE --hardware h200x8x4                      # kind x devices of a machine x machines, or a file
+megarl plan RECIPE --hardware h100x8x128 --search           # ranks layouts and placements that fit
+megarl plan RECIPE --search --write faster.yaml             # the best as a recipe that extends this one
+megarl plan RECIPE --assume gemm_share=0.7 actor.parallel.tp=4
 
-Every number names its formula; docs/planning.md has them all, lists the hardware, and says what is not known.
+Every number names its formula. docs/planning.md explains the formulas, lists the hardware, and says what is not known.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ if TYPE_CHECKING:
     from megarl.planning.assumptions import PlanAssumptions
     from megarl.planning.hardware import Hardware
 
-_SAME = 0.01  # of a step: what is as fast, as far as formulas can tell
+_SAME = 0.01  # relative difference of step times below which formulas cannot rank two plans
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl plan`."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file or the name of a shipped one")
-    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
+    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="overrides of the recipe's values")
     kinds = (
-        "a100, h100, h200, b200, gb200, mi300x or cpu, as h100x8x4: devices of a machine, machines; or a YAML file "
-        "(default: h100 or, without cluster.device_memory_gb, this CPU measured; as many as the recipe takes)"
+        "a100, h100, h200, b200, gb200, mi300x or cpu, or with counts as in h100x8x4: devices per machine, machines; "
+        "or a YAML file (default: h100, or this CPU measured when cluster.device_memory_gb is null; as many devices "
+        "as the recipe takes)"
     )
     parser.add_argument("--hardware", metavar="KIND", help=kinds)
-    parser.add_argument("--search", action="store_true", help="rank layouts and placements by the seconds of a step")
-    parser.add_argument("--top", metavar="N", type=int, help="with --search: of them that are shown (default: 10)")
+    parser.add_argument("--search", action="store_true", help="rank layouts and placements by the time of a step")
+    parser.add_argument("--top", metavar="N", type=int, help="with --search: number of rows shown (default: 10)")
     text = "with --search: write the best as a recipe that extends this one"
     parser.add_argument("--write", metavar="FILE", type=Path, help=text)
-    assume = "an assumption; may be repeated; --assumptions lists them"
+    assume = "set an assumption; may be repeated; --assumptions lists them"
     parser.add_argument("--assume", metavar="NAME=VALUE", action="append", default=[], help=assume)
-    parser.add_argument("--assumptions", action="store_true", help="print what formulas assume, and stop there")
+    parser.add_argument("--assumptions", action="store_true", help="print the assumptions of the formulas, and stop")
     parser.add_argument("--json", action="store_true", help="print JSON, each number with its formula")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan and show; returns the exit code."""
+    """Estimate a step and print it; return the exit code."""
     from megarl.checks.planned import refuse_lengths, refuse_plan
     from megarl.config.load import load_config
     from megarl.planning.assumptions import CPU, OF_ZERO, PlanAssumptions, assume, pairs
@@ -57,27 +58,25 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.assumptions:
         print(f"{'':<18}{'GPU':>8}{'CPU':>8}")
-        for one in fields(PlanAssumptions):
-            row = f"{one.name:<18}{one.default:>8g}{getattr(CPU, one.name):>8g}"
-            print(f"{row}  {OF_ZERO.get(one.name, '')}".rstrip())
+        for field in fields(PlanAssumptions):
+            row = f"{field.name:<18}{field.default:>8g}{getattr(CPU, field.name):>8g}"
+            print(f"{row}  {OF_ZERO.get(field.name, '')}".rstrip())
         return 0
     if arguments.top is not None and not arguments.search:
-        raise UserError("only a search has a table to cut", where="--top", found=arguments.top, fix="add --search")
+        raise UserError("--top needs --search", where="--top", found=arguments.top, fix="add --search")
     if arguments.top is not None and arguments.top < 1:
-        raise UserError("a table has rows", where="--top", found=arguments.top, allowed="1 or more")
+        raise UserError("a table needs at least one row", where="--top", found=arguments.top, allowed="1 or more")
     if arguments.write is not None and not arguments.search:
-        raise UserError(
-            "only a search has a best recipe", where="--write", found=str(arguments.write), fix="add --search"
-        )
+        raise UserError("--write needs --search", where="--write", found=str(arguments.write), fix="add --search")
     if arguments.write is not None and arguments.write.exists():
-        raise UserError("there is such a file", where="--write", found=str(arguments.write), fix="name another one")
+        raise UserError("file already exists", where="--write", found=str(arguments.write), fix="name another one")
     config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS)
     if config.robot is not None:
         from megarl.planning.step import robot_problem
 
         raise robot_problem()
     graph = build_task_graph(config)
-    if arguments.search:  # which does not keep the layout
+    if arguments.search:  # a search replaces the layout
         refuse_lengths(config, graph)
     else:
         refuse_plan(config, graph)
@@ -89,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
-    """Return the hardware that `--hardware` names, as many devices as the recipe takes where it names no number.
+    """Return the hardware that `--hardware` names, with as many devices as the recipe takes if it gives no number.
 
     Raises:
         ConfigError: there is no such hardware, or the recipe takes another number of devices.
@@ -125,10 +124,10 @@ def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, se
             + (f", {cluster.nproc} for workers and the others for servers" if takes > cluster.nproc else ""),
             where="--hardware",
             found=f"{hardware.devices} devices on {count(hardware.nodes, 'machine')}",
-            allowed="as many, or --search, which finds what all of them may do",
+            allowed="as many devices as the recipe takes, or --search, which tries all ways to use them",
             fix="change placement.teams, cluster.nproc and cluster.nnodes together, or add --search"
             if config.placement.teams
-            else "other cluster.nproc, cluster.nnodes and rollout.sglang.servers, other --hardware, or --search"
+            else "change cluster.nproc, cluster.nnodes and rollout.sglang.servers, change --hardware, or add --search"
             if takes > cluster.nproc
             else f"set cluster.nproc={hardware.devices} cluster.nnodes={hardware.nodes}, or add --search",
         )
@@ -175,16 +174,19 @@ def _search(
         print(json.dumps(found_as_json(arguments.recipe, result), indent=1))
         return 0
     Console(highlight=False).print(found_table(arguments.recipe, result))
-    print(f"the recipe as it is: {_describe_recipe(config, graph, hardware, given, result.best[0].plan.step_s)}")
+    print(f"the recipe without changes: {_describe_recipe(config, graph, hardware, given, result.best[0].plan.step_s)}")
     if arguments.write is not None:
-        print(f"wrote {arguments.write}: megarl train {arguments.write} --dry-run checks it")
+        print(f"wrote {arguments.write}; check it with megarl train {arguments.write} --dry-run")
     return 0
 
 
 def _describe_recipe(
     config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions, best_s: float
 ) -> str:
-    """Describe the recipe's own step on this hardware, or why it cannot run. `best_s`: seconds of the best found."""
+    """Describe the step of the unchanged recipe on this hardware, or why it cannot run.
+
+    `best_s` is the step time of the best plan found, in seconds.
+    """
     from megarl.checks.planned import refuse_plan
     from megarl.commands.plan_report import doubts, misfits, tight
     from megarl.dag.placement import place
@@ -201,5 +203,5 @@ def _describe_recipe(
     fits = "tight" if tight(plan) else "fits"
     fits = "does not fit" if misfits(plan) else "may not fit" if doubts(plan) else fits
     if plan.step_s < best_s * (1 + _SAME) and not doubts(plan):
-        fits += f"; nothing is faster by {_SAME:.0%}"
+        fits += f"; no plan is faster by {_SAME:.0%}"
     return f"{plan.step_s:.3g} s a step, {plan.taken / 1e9:.1f} GB, {fits}"

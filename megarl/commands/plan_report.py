@@ -1,4 +1,4 @@
-"""`megarl plan` as tables and as JSON: every number with the formula that it is from."""
+"""`megarl plan` as tables and as JSON; every number has the tag of its formula."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Figure:
     """A number of a plan.
 
     Attributes:
-        name: what it is.
-        value: of it.
-        unit: of the value.
-        formula: tag of docs/planning.md.
+        name: what the number measures.
+        value: the number.
+        unit: its unit.
+        formula: tag of its formula in docs/planning.md.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Figure:
 
 
 def rest_of(config: RunConfig, plan: StepPlan, sizes: Sizes) -> list[Figure]:
-    """Return the dry run's other estimates: host memory of a machine, process groups and descriptors of a rank."""
+    """Return other estimates of the dry run: host memory per machine, process groups and file descriptors per rank."""
     host = host_memory(config, sizes, plan.placement, gpu=plan.hardware.gpu).peak
     fullest = max(plan.placement.teams, key=lambda team: descriptors(team.devices, team.parallel))
     return [
@@ -57,7 +57,7 @@ def rest_of(config: RunConfig, plan: StepPlan, sizes: Sizes) -> list[Figure]:
 
 
 def figures(plan: StepPlan) -> list[Figure]:
-    """Return the numbers of a step that belong to no phase."""
+    """Return the numbers of a step that do not belong to a phase."""
     room, (size, seconds, still) = plan.room, plan.checkpoint
     return [
         Figure("step", plan.step_s, "s", "S1"),
@@ -66,11 +66,11 @@ def figures(plan: StepPlan) -> list[Figure]:
         Figure("tokens per second and device", plan.per_device, "tokens/s", "S2"),
         Figure("MFU", 100 * plan.mfu, "%", "S3"),
         Figure("fullest device", plan.taken / 1e9, "GB", "M1"),
-        Figure("engines that generate", room.engines, "", "K1"),
-        Figure("weights on a device of theirs", room.weights / 1e9, "GB", "K1"),
+        Figure("generating engines", room.engines, "", "K1"),
+        Figure("weights on a device of an engine", room.weights / 1e9, "GB", "K1"),
         Figure("room for keys and values on it", room.bytes / 1e9, "GB", "K1"),
         Figure("tokens that fit into an engine", room.tokens, "tokens", "K1"),
-        Figure("samples side by side", room.slots, "", "K1"),
+        Figure("samples decoded at the same time", room.slots, "", "K1"),
         Figure("checkpoint", size / 1e9, "GB", "C1"),
         Figure("writing it", seconds, "s", "C1"),
         Figure("waiting for it", still, "s", "C1"),
@@ -79,65 +79,69 @@ def figures(plan: StepPlan) -> list[Figure]:
 
 
 def hints(config: RunConfig, plan: StepPlan) -> list[str]:
-    """Return hints on parts that a plan of this recipe leaves out, and on needless bounds."""
-    found, servers, room = [], config.rollout.sglang, plan.room
+    """Return hints on needless bounds, and on waits that this plan leaves out."""
+    lines, servers, room = [], config.rollout.sglang, plan.room
     samples = config.data.batch_size * config.rollout.sampling.n / max(1, room.engines)
     fitting, bound = int(room.tokens / room.longest), servers.max_concurrency
     if config.rollout.engine == "sglang" and bound is not None and bound < min(samples, fitting):
-        found.append(
-            f"rollout.sglang.max_concurrency={bound} bounds generation: a server has {samples:,.0f} samples of a step, "
-            f"and room for {fitting:,} of the longest side by side"
+        lines.append(
+            f"rollout.sglang.max_concurrency={bound} limits generation: a server has {samples:,.0f} samples of a "
+            f"step, and its cache has room for {fitting:,} of the longest at the same time"
         )
     if config.async_.max_staleness:
-        found.append("a step is as long as its busiest team works; megarl simulate adds what teams wait for each other")
-    return found
+        lines.append(
+            "the step time is that of the busiest team; megarl simulate adds the time that teams wait for each other"
+        )
+    return lines
 
 
 def assumed_lengths(config: RunConfig, plan: StepPlan) -> str:
-    """Return the tokens that most of a plan goes by, and how to say them."""
+    """Return a line with the assumed token counts, on which most of the plan depends, and the options that set them."""
     work = Workload.of(config, plan.given)
     tokens = f"{_short(work.prompt)} prompt and {_short(work.lengths.mean)} response tokens on average"
     return f"assumes {tokens} (--assume prompt_tokens=, mean_tokens=)"
 
 
 def tables(config: RunConfig, recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]:
-    """Return a plan as tables, and whether it fits."""
+    """Return a plan as tables, followed by lines on whether it fits into memory."""
     title = f"{recipe} on {plan.hardware.describe()}: {plan.step_s:.3g} s a step, by formulas"
-    title += ", if it fitted" if misfits(plan) else ""
+    title += ", if it fit" if misfits(plan) else ""
     phases = _phases(f"{title}\n{assumed_lengths(config, plan)}", plan)
     shown: list[Table | str] = [phases, _numbers([*figures(plan), *rest]), _memory(plan)]
     shown.append(f"hardware: {plan.hardware.source}")
-    found = [f"does not fit: {one}" for one in misfits(plan)]
-    found = found or [f"may not fit: {one}" for one in doubts(plan)]
-    if not found and tight(plan):
-        found = [f"tight: {plan.fullest.moment.name} holds more than {TIGHT:.0%} of a device; {_keys(plan.fullest)}"]
-    return [*shown, *found]
+    verdict = [f"does not fit: {line}" for line in misfits(plan)]
+    verdict = verdict or [f"may not fit: {line}" for line in doubts(plan)]
+    if not verdict and tight(plan):
+        verdict = [f"tight: {plan.fullest.moment.name} holds more than {TIGHT:.0%} of a device; {_keys(plan.fullest)}"]
+    return [*shown, *verdict]
 
 
 def tight(plan: StepPlan) -> bool:
-    """Tell whether a device is nearly full."""
+    """Return whether a device is nearly full."""
     return plan.fullest.bytes > TIGHT * 1e9 * plan.hardware.memory_gb
 
 
 def misfits(plan: StepPlan) -> list[str]:
-    """Return the moments that certainly do not fit into memory, and the keys that they depend on; none: all may fit."""
-    found, limit = [], plan.hardware.memory_gb
-    needed = max(plan.filled, key=lambda one: one.moment.least)
+    """Return lines on the moments that certainly do not fit into memory, with the keys that change them."""
+    lines, limit = [], plan.hardware.memory_gb
+    needed = max(plan.filled, key=lambda filled: filled.moment.least)
     if needed.moment.least > limit * 1e9:
         least, about = needed.moment.least / 1e9, needed.bytes / 1e9
-        text = f"{needed.moment.name} holds {least:,.1f} GB or more (about {about:,.1f}) of {limit:.3g}"
-        found.append(f"{text}; {_keys(needed)}")
+        text = f"{needed.moment.name} needs at least {least:,.1f} GB (about {about:,.1f}) of {limit:.3g}"
+        lines.append(f"{text}; {_keys(needed)}")
     if plan.room.certain:
-        found += _no_room(plan)
-    return found
+        lines += _no_room(plan)
+    return lines
 
 
 def doubts(plan: StepPlan) -> list[str]:
-    """Return the moments that most likely do not fit, by estimates and SGLang's own memory; a dry run warns of them."""
-    found, fullest, limit = [], plan.fullest, plan.hardware.memory_gb
+    """Return lines on the moments that probably do not fit, by estimates and SGLang's own memory; a dry run warns of
+    them.
+    """
+    lines, fullest, limit = [], plan.fullest, plan.hardware.memory_gb
     if fullest.bytes > limit * 1e9:
-        found.append(f"{fullest.moment.name} holds {fullest.bytes / 1e9:,.1f} of {limit:.3g} GB; {_keys(fullest)}")
-    return found + _no_room(plan)
+        lines.append(f"{fullest.moment.name} needs {fullest.bytes / 1e9:,.1f} of {limit:.3g} GB; {_keys(fullest)}")
+    return lines + _no_room(plan)
 
 
 def _no_room(plan: StepPlan) -> list[str]:
@@ -145,18 +149,18 @@ def _no_room(plan: StepPlan) -> list[str]:
     if room.fits:
         return []
     return [
-        f"an engine has room for {int(room.tokens):,} tokens next to {room.weights / 1e9:,.1f} GB of weights on a "
+        f"an engine has room for {int(room.tokens):,} tokens beside {room.weights / 1e9:,.1f} GB of weights on a "
         f"device, and the longest sample has {room.longest:,.0f}; {_GOES_BY} {ROOM_KEYS}"
     ]
 
 
-def _keys(one: Filled) -> str:
-    """Return the keys that a moment depends on."""
-    return f"{_GOES_BY} {'; '.join(dict.fromkeys(part.keys for part in _largest(one.moment)))}"
+def _keys(filled: Filled) -> str:
+    """Return the keys that change the memory of a moment."""
+    return f"{_GOES_BY} {'; '.join(dict.fromkeys(part.keys for part in _largest(filled.moment)))}"
 
 
 def _largest(moment: Moment) -> list[Term]:
-    """Return the terms that weigh most."""
+    """Return the largest terms of a moment."""
     return sorted(moment.terms, key=lambda part: -part.bytes)[:3]
 
 
@@ -187,40 +191,40 @@ def _phases(title: str, plan: StepPlan) -> Table:
 
 def _numbers(numbers: list[Figure]) -> Table:
     made = _table("", "what", "value", "unit", "by")
-    for one in numbers:
-        made.add_row(one.name, _short(one.value), one.unit, one.formula)
+    for figure in numbers:
+        made.add_row(figure.name, _short(figure.value), figure.unit, figure.formula)
     return made
 
 
 def _short(value: float) -> str:
-    """Format a number with three digits, or all before the point."""
+    """Format a number with three digits, or with all digits before the point."""
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
 
 
 def _memory(plan: StepPlan) -> Table:
     limit = plan.hardware.memory_gb
     made = _table(f"a device, of {limit:.3g} GB", "team", "moment", "GB", "by", "most of it")
-    for one in plan.filled:
-        text = ", ".join(_part_text(part, size) for part, size in one.parts[:_PARTS_SHOWN])
-        more = sum(size for _, size in one.parts[_PARTS_SHOWN:])
+    for filled in plan.filled:
+        text = ", ".join(_part_text(part, size) for part, size in filled.parts[:_PARTS_SHOWN])
+        more = sum(size for _, size in filled.parts[_PARTS_SHOWN:])
         text += f", all else {more / 1e9:.3g}" if more else ""
-        made.add_row(one.team, one.moment.name, f"{one.taken / 1e9:.3g}", "M1", text)
+        made.add_row(filled.team, filled.moment.name, f"{filled.taken / 1e9:.3g}", "M1", text)
     return made
 
 
 def _part_text(part: Term, size: float) -> str:
-    """Return a term and its GB, with the most that it takes where it adapts to the room there is."""
+    """Return a term and its size in GB, with its maximum if it adapts to the free memory."""
     most = f" (up to {part.bytes / 1e9:.3g})" if part.bytes > size else ""
     return f"{part.what} {size / 1e9:.3g}{most}"
 
 
 def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
-    """Return a plan as plain data."""
+    """Return a plan as plain data for JSON."""
     return {
         "recipe": recipe,
         "hardware": asdict(plan.hardware),
         "devices": plan.devices,
-        "numbers": [asdict(one) for one in (*figures(plan), *rest)],
+        "numbers": [asdict(item) for item in (*figures(plan), *rest)],
         "phases": [
             {
                 "name": phase.name,
@@ -234,16 +238,16 @@ def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
         ],
         "memory": [
             {
-                "team": one.team,
-                "moment": one.moment.name,
-                "bytes": one.taken,
+                "team": item.team,
+                "moment": item.moment.name,
+                "bytes": item.taken,
                 "formula": "M1",
                 "terms": [
                     {"what": part.what, "bytes": size, "at_most": part.bytes, "keys": part.keys}
-                    for part, size in one.parts
+                    for part, size in item.parts
                 ],
             }
-            for one in plan.filled
+            for item in plan.filled
         ],
         "does_not_fit": misfits(plan),
         "may_not_fit": doubts(plan),
@@ -252,13 +256,13 @@ def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
 
 
 def found_table(recipe: str, result: SearchResult) -> Table:
-    """Return the best of a search."""
+    """Return a table of the best plans of a search."""
     hardware = result.best[0].plan.hardware
-    without = f", at least {result.without_room} do not fit" if result.without_room else ""
+    without = f", of which at least {result.without_room} do not fit" if result.without_room else ""
     title = f"{recipe} on {hardware.describe()}: {result.compared} layouts in placements{without}; by S1, S2, S3, M1"
     made = _table(title, "s a step", "tokens/s/dev", "MFU", "GB", "placement, layout, engine")
-    for one in result.best:
-        plan, choice = one.plan, one.choice
+    for plan_found in result.best:
+        plan, choice = plan_found.plan, plan_found.choice
         layout = describe_layout(choice.parallel, choice.spread.trainers())
         cells = [f"{plan.step_s:.3g}", f"{plan.per_device:.0f}", f"{plan.mfu:.1%}", f"{plan.taken / 1e9:.1f}"]
         engine = f"micro-batch {choice.micro_batch_tokens}, recompute {choice.recompute}"
@@ -268,12 +272,12 @@ def found_table(recipe: str, result: SearchResult) -> Table:
 
 
 def found_as_json(recipe: str, result: SearchResult) -> dict[str, Any]:
-    """Return the best of a search as plain data."""
+    """Return the best plans of a search as plain data for JSON."""
 
-    def one(found: FoundPlan) -> dict[str, Any]:
-        choice = found.choice
+    def one(plan_found: FoundPlan) -> dict[str, Any]:
+        choice = plan_found.choice
         return {
-            "numbers": [asdict(figure) for figure in figures(found.plan)],
+            "numbers": [asdict(figure) for figure in figures(plan_found.plan)],
             "placement": choice.spread.describe(),
             "layout": choice.parallel.model_dump(),
             "micro_batch_tokens": choice.micro_batch_tokens,
@@ -288,12 +292,12 @@ def found_as_json(recipe: str, result: SearchResult) -> dict[str, Any]:
         "hardware": hardware,
         "compared": result.compared,
         "without_room": result.without_room,
-        "best": [one(found) for found in result.best],
+        "best": [one(plan_found) for plan_found in result.best],
     }
 
 
 def write_recipe(file: Path, recipe: str, best: FoundPlan) -> None:
-    """Write what `best` changes of `recipe`, overrides included."""
+    """Write the changes of `best` against `recipe`, overrides included, as a recipe that extends it."""
     before = load_config(recipe, components=COMPONENTS)
     changed = differences(before.model_dump(mode="json"), best.config.model_dump(mode="json"))
     changed.pop("name", None)
@@ -305,12 +309,12 @@ def write_recipe(file: Path, recipe: str, best: FoundPlan) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     body = to_yaml({"extends": _parent(recipe, file), **changed})
     text = "\n".join([*head, _replacing(body, before.placement.teams, best.config.placement.teams)])
-    draft = file.with_name(f".{file.stem}.draft.yaml")  # beside it, since the recipe is named from there
+    draft = file.with_name(f".{file.stem}.draft.yaml")  # in the same folder, since paths in it are relative to the file
     try:
         draft.write_text(text)
         again = load_config(draft, components=COMPONENTS)
         assert dump_config(again) == dump_config(best.config.model_copy(update={"name": again.name})), (
-            "what is written is read"
+            "the written recipe must read back as it was"
         )
         draft.replace(file)
     finally:
@@ -318,15 +322,15 @@ def write_recipe(file: Path, recipe: str, best: FoundPlan) -> None:
 
 
 def _parent(recipe: str, file: Path) -> str:
-    """Return the name of the recipe in `file`: shipped ones by name, others relative to it."""
-    found = find_recipe(recipe)
-    if found.stem in recipe_names() and find_recipe(found.stem) == found and not Path(recipe).is_file():
-        return found.stem
-    return os.path.relpath(found.resolve(), file.resolve().parent)
+    """Return how the recipe in `file` names its parent: a shipped one by name, others by a relative path."""
+    source = find_recipe(recipe)
+    if source.stem in recipe_names() and find_recipe(source.stem) == source and not Path(recipe).is_file():
+        return source.stem
+    return os.path.relpath(source.resolve(), file.resolve().parent)
 
 
 def _replacing(body: str, before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Mark `teams` as replaced where teams are gone: mappings are merged otherwise."""
+    """Mark `teams` with !replace when teams were removed, since mappings are merged otherwise."""
     if not set(before) - set(after):
         return body
     lines = body.splitlines(keepends=True)

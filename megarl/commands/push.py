@@ -1,6 +1,6 @@
-"""`megarl convert ... --push-to-hub NAME`: a model card, and the upload by huggingface_hub's own client.
+"""`megarl convert ... --push-to-hub NAME`: write a model card and upload the folder with huggingface_hub.
 
-The token is that of `hf auth login` or of the environment (HF_TOKEN), which huggingface_hub reads; nothing writes it.
+huggingface_hub reads the token from `hf auth login` or from HF_TOKEN; megarl never writes it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _WHERE = "--push-to-hub"
 
 
 def check_push(name: str) -> None:
-    """Refuse an upload that cannot work, before anything is written; the hub is not asked.
+    """Refuse an upload that cannot succeed, before anything is written. No request is sent to the hub.
 
     Raises:
-        ConfigError: no name of a repository, the hub is switched off, or there is no token.
+        ConfigError: the name is invalid, the hub is switched off, or there is no token.
     """
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
@@ -33,19 +33,24 @@ def check_push(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         fix = "name it USER/MODEL or ORGANISATION/MODEL"
-        raise ConfigError(f"no name of a repository: {error}", where=_WHERE, found=name, fix=fix) from error
+        raise ConfigError(f"invalid repository name: {error}", where=_WHERE, found=name, fix=fix) from error
     if constants.is_offline_mode():
-        raise ConfigError("the hub is switched off", where=_WHERE, found="HF_HUB_OFFLINE", fix="unset the variable")
+        raise ConfigError(
+            "uploads are impossible because the hub is switched off",
+            where=_WHERE,
+            found="HF_HUB_OFFLINE",
+            fix="unset the variable",
+        )
     if get_token() is None:
         fix = "run `hf auth login`, or set HF_TOKEN in the environment (never in a recipe)"
-        raise ConfigError("there is no token of the hub with which to write", where=_WHERE, found=name, fix=fix)
+        raise ConfigError("the hub's token is missing", where=_WHERE, found=name, fix=fix)
 
 
 def push(folder: Path, name: str, *, public: bool = False) -> str:
-    """Upload the files of `folder` to the repository `name`, which is made where it is missing; return its address.
+    """Upload the files of `folder` to the repository `name`, which is created if it is missing; return its address.
 
     Raises:
-        MegarlError: the hub refused or was not reached, or the repository is public without `public`; the folder stays,
+        MegarlError: the hub refused or was not reached, or the repository is public without `public`. The folder stays,
             and the message has the command that uploads it.
     """
     from huggingface_hub import HfApi
@@ -53,11 +58,11 @@ def push(folder: Path, name: str, *, public: bool = False) -> str:
     api = HfApi()
     try:
         made = api.create_repo(name, private=not public, exist_ok=True)
-        name = made.repo_id  # with the user, where it was given without
+        name = made.repo_id  # the hub adds the user's name to a name without one
         closed = public or bool(api.model_info(name).private)
         if closed:
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by megarl convert")
-    except Exception as error:  # of the hub's answers, and of the HTTP client that huggingface_hub has
+    except Exception as error:  # errors of the hub, and of the HTTP client in use
         raise MegarlError(
             f"the upload to {name} failed ({type(error).__name__}: {mask(str(error))})\n"
             f"  the export is in {folder}\n"
@@ -65,14 +70,14 @@ def push(folder: Path, name: str, *, public: bool = False) -> str:
         ) from error
     if not closed:
         raise MegarlError(
-            f"the repository {name} is there and public, so nothing was uploaded; the export is in {folder}\n"
-            f"  fix:     name another, or upload it with: hf upload {name} {folder} ."
+            f"the repository {name} exists and is public, so nothing was uploaded; the export is in {folder}\n  fix:  "
+            f"   name another, or upload it with: hf upload {name} {folder} ."
         )
     return str(made)
 
 
 def write_card(folder: Path, source: Path) -> None:
-    """Write README.md: base model, data, metrics, recipe and command of the run that `source` is a part of."""
+    """Write README.md with base model, data, metrics, recipe and command of the run to which `source` belongs."""
     run = run_folder(source)
     record = {} if run is None else read_run(run)
     config: dict[str, Any] = record.get("config") or {}
@@ -103,18 +108,18 @@ def write_card(folder: Path, source: Path) -> None:
 
 
 def run_folder(source: Path) -> Path | None:
-    """Return the folder of the run that an export or a checkpoint lies in; None: it lies in none."""
+    """Return the run folder that contains an export or checkpoint, or None."""
     above = [source.absolute().parent, source.absolute().parent.parent]
     return next((folder for folder in above if (folder / "run.json").is_file()), None)
 
 
 def _last_metrics(run: Path) -> dict[str, tuple[float, int]]:
-    """Return the last value of each held-out metric with its step; of runs without any, of rewards and losses."""
-    found: dict[str, tuple[float, int]] = {}
+    """Return the last value of each held-out metric with its step; without any, those of rewards and losses."""
+    last: dict[str, tuple[float, int]] = {}
     file = run / "metrics.jsonl"
     for line in read_jsonl(file, needs={"step": int}) if file.is_file() else []:
         for name, value in line.items():
             if name not in ("step", "time") and isinstance(value, int | float):
-                found[name] = (float(value), line["step"])
-    held_out = {name: value for name, value in found.items() if name.startswith("val/")}
-    return held_out or {name: value for name, value in found.items() if name.startswith(("critic/score/", "sft/"))}
+                last[name] = (float(value), line["step"])
+    held_out = {name: value for name, value in last.items() if name.startswith("val/")}
+    return held_out or {name: value for name, value in last.items() if name.startswith(("critic/score/", "sft/"))}

@@ -1,13 +1,14 @@
-"""`megarl simulate`: what a run would do with its time, by discrete events on this machine.
+"""`megarl simulate`: estimate how a run spends its time, by discrete-event simulation on this machine.
 
-    megarl simulate RECIPE --gpus 32,64,128                      # formulas: a device and its links are assumed
-    megarl simulate RECIPE --run RUN_DIR                         # seconds and lengths as this run measured them
-    megarl simulate RECIPE --run RUN_DIR --what-if async.max_staleness=1 --what-if link_times=4
-    megarl simulate RECIPE --what-if "rollout.sglang.servers=24 placement.teams.draw.devices=24 cluster.nproc=40"
-    megarl simulate RECIPE --assume device_hours=2000 --assume mean_tokens=4000
+megarl simulate RECIPE --gpus 32,64,128                      # formulas: a device and its links are assumed
+megarl simulate RECIPE --run RUN_DIR                         # seconds and lengths as this run measured them
+megarl simulate RECIPE --run RUN_DIR --what-if async.max_staleness=1 --what-if link_times=4
+megarl simulate RECIPE --what-if "rollout.sglang.servers=24 placement.teams.draw.devices=24 cluster.nproc=40"
+megarl simulate RECIPE --assume device_hours=2000 --assume mean_tokens=4000
 
-The graph, teams, the store's rules of what may begin and which groups form a step, and when weights go are the run's
-own; computing and links are seconds. docs/simulating.md says what is assumed, and how close it comes to real runs.
+The simulation uses the run's own graph, teams, buffer rules (which groups may begin, which form a step) and times of
+publishing weights. Computing and links are replaced by their seconds. docs/simulating.md lists the assumptions and
+compares with real runs.
 """
 
 from __future__ import annotations
@@ -32,25 +33,31 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl simulate`."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, the name of a shipped one, or a run folder")
-    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
+    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="overrides of the recipe's values")
     parser.add_argument(
-        "--run", dest="run_dir", metavar="RUN_DIR", type=Path, help="a run whose seconds and lengths count"
+        "--run", dest="run_dir", metavar="RUN_DIR", type=Path, help="a run whose measured seconds and lengths are used"
     )
-    numbers = "numbers of devices, as 32,64,128: all teams and servers grow alike (default: the recipe's)"
+    numbers = (
+        "numbers of devices, such as 32,64,128: all teams and servers grow in proportion (default: the recipe's number)"
+    )
     parser.add_argument("--gpus", metavar="N,N", default="", help=numbers)
-    parser.add_argument("--grow", action="store_true", help="the batch grows with the devices (default: it stays)")
-    what_if = "a further row: the recipe with these keys, or assumptions by name; may be repeated"
+    parser.add_argument(
+        "--grow", action="store_true", help="let the batch grow with the devices (default: it does not)"
+    )
+    what_if = "add a row for the recipe with these keys or assumptions; may be repeated"
     parser.add_argument("--what-if", metavar="KEY=VALUE ...", action="append", default=[], help=what_if)
-    assume = "an assumption of all rows; may be repeated; --assumptions lists them"
+    assume = "set an assumption for all rows; may be repeated; --assumptions lists them"
     parser.add_argument("--assume", metavar="NAME=VALUE", action="append", default=[], help=assume)
-    parser.add_argument("--steps", metavar="N", type=int, default=100, help="of each run (default: 100)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of lengths and failures (default: 0)")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows as JSON, too")
-    parser.add_argument("--assumptions", action="store_true", help="print what formulas assume, and stop there")
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=100, help="steps of each simulated run (default: 100)"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of lengths and failures (default: 0)")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="also write the rows as JSON")
+    parser.add_argument("--assumptions", action="store_true", help="print the assumptions of the formulas, and stop")
 
 
 def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], None]) -> int:
-    """Simulate and show; returns the exit code. `refuse`: raises what is wrong with a recipe."""
+    """Simulate and print the result; return the exit code. `refuse` raises what is wrong with a recipe."""
     from rich.console import Console
 
     from megarl.simulation.planned import Assumptions
@@ -58,11 +65,13 @@ def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], 
 
     console = Console(highlight=False)
     if arguments.assumptions:
-        for one in fields(Assumptions):
-            console.print(f"{one.name:<18} {one.default:g}")
+        for field in fields(Assumptions):
+            console.print(f"{field.name:<18} {field.default:g}")
         return 0
     if arguments.steps < 1:
-        raise UserError("a run has steps", where="--steps", found=arguments.steps, allowed="1 or more")
+        raise UserError(
+            "a simulated run needs at least one step", where="--steps", found=arguments.steps, allowed="1 or more"
+        )
     study = Study(
         arguments.recipe,
         tuple(arguments.overrides),
@@ -84,8 +93,8 @@ def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], 
         console.print(f"warning: {other}")
     if same := study.as_measured():
         console.print(
-            f"as the run measured it, on any number of devices: {same}. Tokens did not explain these seconds there, so "
-            "that more devices may well bring more than the table says"
+            f"taken from the run for any number of devices: {same}. Token counts did not explain these seconds in the "
+            "run, so more devices may help more than the table says"
         )
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -94,10 +103,10 @@ def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], 
 
 
 def _settings(text: str) -> tuple[str, ...]:
-    """Return `KEY=VALUE KEY=VALUE`, divided where it is blank outside of brackets and quotes.
+    """Split `KEY=VALUE KEY=VALUE` at blanks outside of brackets and quotes.
 
     Raises:
-        UserError: a bracket or a quote is not closed, or a part sets nothing.
+        UserError: a bracket or quote is not closed, or a part has no `=`.
     """
     parts, depth, quote = [""], 0, ""
     for sign in text:
@@ -111,23 +120,23 @@ def _settings(text: str) -> tuple[str, ...]:
             parts.append("")
         else:
             parts[-1] += sign
-    found = tuple(_unquoted(part) for part in parts if part)
-    if not found:
-        raise UserError("this sets nothing", where="--what-if", found=text, allowed="KEY=VALUE")
+    split = tuple(_unquoted(part) for part in parts if part)
+    if not split:
+        raise UserError("this part sets nothing", where="--what-if", found=text, allowed="KEY=VALUE")
     if depth or quote:
         raise UserError("a bracket or a quote is not closed", where="--what-if", found=text)
-    if wrong := [part for part in found if "=" not in part]:
+    if wrong := [part for part in split if "=" not in part]:
         raise UserError(
             f"{wrong[0]!r} sets nothing",
             where="--what-if",
             found=text,
-            allowed="KEY=VALUE, with blanks between several",
+            allowed="KEY=VALUE, several separated by blanks",
         )
-    return found
+    return split
 
 
 def _unquoted(part: str) -> str:
-    """Remove the quotes around a part that is in quotes as a whole; quotes inside of it are YAML's."""
+    """Remove quotes around the whole part. Quotes inside belong to the YAML value."""
     whole = len(part) > 1 and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
     return part[1:-1] if whole else part
 
@@ -135,14 +144,14 @@ def _unquoted(part: str) -> str:
 def _numbers(text: str) -> tuple[int, ...]:
     parts = [part for part in text.split(",") if part.strip()]
     if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise UserError("these are no numbers of devices", where="--gpus", found=text, allowed="as in 32,64,128")
+        raise UserError("not a list of device numbers", where="--gpus", found=text, allowed="as in 32,64,128")
     return tuple(int(part) for part in parts)
 
 
 def tables(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> list[Table]:
-    """Return a table for the recipe and one for each `what if`, a row per number of devices: readable in 80 columns.
+    """Return a table for the recipe and one for each `what if`, with a row per number of devices, 80 columns wide.
 
-    Efficiency is tokens per second and device beside the first row of all.
+    Efficiency is tokens per second and device, relative to the first row of all.
     """
     from rich.table import Table
 
@@ -170,22 +179,25 @@ def _percent(share: float) -> str:
 
 
 def verdicts(rows: Sequence[StudyRow]) -> list[str]:
-    """Return what breaks first where there are several numbers of devices, and what died."""
+    """Return lines on the first bottleneck as devices grow, and on simulated failures."""
     from megarl.simulation.study import losses
 
-    found, kinds = [], {row.what: [one for one in rows if one.what == row.what] for row in rows}
-    for what, same in kinds.items():
+    lines, kinds = [], {row.what: [other for other in rows if other.what == row.what] for row in rows}
+    for name_of_case, same in kinds.items():
         for row in same[1:]:
             if row.per_device < 0.9 * same[0].per_device:
                 lost = losses(same[0], row)
                 name = max(lost, key=lost.__getitem__)
-                step = f"{lost[name]:.3g} of the {row.outcome.step_s:.3g} s of a step are lost to it"
-                devices = f"from {row.system.devices} devices on below 90% of {same[0].system.devices}"
-                found.append(f"{what}: {devices}, most by {name}: {step}")
+                step = f"{lost[name]:.3g} of the {row.outcome.step_s:.3g} s of a step"
+                devices = (
+                    f"below 90% of the efficiency of {same[0].system.devices} devices from {row.system.devices} "
+                    "devices on"
+                )
+                lines.append(f"{name_of_case}: {devices}, most by {name}: {step}")
                 break
     for row in rows:
         servers, trainers = row.outcome.failures
         if servers or trainers:
-            found.append(f"{row.what}, {row.system.devices} devices: servers died {servers} times, trainers {trainers}")
+            lines.append(f"{row.what}, {row.system.devices} devices: servers died {servers} times, trainers {trainers}")
     slowest = max(row.wall_s for row in rows)
-    return [*found, f"simulated in {sum(row.wall_s for row in rows):.1f} s, at most {slowest:.1f} s for a run"]
+    return [*lines, f"simulated in {sum(row.wall_s for row in rows):.1f} s, at most {slowest:.1f} s for a run"]

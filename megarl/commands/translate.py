@@ -1,8 +1,8 @@
-"""Settings of TRL, verl or NeMo-RL as keys of a recipe, for `megarl init --from`.
+"""Translates settings of TRL, verl or NeMo-RL to recipe keys, for `megarl init --from`.
 
 file -> read_settings   names and values: a YAML or JSON mapping, or a command line (--name value, key.path=value)
-     -> translate       what needs the settings together: batch sizes, KL, devices, rewards; then every other name by
-                        `megarl.config.other_names`; what has no key here becomes a note with the reason
+     -> translate       settings that depend on each other: batch sizes, KL, devices, rewards; then every other
+                        name by `megarl.config.other_names`; settings without a key become notes with the reason
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.system.errors import UserError
 
 _KEY_VALUE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::?-(?P<default>[^${}]*))?\}|\$(?P<plain>\w+)")
-_INNER = 4  # variables inside one another
+_INNER = 4  # most levels of nested variables
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _OF_GRPO = {"num_generations", "max_completion_length", "reward_funcs", "num_iterations", "epsilon", "scale_rewards"}
 _OF_SFT = {"packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "eos_token"}
@@ -33,13 +33,15 @@ _OF_NEMO = {"grpo", "dpo", "sft", "loss_fn", "cluster", "checkpointing"}
 
 @dataclass
 class OtherSettings:
-    """Settings of another trainer: their dotted names and values. `take` removes what it returns."""
+    """Settings of another trainer by their dotted names. `take` removes the settings that it returns."""
 
     values: dict[str, Any]
     words: list[str] = field(default_factory=list)
 
     def take(self, *names: str) -> Any:
-        """Return the value of the first of these names, each the end of a dotted one; None: it is not set."""
+        """Return the value of the first of `names` that is set, where a name matches the end of a dotted name; else
+        None.
+        """
         for name in names:
             for path in list(self.values):
                 if path == name or path.endswith(f".{name}"):
@@ -49,17 +51,17 @@ class OtherSettings:
         return None
 
     def drop(self, unused: Callable[[str], bool]) -> None:
-        """Remove the settings of a part that is off."""
+        """Remove the settings for which `unused` is true, such as those of a feature that is off."""
         self.values = {name: value for name, value in self.values.items() if not unused(name)}
 
     def has(self, name: str) -> bool:
-        """Return whether a dotted name begins with `name`."""
+        """Return whether a setting's dotted name begins with `name`."""
         return any(path == name or path.startswith(f"{name}.") for path in self.values)
 
 
 @dataclass
 class Translation:
-    """A recipe's keys, and the settings that have none.
+    """The recipe keys for another trainer's settings, and the settings that have no key.
 
     Attributes:
         trainer: TRL, verl or NeMo-RL.
@@ -74,7 +76,7 @@ class Translation:
     notes: dict[str, str] = field(default_factory=dict)
 
     def set(self, key: str, value: Any) -> None:
-        """Set a key, unless there is no value for it."""
+        """Set a key, unless `value` is None."""
         if value is None:
             return
         value = VALUES.get(key, {}).get(str(value).lower(), value)
@@ -83,7 +85,7 @@ class Translation:
         self.settings[key] = [value] if takes_list and not isinstance(value, list) else value
 
     def note(self, name: str, value: Any, why: str) -> None:
-        """Leave a setting out."""
+        """Leave a setting out, with the reason."""
         self.notes[f"{name}: {value}"] = why
 
 
@@ -104,7 +106,9 @@ def read_settings(file: Path) -> OtherSettings:
 
 
 def _of_words(words: list[str]) -> OtherSettings:
-    """Return the settings of a script; variables that it assigns, their defaults and `HOME` are put in."""
+    """Return the settings in the words of a script, with the script's variables, their defaults and `HOME`
+    filled in.
+    """
     settings, variables = OtherSettings({}), {"HOME": os.path.expanduser("~")}
     name = ""
     for raw in words:
@@ -141,7 +145,7 @@ def _of_words(words: list[str]) -> OtherSettings:
 
 
 def _put_in(word: str, variables: Mapping[str, str]) -> str:
-    """Return a word of a script with its variables replaced, inner ones first; unknown ones stay.
+    """Return a word of a script with its variables replaced, inner ones first. Unknown variables stay.
 
     >>> _put_in("${A:-${B}/c} $D", {"B": "b"})
     'b/c $D'
@@ -159,7 +163,7 @@ def _put_in(word: str, variables: Mapping[str, str]) -> str:
 def _value(text: str) -> Any:
     try:
         return parse_value(text) if text else None
-    except Exception:  # text of any form
+    except Exception:  # the text may have any form
         return text
 
 
@@ -172,7 +176,7 @@ def _flat(tree: Any, above: str) -> dict[str, Any]:
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    """Return a value with a reference `${a.b}` to another setting replaced by that."""
+    """Return a value with each reference `${a.b}` to another setting replaced by that setting's value."""
     seen: set[str] = set()
     while (
         isinstance(value, str) and (match := _REFERENCE.fullmatch(value)) and match[1] in values and value not in seen
@@ -186,10 +190,10 @@ def translate(source: OtherSettings, gpus: int | None) -> Translation:
     """Return the recipe's keys for the settings of another trainer.
 
     Args:
-        gpus: devices of the run; None: as the settings say.
+        gpus: devices of the run; None: as in the settings.
 
     Raises:
-        UserError: they are none of TRL's, verl's or NeMo-RL's.
+        UserError: the settings are not TRL's, verl's or NeMo-RL's.
     """
     heads = {name.partition(".")[0] for name in source.values}
     if "actor_rollout_ref" in heads:
@@ -200,36 +204,36 @@ def translate(source: OtherSettings, gpus: int | None) -> Translation:
         made = _trl(source, gpus)
     else:
         raise UserError(
-            "these are no settings of TRL, verl or NeMo-RL",
+            "these settings are not of TRL, verl or NeMo-RL",
             where="--from",
             found=", ".join(sorted(heads)[:8]) or "no setting",
-            allowed="a YAML or JSON file of one of them, or a text file with its command line",
+            allowed="a YAML or JSON file of one of these trainers, or a text file with its command line",
         )
     _the_others(source, made)
     return made
 
 
 def _the_others(source: OtherSettings, made: Translation) -> None:
-    """Translate every name with exactly one key here; note the others."""
+    """Translate every remaining name that has exactly one key here, and note the others."""
     for name, value in source.values.items():
         if value is None or value in ([], {}, "") or name.rpartition(".")[2].startswith("_"):
             continue
         if isinstance(value, str) and (sign := next((sign for sign in ("${", "$(") if sign in value), None)):
-            made.note(name, value, f"a reference that only {made.trainer if sign == '${' else 'the shell'} follows")
+            made.note(name, value, f"a reference that only {made.trainer if sign == '${' else 'the shell'} can resolve")
             continue
         path = tuple(name.split("."))
         key = key_of(path)
         fix = value_fix(key, value) if key else None
         if key and key in made.settings:
-            made.note(name, value, f"{key} is set by another setting")
+            made.note(name, value, f"another setting sets {key}")
         elif key and (fix is None or fix.startswith("write ")):
             made.set(key, value)
-        elif fix or meaning_of(path) or value is not False:  # what is off there and unknown here is off
+        elif fix or meaning_of(path) or value is not False:  # an unknown setting that is off needs no note
             made.note(name, value, fix or meaning_of(path) or "these have no counterpart here")
 
 
 def _positive(value: Any) -> Any:
-    """Return a number above 0; None for others, such as the -1 that stands for none."""
+    """Return a number above 0; None for others, such as -1 for `none`."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
 
 
@@ -253,7 +257,7 @@ def _trackers(made: Translation, names: list[str]) -> None:
         if name in ("wandb", "tensorboard", "trackio"):
             made.settings.setdefault("tracking.loggers", []).append(name)
         elif name != "mlflow":
-            made.note("trackers", name, value_fix("tracking.loggers", name) or "this tracker is not there")
+            made.note("trackers", name, value_fix("tracking.loggers", name) or "this tracker is not supported")
     if "mlflow" in names:
         made.set("tracking.mlflow", True)
 
@@ -265,13 +269,13 @@ def _kl(made: Translation, use: str, coef: Any) -> None:
 
 
 def _dual_clip(made: Translation, value: Any) -> None:
-    """Set the bound of the ratio where the advantage is negative; there is none by default in TRL and NeMo-RL."""
+    """Set the bound on ratios with negative advantages. TRL and NeMo-RL have none by default."""
     if "algorithm.loss.name" not in made.settings:
         made.settings["algorithm.loss.dual_clip"] = value
 
 
 def _steps(source: OtherSettings, made: Translation, steps: str, epochs: str, section: str = "trainer") -> None:
-    """Set the length of the run: steps there are a bound, which a million does not mean."""
+    """Set the length of the run. Steps are only a bound in these trainers, where a million means no bound."""
     number, passes = _positive(source.take(steps)), _positive(source.take(epochs))
     if number and (not passes or number < 100_000):
         made.set(f"{section}.steps", int(number))
@@ -295,7 +299,7 @@ def _lora(source: OtherSettings, made: Translation, names: tuple[str, str, str, 
     made.set("model.lora.dropout", dropout)
     chosen = lora_targets(targets) if targets is not None else None
     if chosen is False:
-        made.note("targets of adapters", targets, "layers are named attention, mlp and experts (model.lora.targets)")
+        made.note("targets of adapters", targets, "targets here are attention, mlp and experts (model.lora.targets)")
     else:
         made.set("model.lora.targets", chosen)
 
@@ -312,7 +316,7 @@ def _trl(source: OtherSettings, gpus: int | None) -> Translation:
     nodes, processes = int(_positive(source.take("num_machines")) or 1), source.take("num_processes")
     devices = _devices(
         made, nodes, int(_positive(processes) or nodes) // nodes, gpus
-    )  # accelerate counts all machines'
+    )  # accelerate counts the processes of all machines
     _trl_data(source, made)
     batch = int(source.take("per_device_train_batch_size") or 8) * devices
     accumulated = int(source.take("gradient_accumulation_steps") or 1)
@@ -386,7 +390,7 @@ def _trl_optimizer(source: OtherSettings, made: Translation, section: str) -> No
 
 
 def _trl_grpo(source: OtherSettings, made: Translation, batch: int, accumulated: int) -> None:
-    """Set what GRPOConfig has: batch sizes count responses there, and prompts here."""
+    """Translate the keys of GRPOConfig. Batch sizes count responses there, and prompts here."""
     samples = int(source.take("num_generations") or 8)
     made.set("rollout.sampling.n", samples)
     generated = source.take("generation_batch_size") or batch * int(source.take("steps_per_generation") or accumulated)
@@ -401,13 +405,15 @@ def _trl_grpo(source: OtherSettings, made: Translation, batch: int, accumulated:
     elif loss in ("cispo", "sapo"):
         made.set("algorithm.loss.name", loss)
     else:
-        made.note("loss_type", loss, "this loss is not there")
+        made.note("loss_type", loss, "this loss does not exist here")
     _dual_clip(made, source.take("delta"))
     scaled = source.take("scale_rewards")
     if scaled is False or scaled == "none":
         made.set("algorithm.advantage.norm_by_std", False)
     elif scaled == "batch":
-        made.note("scale_rewards", scaled, "advantages are divided by the deviation of their group, or not at all")
+        made.note(
+            "scale_rewards", scaled, "advantages are divided by the standard deviation of their group, or not at all"
+        )
     if source.take("importance_sampling_level") == "sequence":
         made.set("algorithm.loss.name", "gspo")
     top_k = source.take("top_k")
@@ -427,7 +433,7 @@ def _trl_rewards(source: OtherSettings, made: Translation) -> None:
         else:
             made.note("reward_funcs", name, "write it as file.py:function(samples) in reward.name or reward.parts")
     if weights is not None:
-        made.note("reward_weights", weights, "weights are reward.parts.NAME.weight")
+        made.note("reward_weights", weights, "set weights in reward.parts.NAME.weight")
 
 
 # -- verl --------------------------------------------------------------------------------------------------------
@@ -477,7 +483,7 @@ def _verl(source: OtherSettings, gpus: int | None) -> Translation:
         "trainer.test_freq",
     ):
         for path in [path for path in source.values if path.endswith(name)]:
-            if not _positive(source.values[path]):  # -1: none
+            if not _positive(source.values[path]):  # -1 means none
                 del source.values[path]
     _steps(source, made, "trainer.total_training_steps", "trainer.total_epochs")
     _rollout(source, made, source.take("rollout.name"))
@@ -501,12 +507,12 @@ def _verl_reward(source: OtherSettings, made: Translation) -> None:
 
 
 def _rollout(source: OtherSettings, made: Translation, engine: Any) -> None:
-    """Note the engine: which one generates here depends on what is installed, and is an option of `megarl init`."""
+    """Note the engine. The engine here depends on what is installed, and is an option of `megarl init`."""
     if engine is not None:
-        made.note("engine of generation", engine, "megarl init --engine sglang or embedded; vLLM is not there")
+        made.note("engine of generation", engine, "use megarl init --engine sglang or embedded; vLLM is not supported")
     size = source.take("rollout.tensor_model_parallel_size", "vllm_cfg.tensor_parallel_size")
     if size is not None:
-        made.note("tensor parallel size of generation", size, "rollout.sglang.tp_size, with rollout.engine=sglang")
+        made.note("tensor parallel size of generation", size, "set rollout.sglang.tp_size with rollout.engine=sglang")
 
 
 # -- NeMo-RL -----------------------------------------------------------------------------------------------------
@@ -559,7 +565,7 @@ def _nemo(source: OtherSettings, gpus: int | None) -> Translation:
         made.set("actor.engine.recompute", "full")
     for name in [name for name in source.values if name.startswith("policy.dtensor_cfg.")]:
         if source.has("policy.megatron_cfg"):
-            source.values.pop(name)  # of the other backend
+            source.values.pop(name)  # belongs to the other backend
     if source.take("checkpointing.enabled") is False:
         source.take("checkpointing.save_period")
         made.set("trainer.save_every", 0)

@@ -63,4 +63,4 @@ def test_a_torch_that_no_test_was_run_with_is_named(monkeypatch, package, versio
 @pytest.mark.parametrize(("version", "named"), [("2.11.0", False), ("2.12.0", True), ("2.11.0+abc", False)])
 def test_a_transformer_engine_that_does_not_fit_is_named(monkeypatch, version, named) -> None:
     monkeypatch.setattr(doctor, "installed_version", lambda name: version)
-    assert ("; megatron-core asks for" in doctor._unfit("transformer-engine")) is named
+    assert ("; megatron-core requires" in doctor._unfit("transformer-engine")) is named

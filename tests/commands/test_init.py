@@ -82,7 +82,7 @@ def test_comments_speak_of_what_the_algorithm_learns_from(init, tmp_path, algori
     init("--algorithm", algorithm, "--val", "rows.jsonl", rows=[PAIR, PAIR])
     text = (tmp_path / "mine.yaml").read_text()
     assert f"# {samples} per step" in text
-    assert f"# held-out {samples} of a validation" in text
+    assert f"# most held-out {samples} per validation" in text
     _, _, following = text.partition("Often set next")
     assert key in following
     assert "algorithm.kl" not in following
@@ -101,7 +101,7 @@ def test_the_layout_is_the_first_that_fits(init):
 def test_a_file_that_exists_stays(init, tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("name: kept\n")
     assert main(["init", "mine"]) == 2
-    assert "the file exists" in capsys.readouterr().err
+    assert "file already exists" in capsys.readouterr().err
     assert (tmp_path / "mine.yaml").read_text() == "name: kept\n"
 
 
@@ -116,7 +116,7 @@ def test_gpus_that_machines_cannot_share_evenly_are_refused_with_numbers_that_do
 @pytest.mark.parametrize("options", [[], ["--from", "settings.yaml"]])
 def test_a_negative_number_of_gpus_is_refused(init, tmp_path, capsys, options):
     assert main(["init", "mine", "--gpus", "-1", *options]) == 2
-    assert "--gpus: a negative number of GPUs" in capsys.readouterr().err
+    assert "--gpus: the number of GPUs is negative" in capsys.readouterr().err
     assert not (tmp_path / "mine.yaml").exists()
 
 

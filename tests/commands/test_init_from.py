@@ -195,7 +195,11 @@ def write(tmp_path, monkeypatch):
                 "trainer.epochs": 15,
                 "validation.every": 5,
             },
-            {"reward of verl": "is a guess", "freeze_vision_tower: True": "model.freeze", "vllm": "vLLM is not there"},
+            {
+                "reward of verl": "is a guess",
+                "freeze_vision_tower: True": "model.freeze",
+                "vllm": "vLLM is not supported",
+            },
         ),
         (
             "verl.yaml",
@@ -213,7 +217,7 @@ def write(tmp_path, monkeypatch):
                 "model.lora": None,
                 "trainer.epochs": 3,
             },
-            {"max_model_len: ${data.nowhere}": "a reference that only verl follows"},
+            {"max_model_len: ${data.nowhere}": "a reference that only verl can resolve"},
         ),
         (
             "nemo.yaml",
@@ -294,9 +298,9 @@ def test_the_recipe_stays_where_the_data_are_on_another_machine(write, tmp_path,
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.yaml", "a: {b: 1}\n", "these are no settings of TRL, verl or NeMo-RL"),
+        ("a.yaml", "a: {b: 1}\n", "these settings are not of TRL, verl or NeMo-RL"),
         ("a.sh", "--learning_rate 'x", "the file cannot be read as a command line"),
-        ("a.json", '{"learning_rate": 1e-6}', "the settings name none"),
+        ("a.json", '{"learning_rate": 1e-6}', "the settings name no model"),
     ],
 )
 def test_what_is_no_configuration_is_refused(write, capsys, name, text, words):

@@ -53,7 +53,7 @@ def eval_arguments(run_dir: Path, *overrides: str, weights: str | None = None) -
 def test_a_named_checkpoint_is_the_model_that_is_used_and_named(tmp_path: Path, capsys) -> None:
     checkpoint = finished_run(tmp_path)
     config = job.read_recipe(eval_arguments(tmp_path, f"trainer.resume={checkpoint}"))
-    assert capsys.readouterr().out == f"model: {checkpoint} (named in trainer.resume)\n"
+    assert capsys.readouterr().out == f"model: {checkpoint} (from trainer.resume)\n"
     assert config.trainer.resume == str(checkpoint)
     assert (config.model.path, config.model.lora is None) == ("base", False)  # what the checkpoint's adapters adapt
 
@@ -68,7 +68,7 @@ def test_resuming_automatically_is_no_choice_of_a_model(tmp_path: Path, capsys) 
 @pytest.mark.parametrize("weights", ["best", "last"])
 def test_a_named_checkpoint_and_weights_are_two_choices(weights: str, tmp_path: Path) -> None:
     checkpoint = finished_run(tmp_path)
-    with pytest.raises(UserError, match=rf"two choices of weights(?s:.*)--weights {weights} trainer.resume="):
+    with pytest.raises(UserError, match=rf"the weights are given twice(?s:.*)--weights {weights} trainer.resume="):
         job.read_recipe(eval_arguments(tmp_path, f"trainer.resume={checkpoint}", weights=weights))
 
 
@@ -133,7 +133,7 @@ def test_a_folder_of_the_start_that_is_gone_is_named(started_elsewhere: Path, ca
     here = Path.cwd()
     job.read_recipe(eval_arguments(started_elsewhere))
     assert Path.cwd() == here
-    assert f"the run was started in /gone, which is not here; its relative paths start at {here}" in (
+    assert f"the run was started in /gone, which does not exist here; its relative paths now start at {here}" in (
         capsys.readouterr().err
     )
 

@@ -36,7 +36,7 @@ def test_every_key_is_there():
         ("Megarl.Nothing", None),
         ("placement.teams", ["placement.teams", "placement.teams.NAME.roles", "placement.teams.NAME.devices"]),
         ("reward.parts.accuracy.weight", ["reward.parts.NAME.weight"]),
-        ("clock of a node", ["launch.preflight_clock_s"]),
+        ("node's clock", ["launch.preflight_clock_s"]),
         ("peft", ["model.lora", "model.lora.rank"]),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_section_is_itself_and_what_is_below_it():
 def test_what_is_shown_of_a_key(capsys):
     assert main(["keys", "actor.optim.schedule"]) == 0
     assert capsys.readouterr().out == (
-        "actor.optim.schedule = constant  (constant, linear, cosine)\n    shape after warm-up\n"
+        "actor.optim.schedule = constant  (constant, linear, cosine)\n    shape of the schedule after warm-up\n"
     )
     assert main(["keys", "algorithm.kl.estimator"]) == 0
     assert "low_var_kl, low_var_kl+, mse, mse+, reverse_kl, file.py:fn" in " ".join(capsys.readouterr().out.split())

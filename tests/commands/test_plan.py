@@ -54,24 +54,24 @@ def test_the_lengths_that_a_plan_goes_by_stand_under_its_title(arguments, tokens
 def test_what_does_not_fit_is_said(capsys):
     code, shown, _ = run(capsys, BIG, "actor.engine.micro_batch_tokens=262144", "actor.engine.offload=false")
     assert code == 2
-    assert "does not fit: the actor's update holds" in shown
+    assert "does not fit: the actor's update needs" in shown
     assert "actor.engine.micro_batch_tokens" in shown
 
 
 def test_hints_say_what_bounds_generation_without_need_and_what_a_plan_leaves_out(capsys):
     _, shown, _ = run(capsys, AHEAD, "rollout.sglang.max_concurrency=100")
     shown = " ".join(shown.split())
-    assert "hint: rollout.sglang.max_concurrency=100 bounds generation: a server has 768 samples" in shown
-    assert "hint: a step is as long as its busiest team works; megarl simulate" in shown
+    assert "hint: rollout.sglang.max_concurrency=100 limits generation: a server has 768 samples" in shown
+    assert "hint: the step time is that of the busiest team; megarl simulate" in shown
     for recipe in (BIG, LARGEST):
         assert "hint" not in run(capsys, recipe)[1]
 
 
 def test_a_recipe_that_is_as_fast_as_the_best_hears_so(capsys):
     _, shown, _ = run(capsys, AHEAD, "--search", "--hardware", "h100x8x4", "--top", "1")
-    assert "nothing is faster by 1%" in " ".join(shown.split())
+    assert "no plan is faster by 1%" in " ".join(shown.split())
     _, shown, _ = run(capsys, LARGEST, "--search", "--hardware", "h100x8x4", "--top", "1")
-    assert "nothing is faster" not in shown
+    assert "no plan is faster" not in shown
 
 
 @pytest.mark.parametrize("colocated", ["true", "false"])
@@ -203,7 +203,7 @@ def test_a_search_says_what_the_recipe_itself_takes(keys, said, tmp_path, capsys
     where = ["--search", "--top", "1", "--hardware", "h100x8x1", "--write", str(file)]
     code, shown, _ = run(capsys, BIG, *keys, *where)
     assert code == 0
-    (line,) = [line for line in shown.splitlines() if line.startswith("the recipe as it is: ")]
+    (line,) = [line for line in shown.splitlines() if line.startswith("the recipe without changes: ")]
     assert said in line
     assert file.is_file()
 
@@ -212,7 +212,7 @@ def test_a_search_shows_the_recipes_own_seconds_beside_its_best(capsys):
     _, shown, _ = run(capsys, BIG, "--json")
     step = next(one["value"] for one in json.loads(shown)["numbers"] if one["name"] == "step")
     _, shown, _ = run(capsys, BIG, "--search", "--top", "1")
-    assert f"the recipe as it is: {step:.3g} s a step" in shown
+    assert f"the recipe without changes: {step:.3g} s a step" in shown
     assert shown.endswith("fits\n")
 
 
@@ -360,7 +360,7 @@ def test_an_existing_file_is_not_written_over(tmp_path, capsys):
     file.write_text("mine\n")
     code, _, complaint = run(capsys, BIG, "--search", "--write", str(file))
     assert (code, file.read_text()) == (2, "mine\n")
-    assert "there is such a file" in complaint
+    assert "file already exists" in complaint
 
 
 def test_a_search_is_read_in_80_columns(capsys, monkeypatch):

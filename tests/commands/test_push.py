@@ -166,7 +166,7 @@ def test_a_failed_upload_says_how_to_repeat_it(hub, run):
 
 def test_a_public_repository_is_not_written_unasked(hub, run):
     hub.private = False
-    with pytest.raises(MegarlError, match="there and public"):
+    with pytest.raises(MegarlError, match="exists and is public"):
         push(run / "hf", "me/model")
     assert hub.files == {}
     push(run / "hf", "me/model", public=True)
@@ -174,7 +174,7 @@ def test_a_public_repository_is_not_written_unasked(hub, run):
 
 
 def test_what_cannot_work_is_refused_before_the_conversion(monkeypatch, tmp_path, hub):
-    with pytest.raises(ConfigError, match="no name of a repository"):
+    with pytest.raises(ConfigError, match="invalid repository name"):
         check_push("me/my/model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="switched off"):

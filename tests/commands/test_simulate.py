@@ -34,7 +34,7 @@ def test_a_table_for_each_what_if_is_readable_in_80_columns(capsys):
 
 def test_what_a_run_does_not_tell_of_more_devices_is_said(capsys):
     _, shown, _ = run(capsys, RUN, "--run", RUN, "--steps", "20", "--gpus", "2,4")
-    assert "on any number of devices: a decoding step, actor_train" in " ".join(shown.split())
+    assert "for any number of devices: a decoding step, actor_train" in " ".join(shown.split())
     for arguments in (["--run", RUN], ["--gpus", "2,4"]):  # one number of devices; formulas, which all follow it
         _, shown, _ = run(capsys, RUN, "--steps", "20", *arguments)
         assert "any number" not in shown

@@ -136,7 +136,7 @@ def test_no_recipe(arguments, capsys):
         main(arguments)
     assert caught.value.code == 2
     err = capsys.readouterr().err
-    assert f"megarl {arguments[0]}: no recipe is named" in err
+    assert f"megarl {arguments[0]}: the recipe is missing" in err
     assert "grpo_quickstart, " in err
     assert "usage" not in err
 

@@ -92,7 +92,7 @@ def test_an_unknown_argument_is_named(
     ("command", "words"),
     [
         (["trian", "x"], ["megarl: unknown command\n", "found:   'trian'", "allowed: train, sft, ", "mean train?"]),
-        (["zzz"], ["megarl: unknown command\n", "fix:     megarl --help tells"]),
+        (["zzz"], ["megarl: unknown command\n", "fix:     megarl --help explains"]),
         (["doctor", "parityy"], ["megarl doctor: unknown check\n", "did you mean parity?"]),
         (["train", "r.yaml", "--launcher", "rey"], ["--launcher has an unknown value\n", "did you mean ray?"]),
     ],
@@ -217,7 +217,7 @@ def test_doctor_lists_versions_and_devices(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("stage", ["train", "sft"])
 def test_eval_does_not_write_over_a_training_run(stage: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(f'{{"stage": "{stage}"}}')
-    with pytest.raises(UserError, match=r"holds a training run(?s:.*)takes the model of that run"):
+    with pytest.raises(UserError, match=r"holds a training run(?s:.*)uses the model of that run"):
         job.refuse_trained(tmp_path, "eval")
     (tmp_path / "run.json").write_text('{"stage": "eval"}')
     job.refuse_trained(tmp_path, "eval")
@@ -264,6 +264,6 @@ def test_options_of_which_one_is_needed_are_listed(capsys: pytest.CaptureFixture
         cli.main(["launch", "grpo_quickstart"])
     assert ended.value.code == 2
     text = capsys.readouterr().err
-    assert "megarl launch: one of these options is needed" in text
+    assert "megarl launch: one of these options is required" in text
     assert "--slurm (by sbatch)" in text
     assert "usage:" not in text
