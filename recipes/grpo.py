@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.needs import filter_fields
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Role, contract_of
 from megarl.runtime.stages import advantage, correction, logprob, resampling, reward, rollout, shaping, update
-from megarl.runtime.stages.needs import filter_fields, needed_fields
+from megarl.runtime.stages.needs import needed_fields
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def filter_asks_models(config: RunConfig) -> list[str]:
     of_trainer = correction.rollout_correction, correction.rollout_as_old, logprob.old_logp, logprob.sum_pi_squared
     stages = *of_trainer, logprob.ref_logp, *_OF_TEACHERS, rollout.greedy_rollout
     written = {field for stage in stages for field in contract_of(stage).writes}
-    return [field for field in filter_fields(config) if field in written]
+    return [field for field in filter_fields(config.algorithm) if field in written]
 
 
 def add_overlong(p: Pipeline, config: RunConfig) -> None:

@@ -15,7 +15,7 @@ what is there when a node runs is what it should read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.dag.graph import TaskGraph
@@ -44,14 +44,6 @@ class Channel(Protocol):
         ...
 
 
-class Exchange(Protocol):
-    """The redistribution of samples among the replicas of a team; every rank of it calls this."""
-
-    def share(self, context: Any, node: Node, batch: Batch) -> Batch:
-        """Return `node` has made the samples on `batch`: those that this replica goes on with."""
-        ...
-
-
 class Executor:
     """The object that runs a graph again and again.
 
@@ -59,7 +51,8 @@ class Executor:
         roles: by the names under which stages take them (`megarl.dag.stage.ROLES`).
         nodes: those that this worker's team walks, in the graph's order; None: all.
         channel: to and from other teams; None: there are none.
-        exchange: exchange of new samples inside the team; None: every replica keeps its own.
+        exchange: function that redistributes the samples which a node produced among the replicas of the team and
+            returns this replica's share; every rank calls it. None: every replica keeps its samples.
     """
 
     def __init__(
@@ -68,7 +61,7 @@ class Executor:
         roles: Mapping[str, Any] | None = None,
         nodes: Sequence[str] | None = None,
         channel: Channel | None = None,
-        exchange: Exchange | None = None,
+        exchange: Callable[[Any, Node, Batch], Batch] | None = None,
     ) -> None:
         self.graph, self._roles = graph, roles or {}
         self._channel, self._exchange = channel, exchange
@@ -94,7 +87,7 @@ class Executor:
             with phase(node.id):
                 batch = self._call(node, context, batch, more)
             if self._exchange is not None and node.declared.resamples:
-                batch = self._exchange.share(context, node, batch)
+                batch = self._exchange(context, node, batch)
             if self._channel is not None:
                 self._channel.give(context, node, batch)
         assert batch is not None, "a team walks at least one node"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class TokenExchange:
-    """See `megarl.dag.executor.Exchange`.
+    """Redistributes the samples that a node produced among the replicas of a team.
 
     Attributes:
         makers: the nodes after which samples are exchanged.

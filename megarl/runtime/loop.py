@@ -47,6 +47,7 @@ from megarl.system.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
+    from megarl.data.batch import Batch
     from megarl.runtime.roles import ModelRole
     from megarl.tracking.tracker import Part
 
@@ -107,9 +108,9 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
             break
 
 
-def token_exchange(c: RankState, graph: TaskGraph) -> TokenExchange | None:
-    """Shares samples out by tokens among the replicas of the team; None: every replica keeps its own."""
-    return TokenExchange(graph, c.team.plan.nodes) if c.context.cuts is not None else None
+def token_exchange(c: RankState, graph: TaskGraph) -> Callable[..., Batch] | None:
+    """Return the function that shares samples by tokens among the team's replicas; None: each keeps its own."""
+    return TokenExchange(graph, c.team.plan.nodes).share if c.context.cuts is not None else None
 
 
 # -- the begin and the end of a run, of one team and of several --------------------------------------------------------

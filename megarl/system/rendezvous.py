@@ -1,11 +1,11 @@
-"""Rendezvous of a run's ranks: torch's store, listening on one address, and proof that each rank belongs to the run.
+"""Rendezvous of a run's ranks: torch's store, listening on one address, with keys that only the run's ranks know.
 
-    launcher: a token in RUN_DIR/token         a listening socket on loopback, or on the address in MASTER_ADDR
+    launcher: a token in RUN_DIR/token     a listening socket on loopback, or on the address in MASTER_ADDR
                         |                                    |
                         v                                    v
-    rank K: nonce from the store -> HMAC(token, nonce, K) -> store of rank 0 -> rank 0 compares all -> verdict
+    rank K: writes HMAC(token)/rank_K to the store of rank 0, which names the ranks that do not come
 
-The store itself has no authentication: any process that reaches its address can read and write it. The proof excludes
+The store itself has no authentication: any process that reaches its address can read and write it. The prefix keeps out
 processes of other runs and accidental strangers, not an attacker who rewrites the store's content.
 """
 
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 LISTENER = "MEGARL_BUFFER_FD"  # number of the listening socket that a launcher passes to the process with the store
 _TOKEN_FILE = "token"
 _BACKLOG = 4096  # all ranks of a large run connect at once; the kernel uses its own limit if that is lower
-_JOINED = "joined"
 
 
 def write_token(run_dir: Path) -> None:
@@ -151,7 +150,7 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
 
     Raises:
         ConfigError: the store cannot listen.
-        WorkerError: ranks did not join within `timeout_s`, or do not belong to this run.
+        WorkerError: ranks of this run did not join within `timeout_s`.
     """
     import torch.distributed as dist
 
@@ -172,68 +171,49 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
     store = dist.TCPStore(host, port, world, is_master, timeout, wait_for_workers=False, **listener)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store keeps the keys of earlier ones
     token = read_token(run_dir)
+    prefix = f"ranks/{attempt}" if token is None else f"{run_key(run_dir, 'store')}/{attempt}"
     if token is not None:
-        prove(dist.PrefixStore(f"megarl/{attempt}", store), token, rank, world, timeout_s)
+        meet(dist.PrefixStore(f"{prefix}/meet", store), rank, world, timeout_s)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"ranks/{attempt}", store),
+        store=dist.PrefixStore(prefix, store),
         rank=rank,
         world_size=world,
         timeout=timeout,
     )
 
 
-def prove(store: Store, token: bytes, rank: int, world: int, timeout_s: float) -> None:
-    """Prove to rank 0 that this rank knows the run's token, and learn that all ranks and rank 0 do; collective.
+def meet(store: Store, rank: int, world: int, timeout_s: float) -> None:
+    """Wait until all ranks have come to the store; collective.
 
     Args:
-        token: secret of the run.
         timeout_s: deadline of the whole exchange.
 
     Raises:
-        WorkerError: names the ranks that were late, or have another token.
+        WorkerError: names the ranks that were late.
     """
     limit = f"within {timeout_s:g} s (cluster.timeout_s)"
     end = time.monotonic() + timeout_s
-    if rank == 0:
-        nonce = secrets.token_hex(16)
-        store.set("nonce", nonce)
-        missing = [r for r in range(1, world) if _read(store, f"rank_{r}", end) is None]
-        if missing:
-            raise WorkerError(f"timed out waiting for {ranks_text(missing)} to join {limit}")
-        known = [_read(store, f"rank_{r}", end) == _proof(token, f"{nonce} {r}/{world}") for r in range(1, world)]
-        others = [r for r, knows in enumerate(known, 1) if not knows]
-        verdict = f"{ranks_text(others)} did not know the token of the run" if others else _JOINED
-        store.set("verdict", f"{_proof(token, f'{nonce} {verdict}')} {verdict}")
-    else:
-        nonce = _read(store, "nonce", end) or ""
-        store.set(f"rank_{rank}", _proof(token, f"{nonce} {rank}/{world}"))
-        answer = _read(store, "verdict", end) if nonce else None
-        if answer is None:
+    store.set(f"rank_{rank}", "")
+    if rank:
+        if not _exists(store, "all", end):
             raise WorkerError(f"timed out waiting for the other ranks to join {limit}")
-        proof, _, verdict = answer.partition(" ")
-        if proof != _proof(token, f"{nonce} {verdict}"):
-            verdict = "it does not know the token of this run"
-    if verdict != _JOINED:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise WorkerError(f"the store at {place} is not that of this run only: {verdict}")
+        return
+    missing = [r for r in range(1, world) if not _exists(store, f"rank_{r}", end)]
+    if missing:
+        raise WorkerError(f"timed out waiting for {ranks_text(missing)} to join {limit}")
+    store.set("all", "")
 
 
-def _read(store: Store, key: str, end: float) -> str | None:
-    """Return the value of a key once it exists; None if it does not by `end`. It is read at least once."""
+def _exists(store: Store, key: str, end: float) -> bool:
+    """Wait for a key; return whether it exists by `end`. The store is read at least once."""
     from torch.distributed import DistStoreError
 
-    left = max(end - time.monotonic(), 0.01)
     try:
-        store.wait([key], datetime.timedelta(seconds=left))
+        store.wait([key], datetime.timedelta(seconds=max(end - time.monotonic(), 0.01)))
     except DistStoreError:  # the wait timed out
-        return None
-    return store.get(key).decode(errors="replace")
-
-
-def _proof(token: bytes, text: str) -> str:
-    # Compared with `==`: the other side does not see how long that takes, and each nonce is used once.
-    return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
+        return False
+    return True
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

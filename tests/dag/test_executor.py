@@ -262,10 +262,9 @@ def test_new_samples_are_exchanged_before_anybody_else_sees_them():
 
     asked = []
 
-    class Reverse:
-        def share(self, context, node, batch):
-            asked.append(node.id)
-            return batch.select(list(reversed(range(len(batch)))))
+    def reverse(context, node, batch):
+        asked.append(node.id)
+        return batch.select(list(reversed(range(len(batch)))))
 
     seen = []
 
@@ -274,7 +273,7 @@ def test_new_samples_are_exchanged_before_anybody_else_sees_them():
         return batch
 
     p = Pipeline("p").add(draw).add(look, contract=Contract(reads=("n",)))
-    batch = Executor(p.build(), exchange=Reverse()).run("worker", prompts())
+    batch = Executor(p.build(), exchange=reverse).run("worker", prompts())
     assert seen == [[5, 4, 3, 2, 1, 0]]
     assert batch["uid"] == ["p2", "p2", "p1", "p1", "p0", "p0"]
     assert asked == ["draw"]

@@ -15,44 +15,43 @@ import torch.distributed as dist
 
 from megarl.system import rendezvous
 from megarl.system.errors import ConfigError, WorkerError
-from megarl.system.rendezvous import forget_token, listen, prove, ranks_text, read_token, write_token
+from megarl.system.rendezvous import forget_token, listen, meet, ranks_text, read_token, write_token
 
 
-def prove_all(tokens: list[bytes], world: int, timeout_s: float = 20.0) -> list[str]:
-    """What becomes of ranks 0, 1, ... that know these tokens, in one store of a run of `world` ranks."""
+def meet_all(prefixes: list[str], world: int, timeout_s: float = 20.0) -> list[str]:
+    """The results of ranks 0, 1, ... that use these prefixes, in one store of a run of `world` ranks."""
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
     limit = datetime.timedelta(seconds=20)
     master = dist.TCPStore(
         "127.0.0.1", port, world, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    stores = [master] + [dist.TCPStore("127.0.0.1", port, world, False, limit) for _ in tokens[1:]]
+    stores = [master] + [dist.TCPStore("127.0.0.1", port, world, False, limit) for _ in prefixes[1:]]
 
     def one(rank: int) -> str:
         try:
-            prove(stores[rank], tokens[rank], rank, world, timeout_s)
+            meet(dist.PrefixStore(prefixes[rank], stores[rank]), rank, world, timeout_s)
         except WorkerError as error:
             return str(error)
         return "joined"
 
-    with ThreadPoolExecutor(len(tokens)) as pool:
-        return list(pool.map(one, range(len(tokens))))
+    with ThreadPoolExecutor(len(prefixes)) as pool:
+        return list(pool.map(one, range(len(prefixes))))
 
 
-def test_ranks_that_know_the_token_join() -> None:
-    assert prove_all([b"secret"] * 3, 3) == ["joined"] * 3
+def test_ranks_of_the_run_join() -> None:
+    assert meet_all(["run"] * 3, 3) == ["joined"] * 3
 
 
-def test_a_rank_with_another_token_is_named_to_all() -> None:
-    results = prove_all([b"secret", b"other", b"secret"], 3)
-    assert "rank 1 did not know the token of the run" in results[0]
-    assert "rank 1 did not know the token of the run" in results[2]
-    assert "it does not know the token of this run" in results[1]
+def test_a_rank_of_another_run_is_not_counted() -> None:
+    results = meet_all(["run", "other", "run"], 3, timeout_s=2.0)
+    assert "timed out waiting for rank 1 to join" in results[0]
+    assert all("timed out waiting for the other ranks" in result for result in results[1:])
 
 
 def test_ranks_that_never_come_are_named_at_the_deadline() -> None:
-    results = prove_all([b"secret", b"secret"], 4, timeout_s=3.0)
-    assert "timed out waiting for ranks 2, 3 to join within 3 s (cluster.timeout_s)" in results[0]
+    results = meet_all(["run", "run"], 4, timeout_s=2.0)
+    assert "timed out waiting for ranks 2, 3 to join within 2 s (cluster.timeout_s)" in results[0]
     assert "timed out waiting for the other ranks" in results[1]
 
 

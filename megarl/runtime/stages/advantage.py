@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.advantages import ADVANTAGES, estimate
 from megarl.algorithms.kl import chosen_estimator
 from megarl.algorithms.kl import kl_in_reward as penalise
+from megarl.algorithms.needs import estimator_fields
 from megarl.dag.stage import Role, stage
-from megarl.runtime.stages.needs import estimator_fields
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch, Jagged
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         "reward_parts",
         "is_weights",
     ],
-    needs=estimator_fields,
+    needs=lambda config: estimator_fields(config.algorithm),
     writes=["advantages", "returns"],
     role=Role.ADVANTAGE,
 )
@@ -36,7 +36,7 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
     from megarl.data.batch import Jagged
 
     algorithm = c.config.algorithm
-    needed = estimator_fields(c.config)
+    needed = estimator_fields(algorithm)
     mask = _mask(samples, grouped="values" not in needed)
     offered = {name: samples[name] for name in (*OFFERED, *needed) if name in samples}
     fields = {name: value.values if isinstance(value, Jagged) else value for name, value in offered.items()}

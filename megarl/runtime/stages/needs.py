@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms import needs
+from megarl.algorithms.needs import (
+    component_fields,
+    distillation_fields,
+    estimator_fields,
+    filter_fields,
+    loss_fields,
+)
 from megarl.data.fields import IMAGES
 from megarl.data.frames import FRAMES
 
@@ -18,17 +24,8 @@ if TYPE_CHECKING:
 def needed_fields(config: RunConfig) -> set[str]:
     """List the log-probs and values of models that any part of the recipe reads."""
     in_reward = ["old_logp", "ref_logp"] if config.algorithm.kl.use == "reward" else []
-    return {*estimator_fields(config), *update_fields(config), *filter_fields(config), *in_reward}
-
-
-def estimator_fields(config: RunConfig) -> list[str]:
-    """List what the advantage estimator reads in addition to rewards."""
-    return needs.estimator_fields(config.algorithm)
-
-
-def filter_fields(config: RunConfig) -> list[str]:
-    """List what the sample filter reads in addition to scores."""
-    return needs.filter_fields(config.algorithm)
+    algorithm = config.algorithm
+    return {*estimator_fields(algorithm), *update_fields(config), *filter_fields(algorithm), *in_reward}
 
 
 def part_fields(config: RunConfig) -> list[str]:
@@ -56,7 +53,7 @@ def update_fields(config: RunConfig) -> list[str]:
         "old_logp": config.rollout_correction.resolved().bypass or needs_old_logp(config),
         "ref_logp": algorithm.kl.use == "loss",
     }
-    read, taught = needs.loss_fields(algorithm), needs.distillation_fields(algorithm)
+    read, taught = loss_fields(algorithm), distillation_fields(algorithm)
     found = list(dict.fromkeys([*read, *(name for name, needed in wanted.items() if needed), *taught]))
     return found + call_fields(config)
 
@@ -72,7 +69,7 @@ def needs_old_logp(config: RunConfig) -> bool:
         return not knobs.bypass
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
     several = steps or config.actor.ppo_epochs > 1
-    of_trainer = {"old_logp", "sum_pi_squared"} & needs.component_fields(algorithm)
+    of_trainer = {"old_logp", "sum_pi_squared"} & component_fields(algorithm)
     return several or algorithm.kl.use == "reward" or bool(of_trainer)
 
 

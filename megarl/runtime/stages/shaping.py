@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.group_filter import FILTERS, kept_samples, live_rows
+from megarl.algorithms.needs import filter_fields
 from megarl.algorithms.rows import Rows
 from megarl.dag.stage import Role, contract_of, stage
-from megarl.runtime.stages.needs import filter_fields
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
@@ -40,7 +40,12 @@ def overlong(c: StepContext, samples: Batch) -> Batch:
     return samples
 
 
-@stage(reads=["score", "uid", "response_mask"], needs=filter_fields, writes=["response_mask"], role=Role.ADVANTAGE)
+@stage(
+    reads=["score", "uid", "response_mask"],
+    needs=lambda config: filter_fields(config.algorithm),
+    writes=["response_mask"],
+    role=Role.ADVANTAGE,
+)
 def filter_samples(c: StepContext, samples: Batch, *, own: Mapping[str, Any] | None = None) -> Batch:
     """Mask out the samples that a filter leaves out: they take no part in baselines, loss and its divisor.
 
@@ -51,7 +56,7 @@ def filter_samples(c: StepContext, samples: Batch, *, own: Mapping[str, Any] | N
     from megarl.data.batch import Jagged
 
     mask, section = samples["response_mask"], c.config.algorithm.filter if own is None else FilterConfig(**own)
-    fields_read = filter_fields(c.config) if own is None else FILTERS.spec(section.name).reads
+    fields_read = filter_fields(c.config.algorithm) if own is None else FILTERS.spec(section.name).reads
     read = {name: samples[name] for name in fields_read}
     fields = {name: value.values if isinstance(value, Jagged) else value for name, value in read.items()}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
