@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.data.buffer_pool import buffer_pool
 from megarl.data.jagged import Jagged
 
 #: Fields by name, columns by name, number of samples.
@@ -349,7 +348,7 @@ def gather(ranges: Sequence[Range]) -> Parts:
     fields: dict[str, Tensor | Jagged] = {}
     for name, cut in first.head["layout"].items():
         parts = list(chain.from_iterable(block.rows(name, start, stop) for block, start, stop in ranges))
-        memory, entry = buffer_pool.take(sum(map(len, parts))), first.entries[_FIELD + name]
+        memory, entry = np.empty(sum(map(len, parts)), dtype=np.uint8), first.entries[_FIELD + name]
         if parts:
             np.concatenate(parts, out=memory)
         cuts = tuple(block.head["layout"][name] for block, _, _ in ranges)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,22 @@ def _of_processor(*names: str, root: Path = _ROOT) -> str | None:
             if line.startswith(names):
                 return line.partition(":")[2].strip()
     return None
+
+
+@functools.cache
+def find_malloc_trim() -> Callable[[int], object]:
+    """Return glibc's malloc_trim, which returns free pages to the kernel; with another C library, a function that does
+    nothing."""
+    try:
+        malloc_trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+        malloc_trim.argtypes = [ctypes.c_size_t]  # type: ignore[attr-defined]
+    except (OSError, AttributeError):
+        return lambda kept: None
+    return malloc_trim
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process in memory."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)

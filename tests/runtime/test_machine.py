@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 
 from megarl.system import machine
 from megarl.system.compat.cuda import gpu_uuids
-from megarl.system.machine import free_host_memory, host_memory, smallest_gpu, this_machine, visible_gpus
+from megarl.system.machine import (
+    find_malloc_trim,
+    free_host_memory,
+    host_memory,
+    resident_bytes,
+    smallest_gpu,
+    this_machine,
+    visible_gpus,
+)
 
 GB = 10**9
 
@@ -118,3 +127,16 @@ def test_a_machine_whose_gpus_are_all_hidden_has_none(monkeypatch: pytest.Monkey
     monkeypatch.setattr(machine, "has_nvidia_device", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert (this_machine().has_gpu, this_machine().gpu_memory) == (False, None)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_trimming_gives_pages_back() -> None:
+    blocks = [b"x" * 50_000 for _ in range(2000)]
+    last = b"x" * 50_000  # keeps the end of the heap in use, so that free() by itself returns nothing
+    before = resident_bytes()
+    del blocks
+    freed = resident_bytes()
+    find_malloc_trim()(0)
+    # 100 MB were free; half of them is far from any noise, and free() may have returned them before already.
+    assert min(freed, resident_bytes()) < before - 50_000_000
+    assert len(last) == 50_000

@@ -106,18 +106,19 @@ def test_an_error_while_closing_a_finished_run_is_an_error(make):
         pass
 
 
-def test_every_step_ends_with_a_look_at_the_heap(make, monkeypatch):
-    steps = []
-    monkeypatch.setattr(recorder, "make_malloc_trim", lambda: SimpleNamespace(after_step=lambda: steps.append(1)))
+def test_free_pages_go_back_to_the_kernel_every_100_steps(make, monkeypatch):
+    steps, trims = [], []
+    monkeypatch.setattr(recorder, "find_malloc_trim", lambda: trims.append)
     monkeypatch.setattr(FakeTracker, "log", lambda self, step, numbers: None, raising=False)
     c, record = make(lambda status: None)
     c.metrics, c.layout.is_lead = Metrics(), True
     monkeypatch.setattr(recorder, "resident_bytes", lambda: 2_500_000_000 + len(steps))
     with record:
-        for step in range(3):
+        for step in (1, 100, 101, 200):
             record.start_step()
-            assert record.end_step(step)["perf/resident_gb"] == 2.5 + step / 1e9
-    assert len(steps) == 3
+            assert record.end_step(step)["perf/resident_gb"] == 2.5 + len(steps) / 1e9
+            steps.append(step)
+    assert trims == [0, 0]
 
 
 def test_moves_are_those_of_the_step_without_the_wait_for_other_ranks():

@@ -23,11 +23,11 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.data.batch import Batch, Jagged
-from megarl.data.buffer_pool import find_malloc_trim
 from megarl.data.frames import CLIP, END_FRAMES, FRAMES
 from megarl.data.versions import set_versions
 from megarl.rollout.robots.policy import Chunk
 from megarl.simulators.protocol import Observation, TaskSpec
+from megarl.system.machine import find_malloc_trim
 
 #: So much of what pictures took may be kept by malloc before it is given back.
 _TRIM_BYTES = 256 << 20
@@ -149,6 +149,6 @@ def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> t
         frames = dict(one.frames)
         place[:] = frames.pop(camera)
         object.__setattr__(one, "frames", frames)  # nobody looks at an episode's pictures after this
-        if number % every == 0 and trim is not None:
+        if number % every == 0:
             trim(0)
     return torch.from_numpy(found)
