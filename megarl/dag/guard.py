@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.dag.node import Node
-from megarl.data.batch import Batch, Jagged
+from megarl.data.batch import Batch, Jagged, by_kind
 from megarl.data.fields import known
 from megarl.system.errors import MegarlError
 
@@ -37,16 +37,10 @@ class GuardedBatch(Batch):
         contract = node.declared
         if contract.resamples:
             return cls._make(samples.fields, samples.columns, len(samples), node, set(contract.uses))
-        fields: dict[str, Tensor | Jagged] = {}
-        columns: dict[str, list] = {}
-        for name in contract.uses:
-            if name in samples:
-                value = samples[name]
-                if isinstance(value, list):
-                    columns[name] = list(value)
-                else:
-                    fields[name] = value
-        return cls._make(fields, columns, len(samples), node, fields.keys() | columns.keys())
+        visible = {name: samples[name] for name in contract.uses if name in samples}
+        fields, columns = by_kind(visible)
+        copies = {name: list(column) for name, column in columns.items()}
+        return cls._make(fields, copies, len(samples), node, set(visible))
 
     @classmethod
     def _make(
@@ -72,16 +66,14 @@ class GuardedBatch(Batch):
 
     def set(self, name: str, value: Tensor | Jagged | list) -> None:
         """Do as `Batch.set`; the stage may read the fields it has set."""
-        field = known(name)
-        if field is not None and (found := field.misfit(value)):
-            raise ContractError(
-                f"node {self._node.id!r} ({self._node.func_name}) sets {name!r} to a value of another form\n"
-                f"  found:   {found}\n"
-                f"  allowed: {field.form}: {field.meaning}\n"
-                "  fix:     convert it, or give a field of your own another name"
-            )
         super().set(name, value)
         self._carried -= {name}
+
+    def with_values(self, values: Mapping[str, Tensor | Jagged | list]) -> GuardedBatch:
+        """Do as `Batch.with_values`; the stage may read these fields."""
+        every = {**self.fields, **self.columns, **values}
+        unseen = self._carried - values.keys()
+        return self._make(*by_kind(every), len(self), self._node, every.keys() - unseen)
 
     def names(self) -> list[str]:
         """Return the names of the fields that may be read."""
@@ -146,13 +138,10 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
             f"{name} writes {', '.join(map(repr, new))}, which it does not declare\n"
             "  fix:     add it to `writes` of its @stage, or to `may_write` if it does so in some steps only"
         )
+    _check_forms(name, {field: value for field, value in made.items() if field in allowed})
     if contract.resamples:
         kept = {field: value for field, value in made.items() if field not in contract.consumes}
-        return Batch(
-            {field: value for field, value in kept.items() if not isinstance(value, list)},
-            {field: value for field, value in kept.items() if isinstance(value, list)},
-            size=len(output),
-        )
+        return Batch(*by_kind(kept), size=len(output))
     if len(output) != len(batch):
         raise ContractError(
             f"{name} returned {len(output)} samples for {len(batch)}; only a stage that declares `resamples=True` may "
@@ -170,6 +159,19 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
     for field in allowed & made.keys():
         batch.set(field, made[field])
     return batch.drop(contract.consumes) if contract.consumes else batch
+
+
+def _check_forms(name: str, written: Mapping[str, Tensor | Jagged | list]) -> None:
+    """Refuse a field of megarl's own whose value has another form than `megarl.data.fields` gives it."""
+    for name_of_field, value in written.items():
+        field = known(name_of_field)
+        if field is not None and (form := field.misfit(value)):
+            raise ContractError(
+                f"{name} sets {name_of_field!r} to a value of another form\n"
+                f"  found:   {form}\n"
+                f"  allowed: {field.form}: {field.meaning}\n"
+                "  fix:     convert it, or give a field of your own another name"
+            )
 
 
 def _same(a: Tensor | Jagged | list, b: Tensor | Jagged | list) -> bool:

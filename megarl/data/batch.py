@@ -60,7 +60,7 @@ class Batch:
         self._jagged: dict[str, Jagged] = {}
         self._columns: dict[str, list] = {}
         for name, value in itertools.chain(fields.items(), columns.items()):
-            self.set(name, value)
+            Batch.set(self, name, value)
 
     # -- access --------------------------------------------------------------------------------------------------
 
@@ -101,6 +101,10 @@ class Batch:
             self._td.set(name, value)
         else:
             self._columns[name] = value
+
+    def with_values(self, values: Mapping[str, Tensor | Jagged | list]) -> Batch:
+        """Return a batch that also has these fields and columns; they replace those of the same names."""
+        return self._like(*by_kind({**self.fields, **self._columns, **values}), self._size)
 
     def names(self) -> list[str]:
         """Return the names of all fields, then of all columns."""
@@ -240,6 +244,14 @@ class Batch:
     def __repr__(self) -> str:
         parts = [f"{name}: {_kind(value)}" for name, value in self.fields.items()]
         return f"Batch({self._size}; {', '.join(parts + [f'{name}: column' for name in self._columns])})"
+
+
+def by_kind(
+    values: Mapping[str, Tensor | Jagged | list],
+) -> tuple[dict[str, Tensor | Jagged], dict[str, list]]:
+    """Return the fields and the columns among `values`."""
+    columns = {name: value for name, value in values.items() if isinstance(value, list)}
+    return {name: value for name, value in values.items() if not isinstance(value, list)}, columns
 
 
 def _kind(value: Tensor | Jagged | list) -> str:

@@ -1,7 +1,7 @@
 """All fields that a batch may have in a run of megarl's own stages: form, writer and meaning of each, in one place.
 
-A stage of megarl's own that declares another field does not import, and a node that sets one of these to a value of
-another form fails. A stage of a user's own may add fields of other names. The table in docs/architecture.md is what
+A stage of megarl's own that declares another field does not import, and a node that returns one of these with a value
+of another form fails. A stage of a user's own may add fields of other names. The table in docs/architecture.md is what
 `table` returns.
 
     dtype     of a tensor (int64, float32, bool, uint8; the model's: one of two), or of the values of a column, a plain

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
-from megarl.data.fields import PATCHES
 from megarl.data.image_prompts import ImageSet, fields_of_sets
-from megarl.data.versions import VersionRuns, append_runs, set_versions
+from megarl.data.versions import VersionRuns, append_runs, version_values
 
 PLAIN = "answer"
 """The end of a sample that has no environment."""
@@ -206,40 +205,46 @@ class Trajectory:
         return replace(self, **own)
 
 
-def add_fields(samples: Batch, trajectories: Sequence[Trajectory], *, by_turn: bool = True) -> None:
-    """Write the fields of `trajectories`, one per sample, into `samples`.
+def trajectory_values(
+    trajectories: Sequence[Trajectory], *, by_turn: bool = True, patch_values: int | None = None
+) -> dict[str, Tensor | Jagged | list]:
+    """Return the fields and columns of `trajectories`, one entry per sample.
 
     Args:
         trajectories: none is partial.
         by_turn: they are episodes, which have fields of turns and may have prompts of their own; else plain answers.
+        patch_values: numbers of a patch, of episodes with images; None: there are no images.
     """
 
-    def jagged(rows: list[list[Any]], dtype: torch.dtype) -> Jagged:
-        return Jagged.from_list(rows, dtype=dtype)
+    def jagged(rows: list[list[Any]]) -> Jagged:
+        return Jagged.from_list(rows, dtype=torch.int64)
 
-    responses = jagged([t.token_ids for t in trajectories], torch.int64)
+    responses = jagged([t.token_ids for t in trajectories])
     sampled = (
         _flat([t.sampled for t in trajectories], torch.bool) if by_turn else torch.ones_like(responses.values).bool()
     )
-    samples.set("response_ids", responses)
-    samples.set("response_mask", responses.like(sampled))
-    samples.set("rollout_logp", responses.like(_flat([t.logprobs for t in trajectories], torch.float32)))
-    set_versions(samples, [t.versions for t in trajectories])
-    samples.set("finish_reason", [t.finish_reason for t in trajectories])
+    values: dict[str, Tensor | Jagged | list] = {
+        "response_ids": responses,
+        "response_mask": responses.like(sampled),
+        "rollout_logp": responses.like(_flat([t.logprobs for t in trajectories], torch.float32)),
+        **version_values([t.versions for t in trajectories]),
+        "finish_reason": [t.finish_reason for t in trajectories],
+    }
     if not by_turn:
-        return
-    samples.set("prompt_ids", jagged([t.prompt_ids for t in trajectories], torch.int64))
-    if PATCHES in samples.names():
-        width = samples[PATCHES].values.shape[1]
-        for name, values in fields_of_sets([t.images for t in trajectories], width).items():
-            samples.set(name, values)
-    ends = jagged([t.turn_ends for t in trajectories], torch.int64)
-    samples.set("turn_starts", ends.like(_flat([t.turn_starts for t in trajectories], torch.int64)))
-    samples.set("turn_ends", ends)
-    samples.set("turn_rewards", ends.like(_flat([t.turn_rewards for t in trajectories], torch.float32)))
-    samples.set("ended_by", [t.ended_by for t in trajectories])
-    samples.set("env_info", [t.info for t in trajectories])
-    samples.set("env_error", [t.error for t in trajectories])
+        return values
+    ends = jagged([t.turn_ends for t in trajectories])
+    images = {} if patch_values is None else fields_of_sets([t.images for t in trajectories], patch_values)
+    return {
+        **values,
+        **images,
+        "prompt_ids": jagged([t.prompt_ids for t in trajectories]),
+        "turn_starts": ends.like(_flat([t.turn_starts for t in trajectories], torch.int64)),
+        "turn_ends": ends,
+        "turn_rewards": ends.like(_flat([t.turn_rewards for t in trajectories], torch.float32)),
+        "ended_by": [t.ended_by for t in trajectories],
+        "env_info": [t.info for t in trajectories],
+        "env_error": [t.error for t in trajectories],
+    }
 
 
 def policy_tokens(samples: Batch, *, by_turn: bool) -> Tensor:

@@ -48,8 +48,8 @@ def append_runs(runs: VersionRuns, more: VersionRuns) -> None:
             runs.append([version, tokens])
 
 
-def set_versions(samples: Batch, rows: Sequence[VersionRuns]) -> None:
-    """Write the runs of all samples; those of a sample add up to its response tokens."""
+def version_values(rows: Sequence[VersionRuns]) -> dict[str, Jagged]:
+    """Return VERSION_FIELDS of samples with these runs, which add up to a sample's response tokens."""
     import torch
 
     from megarl.data.batch import Jagged
@@ -57,8 +57,7 @@ def set_versions(samples: Batch, rows: Sequence[VersionRuns]) -> None:
     version_field, tokens_field = VERSION_FIELDS
     versions = Jagged.from_list([[version for version, _ in runs] for runs in rows], dtype=torch.int64)
     tokens = torch.tensor([tokens for runs in rows for _, tokens in runs], dtype=torch.int64)
-    samples.set(version_field, versions)
-    samples.set(tokens_field, versions.like(tokens))
+    return {version_field: versions, tokens_field: versions.like(tokens)}
 
 
 def token_versions(samples: Batch) -> Jagged:

@@ -11,8 +11,9 @@ import torch
 
 from megarl.config.rollout import SamplingConfig, env_section
 from megarl.data.batch import Batch, Jagged
+from megarl.data.fields import PATCHES
 from megarl.data.image_prompts import image_sets, pil_images
-from megarl.data.trajectory import Trajectory, add_fields
+from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator
 from megarl.rollout.robots.episode import Episode, add_episodes
@@ -82,15 +83,17 @@ def samples_of(
     """Return the samples of `prompts`, equally many for each, with the fields of samples, and of turns of episodes."""
     n = len(groups[0]) if groups else 1
     trajectories = [trajectory for group in groups for trajectory in group]
-    samples = prompts.repeat(n)
-    if rollout.episodes is not None and trajectories:
-        samples.set("prompt_text", _prompt_texts(rollout.tokenizer, samples, trajectories))
-    add_fields(samples, trajectories, by_turn=rollout.episodes is not None)
-    samples.set("sample_id", [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])])
-    samples.set("response_text", _turn_texts(rollout, sampling, [t.last_turn for t in trajectories]))
-    if rollout.episodes is not None:
-        samples.set("transcript", rollout.decode([t.token_ids for t in trajectories]))
-    return samples
+    samples, by_turn = prompts.repeat(n), rollout.episodes is not None
+    width = samples[PATCHES].values.shape[1] if by_turn and PATCHES in samples.names() else None
+    values = trajectory_values(trajectories, by_turn=by_turn, patch_values=width) | {
+        "sample_id": [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])],
+        "response_text": _turn_texts(rollout, sampling, [t.last_turn for t in trajectories]),
+    }
+    if by_turn:
+        values["transcript"] = rollout.decode([t.token_ids for t in trajectories])
+        if trajectories:
+            values["prompt_text"] = _prompt_texts(rollout.tokenizer, samples, trajectories)
+    return samples.with_values(values)
 
 
 def _turn_texts(rollout: RolloutRole, sampling: SamplingConfig, turns: Sequence[list[int]]) -> list[str]:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.dag.guard import ContractError, GuardedBatch
+from megarl.dag.guard import ContractError, GuardedBatch, settle
 from megarl.dag.node import Node
 from megarl.dag.stage import stage
 from megarl.data.batch import Batch, Jagged
-from megarl.data.fields import FIELDS, known, table
+from megarl.data.fields import known, table
 from megarl.data.groups import ORDINAL
 from megarl.data.versions import VERSION_FIELDS
 
@@ -22,10 +22,11 @@ def sets(context, batch):
     """A stage that sets what a test wants."""
 
 
-@pytest.fixture
-def batch() -> Batch:
-    node = Node("own", stage(reads=[], writes=[*FIELDS, "end_frames/wrist", "mine"])(sets)).resolved()
-    return GuardedBatch.of(Batch({}, {}, size=2), node)
+def after_stage(values: dict) -> Batch:
+    """The samples after a stage that has set `values`."""
+    node = Node("own", stage(reads=[], writes=list(values))(sets)).resolved()
+    before = Batch({}, {}, size=2)
+    return settle(node, before, GuardedBatch.of(before, node).with_values(values), {})
 
 
 def test_docs_have_the_table():
@@ -54,21 +55,20 @@ def test_a_misspelt_field_is_found_when_a_stage_is_imported():
         ("frames/wrist", torch.zeros(2, 4, 4, 3, dtype=torch.uint8), r"uint8, \[2, 4, 4, 3\]"),
     ],
 )
-def test_a_value_of_another_form_is_refused_where_it_is_set(batch, name, value, found):
+def test_a_value_of_another_form_is_refused_when_the_stage_returns(name, value, found):
     with pytest.raises(ContractError, match=rf"'own'.*sets '{name}'(.|\n)*found: +{found}(.|\n)*allowed: "):
-        batch.set(name, value)
+        after_stage({name: value})
 
 
-def test_values_of_the_right_form_and_fields_of_a_users_own_are_set(batch):
-    for name, value in {
+def test_values_of_the_right_form_and_fields_of_a_users_own_are_set():
+    values = {
         "score": torch.zeros(2),
         "response_ids": RESPONSES,
         "uid": ["a", "b"],
         "end_frames/wrist": torch.zeros(2, 4, 4, 3, dtype=torch.uint8),
         "mine": torch.zeros(2, dtype=torch.float16),
-    }.items():
-        batch.set(name, value)
-        assert name in batch
+    }
+    assert set(after_stage(values).names()) == set(values)
 
 
 def test_names_that_are_constants_elsewhere_are_in_the_table():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.correction import staleness
 from megarl.data.batch import Batch, Jagged
-from megarl.data.trajectory import Trajectory, add_fields, policy_tokens
-from megarl.data.versions import runs_of, set_versions, token_versions, tokens_by_version
+from megarl.data.trajectory import Trajectory, policy_tokens, trajectory_values
+from megarl.data.versions import runs_of, token_versions, tokens_by_version, version_values
 from tests.trajectories import add_turn
 
 EOS = 2
@@ -30,9 +30,7 @@ def played(turns: list[tuple[list[int], int]]) -> Trajectory:
 
 
 def batch_of(trajectories: list[Trajectory]) -> Batch:
-    batch = Batch(size=len(trajectories))
-    add_fields(batch, trajectories)
-    return batch
+    return Batch(size=len(trajectories)).with_values(trajectory_values(trajectories))
 
 
 @given(episodes, st.integers(6, 9))
@@ -68,7 +66,7 @@ def test_versions_of_single_turns_do_not_grow_with_the_tokens():
         responses = Jagged.from_lengths(torch.zeros(4 * length, dtype=torch.int64), [length] * 4)
         plain = Batch({"response_ids": responses})
         before = len(plain.to_bytes())
-        set_versions(plain, [[[9, length]]] * 4)
+        plain = plain.with_values(version_values([[[9, length]]] * 4))
         assert token_versions(plain).values.tolist() == [9] * 4 * length
         return len(plain.to_bytes()) - before
 

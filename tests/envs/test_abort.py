@@ -12,7 +12,7 @@ import torch
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.batch import Batch
-from megarl.data.trajectory import Trajectory, add_fields
+from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
 from megarl.rollout.batched import BatchedGeneration
@@ -127,8 +127,7 @@ def test_what_is_kept_trains_like_a_brute_force_sum_over_it(trained, ticking):
     policy, made = trained
     plays = (play(made, seconds + 0.5, PROMPTS, OFTEN) for seconds in range(10))
     cut = next(p for p in plays if any(t.finish_reason == "abort" and t.turns == 2 for t in p))
-    samples = Batch({}, {"sample_id": ["a", "b", "c"]})
-    add_fields(samples, cut)
+    samples = Batch({}, {"sample_id": ["a", "b", "c"]}).with_values(trajectory_values(cut))
     weights = torch.where(samples["response_mask"].values, 0.01, 0.0)
     samples.set("loss_weights", samples["response_ids"].like(weights))
 

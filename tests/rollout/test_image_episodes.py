@@ -19,9 +19,10 @@ import torch
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.data.batch import Batch
+from megarl.data.fields import PATCHES
 from megarl.data.image_prompts import ImagePrompts, image_fields, image_sets, pil_images
 from megarl.data.images import Patches
-from megarl.data.trajectory import Trajectory, add_fields
+from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.data.turns import Turns
 from megarl.disaggregated.as_ready_checkpoint import flow_files, read_buffered_groups
 from megarl.envs import Action, Environment, Step
@@ -140,8 +141,7 @@ def play(made, kind: type[Environment], on_error: str = "fail", **limits: Any) -
 def as_samples(trajectories: list[Trajectory], settings: Any) -> Batch:
     prompts = image_fields([[]] * len(trajectories), [[]] * len(trajectories), settings)
     batch = Batch(prompts, {"uid": ["p"] * len(trajectories)})
-    add_fields(batch, trajectories)
-    return batch
+    return batch.with_values(trajectory_values(trajectories, patch_values=batch[PATCHES].values.shape[1]))
 
 
 def of_transformers(reference: Any, trajectory: Trajectory, settings: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch
-from megarl.data.versions import set_versions
+from megarl.data.versions import version_values
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import ActorRole
 from megarl.system.errors import ConfigError
@@ -122,8 +122,7 @@ def samples(engine) -> Batch:
     batch.set("rollout_logp", logp.like(logp.values + noise))
     batch.set("old_logp", logp)
     batch.set("advantages", logp.like(torch.randn(logp.values.shape, generator=g)))
-    set_versions(batch, [[[i % 3, n]] for i, n in enumerate(logp.lengths.tolist())])
-    return batch
+    return batch.with_values(version_values([[[i % 3, n]] for i, n in enumerate(logp.lengths.tolist())]))
 
 
 def worker(engine, layout, mode: str, correction: dict) -> SimpleNamespace:
@@ -277,7 +276,7 @@ def test_rejected_samples_leave_their_group_if_asked(alone, affects):
     batch = Batch({name: Jagged.from_list(values) for name, values in rows.items()}, {"uid": ["a"] * 3})
     batch.set("response_ids", batch["old_logp"].like(torch.zeros(3, dtype=torch.int64)))
     batch.set("response_mask", batch["old_logp"].like(torch.ones(3, dtype=torch.bool)))
-    set_versions(batch, [[[0, 1]]] * 3)
+    batch = batch.with_values(version_values([[[0, 1]]] * 3))
     out = advantage(c, rollout_correction(c, batch))
     assert out["loss_mask"].values.tolist() == [True, True, False]
     assert out["response_mask"].values.all(), "the data stays as it is"

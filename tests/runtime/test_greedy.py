@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.data.trajectory import Trajectory, add_fields
+from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.runtime.stages import advantage, reward, rollout
 from megarl.runtime.stages.update import trained_mask
 from megarl.system.metrics import Metrics
@@ -55,8 +55,7 @@ def batch_of(names: list[str], played: list[Episode]) -> Batch:
         batch.set(name, [f"{name} of {uid}" for uid in names])
     batch.set("data_prompt_text", [f"prompt {uid}" for uid in names])
     batch.set("data_prompt_ids", Jagged.from_list([[10, int(uid)] for uid in names], dtype=torch.int64))
-    add_fields(batch, [trajectory(episode) for episode in played])
-    return batch
+    return batch.with_values(trajectory_values([trajectory(episode) for episode in played]))
 
 
 def context(estimator: str = "remax") -> SimpleNamespace:
@@ -84,8 +83,7 @@ def test_samples_are_compared_with_the_whole_greedy_episode_and_left_out_without
         assert (sampling.n, sampling.temperature) == (1, 0.0)
         assert prompts["prompt_text"] == [f"prompt {uid}" for uid in prompts["uid"]], "not the first observation"
         assert [ids.tolist() for ids in prompts["prompt_ids"].unbind()] == [[10, int(uid)] for uid in prompts["uid"]]
-        add_fields(prompts, [trajectory(greedy[int(uid)]) for uid in prompts["uid"]])
-        return prompts
+        return prompts.with_values(trajectory_values([trajectory(greedy[int(uid)]) for uid in prompts["uid"]]))
 
     scorer = SimpleNamespace(by_environment=True, runner=None)
     with pytest.MonkeyPatch.context() as patch:
@@ -109,8 +107,7 @@ def test_samples_are_compared_with_the_whole_greedy_episode_and_left_out_without
 
 def test_a_replica_without_samples_plays_nothing(monkeypatch: pytest.MonkeyPatch):
     def generate(c, rollout, prompts, sampling):
-        add_fields(prompts, [])
-        return prompts
+        return prompts.with_values(trajectory_values([]))
 
     monkeypatch.setattr(rollout, "generate", generate)
     monkeypatch.setattr(rollout, "_record_work", lambda c, samples: None)

@@ -16,7 +16,7 @@ from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.config.algorithm import Aggregation
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
-from megarl.data.versions import set_versions
+from megarl.data.versions import version_values
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import ActorRole, CriticRole
 from megarl.system.offload_schedule import OffloadSchedule
@@ -114,7 +114,7 @@ def _samples(engine, masked: str) -> Batch:
     logp, _ = engine.logprobs(batch)
     for name, factor in (("old_logp", 1.0), ("rollout_logp", 0.7), ("ref_logp", -0.5)):
         batch.set(name, logp.like(logp.values - factor * batch["drift"].values))
-    set_versions(batch, [[[0, n]] for n in logp.lengths.tolist()])
+    batch = batch.with_values(version_values([[[0, n]] for n in logp.lengths.tolist()]))
     return batch.drop(["drift"])
 
 

@@ -20,7 +20,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
-from megarl.data.trajectory import Trajectory, add_fields
+from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages.advantage import advantage
@@ -64,8 +64,7 @@ def everything() -> Batch:
     names = [f"{k}#{i}" for i in range(max(SIZES)) for k in range(len(SIZES)) if i < SIZES[k]]
     played = [episode(draw) for _ in names]
     played[6].mark_failed("no state", 0, 0)
-    batch = Batch(size=len(names))
-    add_fields(batch, played)
+    batch = Batch(size=len(names)).with_values(trajectory_values(played))
     batch.set("sample_id", names)
     batch.set("uid", [name[0] for name in names])
     set_scores(batch, [{"overall": sum(t.turn_rewards)} for t in played], by_turn=True)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megarl.data.batch import Batch, Jagged
 from megarl.data.frames import CLIP, END_FRAMES, FRAMES
-from megarl.data.versions import set_versions
+from megarl.data.versions import version_values
 from megarl.rollout.robots.policy import Chunk
 from megarl.simulators.protocol import Observation, TaskSpec
 from megarl.system.machine import find_malloc_trim
@@ -116,7 +116,8 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
     ends = [np.cumsum([len(chunk.token_ids) for chunk in e.chunks]).tolist() for e in episodes]
     samples.set("turn_ends", Jagged.from_list(ends, dtype=torch.int64))
     samples.set("turn_starts", Jagged.from_list([[0, *some[:-1]] for some in ends], dtype=torch.int64))
-    set_versions(samples, [[[version, len(ids)]] for ids in tokens])
+    for name, values in version_values([[[version, len(ids)]] for ids in tokens]).items():
+        samples.set(name, values)
     calls, ends_seen = [len(e.chunks) for e in episodes], [e.end for e in episodes if e.end is not None]
     assert len(ends_seen) == len(episodes), "episodes that are over"
     for camera, size in cameras.items():
