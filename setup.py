@@ -56,6 +56,7 @@ setup(
         "numpy>=1.26,<3",
         "packaging>=24.2",
         "aiohttp>=3.9",
+        "argcomplete>=3.5,<4",
         "pyyaml>=6",
         "jinja2>=3.1",
         "rich>=13",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import functools
+import os
 import sys
 import tempfile
 import traceback
@@ -41,7 +42,7 @@ Start here:
 """
 
 COMPLETION = """\
-Print a script that completes commands, options, recipes, keys and their values. Write it once per version:
+Print a script that completes commands, options, recipes, keys and their values. Write it once:
   megarl completion bash > ~/.local/share/bash-completion/completions/megarl
   megarl completion zsh > ~/.zfunc/_megarl        with `fpath+=~/.zfunc` before `compinit` in ~/.zshrc
 or only for this shell:
@@ -220,9 +221,9 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 
 def _completion(arguments: argparse.Namespace) -> int:
-    from megarl.commands.completion import script
+    from argcomplete import shellcode
 
-    print(script(arguments.shell, build_parser()))
+    print(shellcode(["megarl"], shell=arguments.shell))
     return 0
 
 
@@ -304,6 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        from megarl.commands.completion import complete
+
+        complete(parser)
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes overrides only where they stand together; here they may follow options as well.
     rest = [text for text in rest if text != "--"]
