@@ -7,7 +7,7 @@ from functools import partial
 
 import argcomplete
 import pytest
-from argcomplete import autocomplete
+from argcomplete import CompletionFinder, autocomplete
 
 from megarl.cli import build_parser, main
 from megarl.commands.completion import complete
@@ -104,6 +104,7 @@ def test_words_are_completed(line, words, monkeypatch):
     for name, value in shell.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("_ARGCOMPLETE_COMP_WORDBREAKS", " =")
+    monkeypatch.setattr(CompletionFinder, "_init_debug_stream", lambda self: None)  # it takes pytest's descriptor 9
     out = io.StringIO()
     monkeypatch.setattr(argcomplete, "autocomplete", partial(autocomplete, exit_method=sys.exit, output_stream=out))
     with pytest.raises(SystemExit):
