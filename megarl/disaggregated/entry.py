@@ -27,7 +27,6 @@ from megarl.disaggregated.buffer.client import BufferClient
 from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.disaggregated.generation import open_rollout, publish
 from megarl.disaggregated.in_order_loop import InOrderLoop, buffer_of, find_buffered_steps, generates_apart
-from megarl.disaggregated.recorder import TeamRecorder
 from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader, tell_last
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
 from megarl.runtime.checkpoints import CheckpointPolicy, Checkpoints, settling
@@ -46,6 +45,7 @@ from megarl.runtime.loop import (
     validates_first,
 )
 from megarl.runtime.rank_state import RankState, TeamContext
+from megarl.runtime.recorder import Recorder
 from megarl.runtime.stages.reward import PENDING
 from megarl.runtime.validate import validates
 from megarl.system.errors import ConfigError
@@ -98,7 +98,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             resume(c, checkpoints, Path(start.source), begun=start.begun)
         all_ready(c)
         accept_start(c, graph, checkpoints)
-        with TeamRecorder(c, "train", config.trainer.steps, start.shown_from, part_of(config)) as recorder:
+        with Recorder(c, "train", config.trainer.steps, start.shown_from, part_of(config)) as recorder:
             publish(c, c.context.step)
             if not start.begun and not c.team.finished and validates_first(config):
                 checkpoints.rate_start(validate_first(recorder, lambda: evaluate_teams(c, recorder, 0)))
@@ -145,7 +145,7 @@ def resume(c: RankState, checkpoints: CheckpointPolicy, source: Path, *, begun: 
         resume_loader(c, source)
 
 
-def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: CheckpointPolicy) -> None:
+def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPolicy) -> None:
     """All steps of a team that does not generate for another one."""
     config, team = c.config, c.team
     recorder.channel = channel = _open_channel(c, graph)
@@ -153,7 +153,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: 
     weights: AsReadyUpdates | InOrderUpdates | None = None  # only the actor's team has some to give
     if team.leads and not config.async_.in_order:
         weights = AsReadyUpdates(c)
-        recorder.sampled = weights.metrics
+        recorder.segments = weights.metrics
     elif team.leads:
         weights = InOrderUpdates(c)
     if checkpoints.over:
@@ -173,7 +173,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: 
             samples = executor.run(c.context, prompts, more=c.loader)
             if weights is not None:
                 weights.after_step(step, saves=checkpoints.may_save(step))
-            early = checkpoints.ends_early(step, partial(recorder.told, step))
+            early = checkpoints.ends_early(step, partial(recorder.measured_elsewhere, step))
             if team.leads:
                 tell_last(c, step, early)
             recorder.groups(step, samples, early=early)
@@ -197,7 +197,7 @@ def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel:
 
 
 def _generate_apart(
-    c: RankState, graph: TaskGraph, recorder: TeamRecorder, checkpoints: CheckpointPart, start: RunStart
+    c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart
 ) -> None:
     """Generate in a team of its own until the weights of the last step have come."""
     source, team = None if start.source is None else Path(start.source), c.team

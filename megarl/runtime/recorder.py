@@ -1,6 +1,8 @@
 """From what the ranks measured to one line per step: reduction, timings, throughput, and the tracker on rank 0.
 
-One of several teams has a `TeamRecorder` (megarl/disaggregated/recorder.py).
+Each team reduces the metrics of its ranks. The actor's team adds those of the others, and has the tracker:
+
+    critic: step 7, its ranks -> StepMetrics("critic", 7) ---> actor: step 7, its ranks + critic's -> metrics.jsonl
 """
 
 from __future__ import annotations
@@ -8,14 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 from megarl.artifacts.lock import refuse_if_taken
+from megarl.dag.messages import MetricsJson, StepMetrics
 from megarl.dag.stage import Role
 from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
+from megarl.runtime.team_time import AllTeams, TeamTime
 from megarl.runtime.training_samples import group_rows, shows_groups
 from megarl.system import tracing
 from megarl.system.device import peak_memory_gb
@@ -28,6 +32,7 @@ from megarl.tracking.trace import TraceWriter
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
+    from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
     from megarl.runtime.rank_state import RankState
     from megarl.system.tracing import PhaseEvent
     from megarl.tracking.tracker import Part, Status, Tracker
@@ -47,6 +52,11 @@ class Recorder:
         stage: `train` or `sft`, see `megarl.tracking.tracker.Tracker`.
         resume_step: the step that a resumed run continues after.
         part: of the run, see there.
+
+    Attributes:
+        status: how the stage ends that has no error.
+        channel: counts the tokens that this replica has worked on; None: there is one team.
+        segments: in the actor's team, as ready: returns the metrics that the rollout's team has sent of a step.
     """
 
     def __init__(
@@ -69,8 +79,14 @@ class Recorder:
                 restarts=c.config.cluster.max_restarts > 0,
                 last=not c.team.others,
             )
-        #: How the stage ends that has no error.
         self.status: Status = "finished"
+        self.channel: TeamChannel | GroupChannel | None = None
+        self.segments: Callable[[int], list[MetricsJson]] | None = None
+        # The cold start is the actor's team's own.
+        self._others = c.team.others if stage == "train" else []
+        self._measured_elsewhere: list[Metrics] | None = None  # of the step that has not ended
+        self._team_time = TeamTime(c.team)
+        self._all_teams = AllTeams(team.name for team in c.team.placement.teams)
         team = c.team.plan.name if c.team.others else ""
         self._trace = TraceWriter(c.run_dir, worker_number(), own_worker_name(), team)
         self._peak: float | None = None
@@ -110,6 +126,23 @@ class Recorder:
     def start_step(self) -> None:
         """Begin to time a step."""
         self._start = (time.perf_counter(), time.process_time())
+        self._team_time.start_step()
+
+    def measured_elsewhere(self, step: int) -> list[Metrics]:
+        """Wait until the other teams are through `step`, which has not ended here, and return what they measured.
+
+        Only the actor's team waits for others.
+        """
+        if self._measured_elsewhere is None:
+            parts: list[MetricsJson] = []
+            for team in self._others if self._c.team.leads else ():
+                with tracing.phase("await_metrics", waits_for=team.name):
+                    if self.segments is not None and Role.ROLLOUT in team.roles:
+                        parts += self.segments(step)
+                    else:
+                        parts.append(StepMetrics.read(self._c.mail, team.name, step).metrics)
+            self._measured_elsewhere = [Metrics.from_json(part) for part in parts]
+        return self._measured_elsewhere
 
     def end_step(self, step: int) -> dict[str, float]:
         """Reduce this step's metrics over all ranks, add timings and throughput, log them.
@@ -122,7 +155,7 @@ class Recorder:
         """
         c, leads = self._c, self._c.team.leads
         refuse_if_taken(c.run_dir)
-        told = self._await_others(step)
+        elsewhere, self._measured_elsewhere = self.measured_elsewhere(step), None
         wall, cpu = self._start
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
         events = tracing.drain()
@@ -140,16 +173,19 @@ class Recorder:
         local.max("perf/max_memory_gb", peak)
         local.sum("perf/total_memory_gb", peak)
         local.max("perf/resident_gb", resident_bytes() / 1e9)
-        self._measure_team(local, events)
+        if self._others:
+            self._measure_team(local, events)
         with tracing.phase("reduce_metrics"):
             reduced = c.layout.world.reduce_metrics(local)
-        for metrics in told:
+        for metrics in elsewhere:
             reduced.merge(metrics)
-        self._tell_others(step, reduced)
+        if not leads and c.layout.rank == 0:
+            StepMetrics(c.team.plan.name, step, reduced.to_json()).post(c.mail)
         numbers = reduced.result()
         if leads and "perf/total_tokens" in numbers:
             numbers |= self._perf(numbers)
-        numbers |= self._compare_teams(step, numbers)
+        if self._others and leads and step:
+            numbers |= self._all_teams.look(numbers)
         if self._tracker is not None:
             self._tracker.log(step, numbers)
             for warning in self._alarms.look(step, numbers):
@@ -158,21 +194,13 @@ class Recorder:
             find_malloc_trim()(0)
         return numbers
 
-    # -- what one of several teams adds: nothing here ------------------------------------------------------------------
-
-    def _await_others(self, step: int) -> list[Metrics]:
-        """Wait until the other teams are through `step`, and return what they measured."""
-        return []
-
     def _measure_team(self, local: Metrics, events: Iterable[PhaseEvent]) -> None:
-        """Add to `local`, of this rank, what its team did with the time of the step."""
-
-    def _tell_others(self, step: int, reduced: Metrics) -> None:
-        """Tell the team that has the tracker what this one measured."""
-
-    def _compare_teams(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return numbers that follow from those of all teams."""
-        return {}
+        """Add to `local`, of this rank, what its team did with the time of the step, and what waits in the buffer."""
+        c, tokens = self._c, 0 if self.channel is None else self.channel.tokens
+        self._team_time.end_step(local, events, tokens if c.layout.is_lead else None)
+        if c.team.leads and c.layout.rank == 0:
+            for queue, groups in c.team.queues().items():
+                local.max(f"store/queue/{queue}", groups)
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Keep generations for the report."""

@@ -9,7 +9,6 @@ import pytest
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated.recorder import TeamRecorder
 from megarl.runtime import health, recorder
 from megarl.runtime.context import no_progress
 from megarl.runtime.rank_state import TeamContext
@@ -40,7 +39,7 @@ def make(tmp_path, monkeypatch):
             run_dir=tmp_path,
             layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
             config=config,
-            team=SimpleNamespace(leads=True, others=[]),
+            team=TeamContext.of_all(RunConfig(name="x")),
             progress=no_progress,
         )
         c.context = c
@@ -202,7 +201,7 @@ def test_the_step_of_the_actors_team_has_what_all_teams_measured(tmp_path, monke
     monkeypatch.setattr(recorder, "peak_memory_gb", lambda: 3.0)
     clock = Clock(monkeypatch)
     beside, lead = (of_team(name, tmp_path) for name in ("frozen", "train"))
-    records = [TeamRecorder(c, "train", total_steps=2) for c in (beside, lead)]
+    records = [recorder.Recorder(c, "train", total_steps=2) for c in (beside, lead)]
     clock.spend("await_start", 3600, "train")  # the other team's cold start
     records[1].channel = SimpleNamespace(tokens=600)
     for record in records:

@@ -11,9 +11,9 @@ import megarl
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated import recorder
-from megarl.disaggregated.recorder import AllTeams, TeamTime
+from megarl.runtime import team_time
 from megarl.runtime.rank_state import TeamContext
+from megarl.runtime.team_time import AllTeams, TeamTime
 from megarl.system.metrics import Metrics
 from megarl.system.tracing import PhaseEvent
 
@@ -31,7 +31,7 @@ PLANS = tuple(
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Seconds."""
     now = [100]
-    monkeypatch.setattr(recorder.time, "time_ns", lambda: now[0] * 10**9)
+    monkeypatch.setattr(team_time.time, "time_ns", lambda: now[0] * 10**9)
     return now
 
 

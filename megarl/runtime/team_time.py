@@ -1,8 +1,4 @@
-"""The record of a step of several teams: each reduces what its ranks measured, the actor's adds what the others post.
-
-    critic: step 7, its ranks -> metrics/critic/7 ----> actor: step 7, its ranks + critic's -> metrics.jsonl
-
-A team works, or it waits: for which team and for what is counted, and which team bounds the step.
+"""How long each of several teams works and waits, for whom and for what; and which team bounds the step.
 
 rank of the critic's team     phases that name another team      mean over the team's ranks, in team/critic/...
   step/take/wait     3 s      waits_for draw                     wait_for/draw_s 3, wait/samples_s 3
@@ -13,19 +9,13 @@ rank of the critic's team     phases that name another team      mean over the t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from megarl.dag.messages import MetricsJson, StepMetrics
-from megarl.dag.stage import Role
-from megarl.runtime.recorder import Recorder
-from megarl.system.metrics import Metrics
-from megarl.system.tracing import PhaseEvent, phase
-
 if TYPE_CHECKING:
-    from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
-    from megarl.runtime.rank_state import RankState, TeamContext
-    from megarl.tracking.tracker import Part
+    from megarl.runtime.rank_state import TeamContext
+    from megarl.system.metrics import Metrics
+    from megarl.system.tracing import PhaseEvent
 
 _AWAIT = "await_"  # begins the names of phases that wait for something else than samples
 SAMPLES, WEIGHTS = "samples", "weights"
@@ -110,63 +100,3 @@ class AllTeams:
             busiest = max(known, key=known.__getitem__)
             found |= {f"perf/bottleneck/{name}": float(name == busiest) for name in known}
         return found
-
-
-class TeamRecorder(Recorder):
-    """The recorder of training in one of several teams. Arguments as those of `Recorder`.
-
-    Attributes:
-        channel: counts the tokens that this replica has worked on.
-        sampled: of the actor's team, where samples come as they get ready: returns what the rollout's team has told of
-            a step.
-    """
-
-    def __init__(
-        self, c: RankState, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
-    ) -> None:
-        super().__init__(c, stage, total_steps, resume_step, part)
-        self.channel: TeamChannel | GroupChannel | None = None
-        self.sampled: Callable[[int], list[MetricsJson]] | None = None
-        self._told: list[Metrics] | None = None  # of the step that has not ended
-        self._time = TeamTime(c.team)
-        self._all_teams = AllTeams(team.name for team in c.team.placement.teams)
-
-    def start_step(self) -> None:
-        """Begin to time a step."""
-        super().start_step()
-        self._time.start_step()
-
-    def told(self, step: int) -> list[Metrics]:
-        """Wait until the other teams are through `step`, which has not ended here, and return what they measured."""
-        if self._told is None:
-            self._told = self._read_others(step)
-        return self._told
-
-    def _await_others(self, step: int) -> list[Metrics]:
-        found, self._told = self.told(step), None
-        return found
-
-    def _read_others(self, step: int) -> list[Metrics]:
-        found: list[MetricsJson] = []
-        for team in self._c.team.others if self._c.team.leads else ():
-            with phase("await_metrics", waits_for=team.name):
-                if self.sampled is not None and Role.ROLLOUT in team.roles:
-                    found += self.sampled(step)
-                else:
-                    found.append(StepMetrics.read(self._c.mail, team.name, step).metrics)
-        return [Metrics.from_json(metrics) for metrics in found]
-
-    def _measure_team(self, local: Metrics, events: Iterable[PhaseEvent]) -> None:
-        c, tokens = self._c, 0 if self.channel is None else self.channel.tokens
-        self._time.end_step(local, events, tokens if c.layout.is_lead else None)
-        if c.team.leads and c.layout.rank == 0:
-            for queue, groups in c.team.queues().items():
-                local.max(f"store/queue/{queue}", groups)
-
-    def _tell_others(self, step: int, reduced: Metrics) -> None:
-        team = self._c.team
-        if not team.leads and self._c.layout.rank == 0:
-            StepMetrics(team.plan.name, step, reduced.to_json()).post(self._c.mail)
-
-    def _compare_teams(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
-        return self._all_teams.look(numbers) if self._c.team.leads and step else {}
