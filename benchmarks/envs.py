@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.system.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
-    from megarl.envs.robots import SimulatorPool
+    from megarl.robots.envs import SimulatorPool
 
 CHUNK, STEPS, WORKERS = 8, 500, 2
 
@@ -58,8 +58,8 @@ def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dic
     """
     import numpy as np
 
-    from megarl.envs.robots import SimulatorPool, SimulatorSettings
-    from megarl.simulators.protocol import Recording
+    from megarl.robots.envs import SimulatorPool, SimulatorSettings
+    from megarl.robots.simulators.protocol import Recording
 
     settings = SimulatorSettings.model_validate({"workers": WORKERS, "retries": 0} | given)
     with SimulatorPool(settings) as pool:
@@ -110,8 +110,8 @@ def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dic
 
 def _answers(pool: SimulatorPool) -> dict[int, tuple[int, bool]]:
     """Return the slots that answered: environment steps executed, and whether the episode is over."""
-    from megarl.envs.robots import Failure
-    from megarl.simulators.protocol import Outcome
+    from megarl.robots.envs import Failure
+    from megarl.robots.simulators.protocol import Outcome
 
     found = {}
     for slot, answer in pool.answers(1.0).items():

@@ -13,7 +13,7 @@ for name in (
     *("megarl.recipes.build", "megarl.runtime.loop", "megarl.runtime.inference", "megarl.tracking.tracker"),
     *("megarl.recipes.entry", "megarl.config.load", "psutil", "numpy.random"),
     *("megarl.recipes.arithmetic", "megarl.training.checkpoint", "megarl.runtime.samples", "megarl.dag.guard"),
-    *("megarl.algorithms.objective", "megarl.algorithms.correction", "megarl.tracking.films", "megarl.tracking.report"),
+    *("megarl.algorithms.objective", "megarl.algorithms.correction", "megarl.robots.films", "megarl.tracking.report"),
     *("transformers.models.qwen3.configuration_qwen3", "transformers.image_transforms", "transformers.video_utils"),
     *("rich._emoji_codes", "PIL.ImageOps", "numpy.ctypeslib", "torch.profiler._cupti_monitor"),
     "torch.fx.experimental.symbolic_shapes",  # the gradient of more than one number asks for it, and it takes a second

@@ -30,8 +30,8 @@ import pytest
 
 from megarl.runtime.health import read_beat
 from tests.forked import Command
+from tests.robots.recipes import write_robots_recipe
 from tests.runtime import harness
-from tests.runtime.robots import write_robots_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(3600), pytest.mark.campaign("faults")]
 

@@ -28,8 +28,9 @@ COMPLETE = ".complete"
 PACKAGES = {"libero": "hf-libero", "metaworld": "metaworld"}
 #: The check that it works, run with this repository on the path.
 CHECKS = {
-    "libero": "from megarl.simulators.libero import Libero; import bddl, mujoco; assert len(Libero.tasks({})) == 40",
-    "metaworld": "from megarl.simulators.metaworld import MetaWorld; assert len(MetaWorld.tasks({})) == 50",
+    "libero": "import bddl, mujoco; from megarl.robots.simulators.libero import Libero; "
+    "assert len(Libero.tasks({})) == 40",
+    "metaworld": "from megarl.robots.simulators.metaworld import MetaWorld; assert len(MetaWorld.tasks({})) == 50",
 }
 
 

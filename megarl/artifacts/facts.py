@@ -28,8 +28,8 @@ from megarl.architectures.vision_language import DECODERS, VisionEncoder, decode
 from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.artifacts.model_files import no_model
 from megarl.artifacts.pipes import refuse_pipes
-from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config
 from megarl.config.model import ModelConfig
+from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, complete_config
 from megarl.system.errors import ConfigError, close_matches
 
 

@@ -14,9 +14,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.dag.staleness import policy_of
-from megarl.data.frames import SIMULATOR
 from megarl.disaggregated.buffer.size import object_store_bytes
-from megarl.envs.robots.settings import SimulatorSettings
 from megarl.planning.memory import (
     Memory,
     device_memory,
@@ -26,10 +24,12 @@ from megarl.planning.memory import (
     server_bytes,
     teacher_states,
 )
-from megarl.planning.robot import episode_bytes, recorder_bytes
 from megarl.planning.shards import BYTES, GRADIENT, Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.planning.terms import Moment, Term, term
 from megarl.rewards.runner import reward_processes
+from megarl.robots.data.frames import SIMULATOR
+from megarl.robots.envs.settings import SimulatorSettings
+from megarl.robots.planning import episode_bytes, recorder_bytes
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
 _WORKER = 0.65e9

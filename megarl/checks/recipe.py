@@ -32,7 +32,6 @@ from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
 from megarl.checks.placement import asked_models, check_placement
 from megarl.checks.reward_model import check_reward_model
-from megarl.checks.robot import check_robot
 from megarl.checks.settings import (
     check_batches,
     check_job,
@@ -50,6 +49,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.planning.shards import Sizes
+from megarl.robots.checks.recipe import check_robot
 from megarl.system.machine import Machine, this_machine
 
 

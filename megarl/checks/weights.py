@@ -18,8 +18,8 @@ from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
 from megarl.architectures.vision_language import canonical_name
 from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, refuse_unread, weight_files
 from megarl.artifacts.facts import ModelFacts
-from megarl.artifacts.robot_policy import ROBOT_POLICY, complete_config, projector_file, read_projector
 from megarl.artifacts.stacked_experts import cuts_of
+from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, complete_config, projector_file, read_projector
 from megarl.system.errors import ConfigError
 
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones

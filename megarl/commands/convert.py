@@ -62,12 +62,12 @@ def describe(folder: Path) -> str:
 
 def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard_gb: float) -> None:
     """Load a checkpoint of any layout into one process and export it."""
-    from megarl.artifacts.action_statistics import FILE, read_statistics
     from megarl.config.load import load_config
     from megarl.data.tokenizer import load_tokenizer
     from megarl.models.weights import export_weights
+    from megarl.robots.artifacts.action_statistics import FILE, read_statistics
+    from megarl.robots.setup import model_statistics
     from megarl.runtime.frozen_models import check_base
-    from megarl.runtime.robots import model_statistics
     from megarl.runtime.setup import build_engine, weights_of
     from megarl.system.comm import single_world
     from megarl.system.device import DTYPES, dist_backend

@@ -25,7 +25,6 @@ from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.launch import LaunchConfig
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.placement import PlacementConfig
-from megarl.config.robot import RobotConfig
 from megarl.config.rollout import SINGLE_TURN, AsyncConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
 from megarl.config.training import (
@@ -37,6 +36,7 @@ from megarl.config.training import (
     SFTConfig,
     TeacherConfig,
 )
+from megarl.robots.config import RobotConfig
 from megarl.system.errors import ConfigError
 
 

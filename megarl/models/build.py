@@ -66,7 +66,7 @@ def _build_chunk(
     hf: PretrainedConfig, config: PolicyConfig, spec: TransformerBlockSubmodules, settings: dict[str, Any]
 ) -> PolicyModel:
     if (sight := vision_of(hf)) is not None:
-        from megarl.models.vla.vision import VlaModel
+        from megarl.robots.models.vla.vision import VlaModel
 
         return VlaModel(hf, config, spec, sight, **settings)
     if (encoder := encoder_of(hf)) is not None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
@@ -19,6 +18,7 @@ from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
 from megarl.models.weights.peft import AdapterReader
 from megarl.models.weights.plan import hf_tensors
+from megarl.robots.artifacts.action_statistics import FILE as STATISTICS
 from megarl.system.device import DTYPES
 from megarl.system.errors import ConfigError
 

@@ -23,9 +23,9 @@ from megarl.architectures.vision_language import (
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.model_files import no_model
-from megarl.artifacts.robot_policy import PREPROCESSOR, ROBOT_POLICY, read_preprocessor
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.robots.artifacts.robot_policy import PREPROCESSOR, ROBOT_POLICY, read_preprocessor
 from megarl.system.compat import transformers
 from megarl.system.errors import ConfigError
 from megarl.system.processes import is_first_process
@@ -107,7 +107,7 @@ def _robot_policy(
 
     Small files next to config.json are a part of it. A model on the hub comes with weights only with `follow_files`.
     """
-    from megarl.models.vla.config import policy_config, read_policy_config
+    from megarl.robots.models.vla.config import policy_config, read_policy_config
 
     if model.path is None:
         return policy_config(raw, where)
@@ -285,7 +285,7 @@ def value_bias(hf: PretrainedConfig) -> bool:
 
 
 def vision_of(hf: PretrainedConfig) -> VisionShape | None:
-    """Return the vision part of a robot policy (`megarl.models.vla.config`); None for a language model."""
+    """Return the vision part of a robot policy (`megarl.robots.models.vla.config`); None for a language model."""
     policy = getattr(hf, "policy", None)
     if policy is None:
         return None

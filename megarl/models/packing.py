@@ -28,7 +28,7 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         open_from: place in each sequence from which on its tokens see all of the sequence, also what comes after them;
             those before it see what came before. Empty: no token sees what comes after it.
-        seen: what the policy sees: a `megarl.models.vla.vision.Seen`, or a `megarl.models.vlm.model.Images`.
+        seen: what the policy sees: a `megarl.robots.models.vla.vision.Seen`, or a `megarl.models.vlm.model.Images`.
     """
 
     lengths: tuple[int, ...] = ()

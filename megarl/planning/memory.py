@@ -19,7 +19,6 @@ from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.planning.activations import Activations, Needed, Passes
 from megarl.planning.assumptions import PlanAssumptions
-from megarl.planning.robot import call_columns, encoder_bytes, tower_bytes
 from megarl.planning.shards import (
     BYTES,
     MASTER_BYTES,
@@ -33,6 +32,7 @@ from megarl.planning.shards import (
 from megarl.planning.terms import Moment, Term, held, term
 from megarl.planning.vision import image_patches, patch_bytes, patch_tokens
 from megarl.planning.weight_sync import WeightSyncMemory, weights_travel
+from megarl.robots.planning import call_columns, encoder_bytes, tower_bytes
 from megarl.system.offload_schedule import (
     ACTOR,
     ALWAYS,

@@ -16,7 +16,7 @@ ones come out in any order and on any number of replicas.
 A synchronous step is `add` all and `finish`. Samples without an environment are then one call of
 `RolloutEngine.generate`, which shares the prefill of a prompt and spreads over threads and ranks. Else a sample has a
 slot of the generation from its beginning to its end, also while its environment works; other samples are generated
-meanwhile. Robots' episodes have a player of their own (megarl/rollout/robots/play.py), because their turns are chunks
+meanwhile. Robots' episodes have a player of their own (megarl/robots/rollout/play.py), because their turns are chunks
 of actions that one batched pass per step decodes from pictures, not tokens that follow a growing prompt.
 """
 

@@ -17,6 +17,7 @@ from megarl.dag.messages import CheckpointTag
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
+from megarl.robots.setup import check_same_statistics, statistics_file
 from megarl.runtime.early_stop import EarlyStop
 from megarl.runtime.files_read import FilesRead, changes_in_place, files_read
 from megarl.runtime.frozen_models import put_aside, take_up_reference
@@ -30,7 +31,6 @@ from megarl.runtime.resume_compatibility import (
     refuse_other_sampling,
     steps_held,
 )
-from megarl.runtime.robots import check_same_statistics, statistics_file
 from megarl.runtime.stages.rollout import generated_fields
 from megarl.runtime.validate import due, validates
 from megarl.system.errors import ConfigError, UserError, close_matches

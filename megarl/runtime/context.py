@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megarl.algorithms.kl import KLController
     from megarl.artifacts.facts import ModelFacts
     from megarl.data.batch import Batch
-    from megarl.runtime.episode_scores import EpisodeScores
+    from megarl.robots.scores import EpisodeScores
     from megarl.training.parallel import Layout
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.artifacts.checkpoint_files import INDEX, read_config, weight_files
-from megarl.artifacts.robot_policy import ROBOT_POLICY, projector_file
 from megarl.artifacts.run_folder import NEXT_REFERENCE, START_WEIGHTS, drop_start
 from megarl.artifacts.trained import steps_in
 from megarl.dag.messages import RunStart
@@ -28,6 +27,7 @@ from megarl.dag.stage import Role
 from megarl.models.lora import largest_up
 from megarl.models.weights import export_weights
 from megarl.models.weights.files import resolve_folder
+from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, projector_file
 from megarl.system.errors import ConfigError
 from megarl.system.offload_schedule import ACTOR, CRITIC
 from megarl.system.processes import write_atomically

@@ -22,10 +22,10 @@ from megarl.dag.executor import Executor
 from megarl.dag.messages import RunStart
 from megarl.dag.node import Role
 from megarl.dag.placement import place
+from megarl.robots.scores import EpisodeScores
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import FOLDER, CheckpointPolicy, Checkpoints, settling
 from megarl.runtime.cold_start import ColdStartCheckpoints
-from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import drop_refused_start, keep_run_start, record_base, record_frozen

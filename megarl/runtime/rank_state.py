@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megarl.data.prompts import PromptDataset
     from megarl.disaggregated.buffer.client import BufferClient
     from megarl.disaggregated.rollout_team import RemoteLoader
-    from megarl.rollout.robots.trials import Trials
+    from megarl.robots.rollout.trials import Trials
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
     from megarl.sync.updater import NullSync, WeightSync

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from megarl.config.training import OptimConfig
     from megarl.models.policy import PolicyModel
     from megarl.rewards.parts import Rewards
+    from megarl.robots.setup import Robots
     from megarl.rollout.embedded.inbox import PushedWeights
     from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
     from megarl.runtime.context import StepContext
     from megarl.runtime.episodes import Episodes
-    from megarl.runtime.robots import Robots
     from megarl.system.metrics import Metrics
     from megarl.training.engine import Divisor, LossFn, MegatronEngine, TeacherTargets
 

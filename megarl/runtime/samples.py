@@ -14,19 +14,19 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.fields import PATCHES
 from megarl.data.image_prompts import image_sets, pil_images
 from megarl.data.trajectory import Trajectory, trajectory_values
+from megarl.robots.rollout.episode import Episode, add_episodes
+from megarl.robots.rollout.play import EpisodeStart, PlayCounts
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator
-from megarl.rollout.robots.episode import Episode, add_episodes
-from megarl.rollout.robots.play import EpisodeStart, PlayCounts
 from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.robots.simulators.protocol import Recording
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import RolloutRole
-    from megarl.simulators.protocol import Recording
 
 
 # -- text ------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_la
 from megarl.models.weights import init_random, load_weights
 from megarl.rewards.parts import Rewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
+from megarl.robots.setup import Robots, open_robots, vla_layout
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import RolloutEngine, UnopenedEngine
@@ -39,7 +40,6 @@ from megarl.rollout.stop_strings import check_stop_strings
 from megarl.runtime.context import StepContext
 from megarl.runtime.episodes import Episodes, build_episodes
 from megarl.runtime.rank_state import RankState, TeamContext
-from megarl.runtime.robots import Robots, open_robots, vla_layout
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 from megarl.sync.updater import NullSync
 from megarl.system.comm import team_world
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from megarl.data.render import Split
     from megarl.data.sft import SFTDataset
     from megarl.models.policy import PolicyModel
-    from megarl.models.vla.cloning import CloningExamples
-    from megarl.rollout.robots.trials import Trials
+    from megarl.robots.models.vla.cloning import CloningExamples
+    from megarl.robots.rollout.trials import Trials
 
 Scored = Collection[str]
 SCORED: Scored = ("train", "val")

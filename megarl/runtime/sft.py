@@ -13,12 +13,12 @@ import torch
 
 from megarl.config.run import RunConfig, steps_of_epochs
 from megarl.data.announcement import NO_TOOLS
-from megarl.data.demonstration_sources import EXPERTS, find_demonstrations
-from megarl.data.demonstrations import write_demonstrations
 from megarl.data.loader import PromptLoader, rounds
 from megarl.data.sft import SFTDataset, open_examples
-from megarl.models.vla.cloning import CloningExamples
-from megarl.rollout.robots.experts import ExpertCounts, demonstrate
+from megarl.robots.data.demonstration_sources import EXPERTS, find_demonstrations
+from megarl.robots.data.demonstrations import write_demonstrations
+from megarl.robots.models.vla.cloning import CloningExamples
+from megarl.robots.rollout.experts import ExpertCounts, demonstrate
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, settling
 from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.export import export, show_export
@@ -33,8 +33,8 @@ from megarl.system.tracing import keep_beating, phase, set_step
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.data.render import Split
+    from megarl.robots.setup import Robots
     from megarl.runtime.rank_state import RankState
-    from megarl.runtime.robots import Robots
 
 
 def cold_start(c: RankState, examples: PromptLoader, checkpoints: ColdStartCheckpoints) -> None:

@@ -11,6 +11,7 @@ from megarl.data.loader import rounds
 from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
 from megarl.rewards.parts import with_model_scores
 from megarl.rewards.scoring import ERROR_KEY
+from megarl.robots.films import film_rows
 from megarl.runtime.recorder import VALIDATE, Recorder
 from megarl.runtime.roles import RewardModelRole
 from megarl.runtime.stages.kto import measure_examples
@@ -20,7 +21,6 @@ from megarl.runtime.stages.rollout import generate
 from megarl.system.errors import MegarlError
 from megarl.system.metrics import Metrics
 from megarl.system.tracing import phase
-from megarl.tracking.films import film_rows
 from megarl.tracking.sample_images import write_images
 
 if TYPE_CHECKING:

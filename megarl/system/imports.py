@@ -56,7 +56,9 @@ def source_file(reference: str) -> Path | None:
 #: Modules that components of users import, by their earlier names.
 _MOVED = {
     "megarl.errors": "megarl.system.errors",
+    "megarl.envs.robots": "megarl.robots.envs",
     "megarl.metrics": "megarl.system.metrics",
+    "megarl.simulators": "megarl.robots.simulators",
     "megarl.staleness": "megarl.dag.staleness",
     "megarl.tracing": "megarl.system.tracing",
 }

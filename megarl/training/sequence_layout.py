@@ -1,4 +1,5 @@
-"""The layout of samples as sequences of the model: text, or policy calls of a robot (megarl/training/vla_sequences.py).
+"""The layout of samples as sequences of the model: text, or policy calls of a robot
+(megarl/robots/models/vla/sequences.py).
 
 A layout makes rows of samples, one for each sequence, and packs rows end to end. It tells the engine which columns
 predict a token of the response, and what else the model needs.
@@ -16,8 +17,8 @@ from torch import Tensor
 from megarl.data.batch import Batch, Jagged
 
 if TYPE_CHECKING:
-    from megarl.models.vla.vision import Seen
     from megarl.models.vlm.model import Images
+    from megarl.robots.models.vla.vision import Seen
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from megarl.benchmarks import envs
 from megarl.system.errors import WorkerError
 
-LINE = f"{Path(__file__).resolve().parents[1] / 'simulators/line.py'}:Line"
+LINE = f"{Path(__file__).resolve().parents[1] / 'robots/simulators/line.py'}:Line"
 
 pytestmark = pytest.mark.procs
 

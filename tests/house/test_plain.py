@@ -10,7 +10,13 @@ from tests.house.sources import parse
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("megarl", "launchers", "recipes", "kernels", "benchmarks", "tools")
 #: Where messages of rewards, tools, environments and simulators are read: no exceptions.
-FOREIGN = ("megarl/rewards/", "megarl/envs/", "megarl/simulators/", "megarl/rollout/robots/")
+FOREIGN = (
+    "megarl/rewards/",
+    "megarl/envs/",
+    "megarl/robots/envs/",
+    "megarl/robots/simulators/",
+    "megarl/robots/rollout/",
+)
 #: Modules that read pickles or bytecode, or whose queues, pipes, pools and managers do.
 MODULES = {
     *("pickle", "_pickle", "cPickle", "pickletools", "cloudpickle", "dill", "marshal", "shelve", "joblib", "copyreg"),
@@ -33,7 +39,7 @@ ANY = re.compile(
 #: file: why it may.
 ALLOWED = {
     "launchers/ray.py": "actors of ours answer with numbers and addresses; what a user's code raises stays in them",
-    "megarl/artifacts/robot_policy.py": "a file of a published checkpoint, with weights_only: tensors by name",
+    "megarl/robots/artifacts/robot_policy.py": "a file of a published checkpoint, with weights_only: tensors by name",
     "megarl/disaggregated/buffer/client.py": "the buffer runs no user's code; samples are bytes with JSON inside",
     "megarl/data/wire.py": "how Ray copies a block of bytes: nothing is read",
     "megarl/sync/shared.py": "torch's functions for handles, which travel as JSON",

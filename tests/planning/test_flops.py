@@ -118,9 +118,9 @@ def test_the_work_of_a_robots_towers_is_that_of_their_products():
     from torch.utils.flop_counter import FlopCounterMode
 
     from megarl.architectures.vision import VisionShape
-    from megarl.models.vla.vision import Vision
     from megarl.planning.vision import picture_flops
-    from tests.models.vla.small import CONFIG
+    from megarl.robots.models.vla.vision import Vision
+    from tests.robots.models.vla.small import CONFIG
 
     shape = VisionShape.from_config(CONFIG, 32, "small")
     with FlopCounterMode(display=False) as counted, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):

@@ -6,7 +6,8 @@ import torch
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from tests.dist import single_process
-from tests.training import cases, test_vla_sequences
+from tests.robots.models.vla import test_sequences
+from tests.training import cases
 from tests.training.test_vlm_layouts import batch_for, engine_of
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0)
@@ -49,15 +50,15 @@ def test_frozen_parts_keep_every_bit_and_the_others_learn_as_before(freeze):
 
 
 def test_a_robots_policy_has_these_parts_too(tmp_path):
-    from tests.models.vla.small import save_small
+    from tests.robots.models.vla.small import save_small
 
     save_small(tmp_path)
-    samples = test_vla_sequences.episodes()
+    samples = test_sequences.episodes()
     found = []
     for freeze in ([], ["tower"]):
-        engine = test_vla_sequences.engine_of(tmp_path, optim=OPTIM, freeze=freeze)
+        engine = test_sequences.engine_of(tmp_path, optim=OPTIM, freeze=freeze)
         start = parameters(engine)
-        engine.train_step(samples, test_vla_sequences.loss)
+        engine.train_step(samples, test_sequences.loss)
         found.append(parameters(engine))
     assert_learns(engine, start, found[0], ["tower"])
 

@@ -15,7 +15,7 @@ from megarl.algorithms.needs import (
     loss_fields,
 )
 from megarl.data.fields import IMAGES
-from megarl.data.frames import FRAMES
+from megarl.robots.data.frames import FRAMES
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DIGESTS, GRIDS, PATCHES
-from megarl.data.frames import clip_fields, compared_fields
+from megarl.robots.data.frames import clip_fields, compared_fields
 from megarl.runtime.stages.needs import model_fields, part_fields
 from megarl.system.errors import ConfigError
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
-from megarl.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.data.versions import VERSION_FIELDS, token_versions
+from megarl.robots.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.runtime.stages.needs import call_fields, needed_fields
 from megarl.system.errors import MegarlError
 

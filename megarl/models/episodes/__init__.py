@@ -1,8 +1,0 @@
-"""Embeddings of robots' episodes, which scores of failures compare: one row of numbers for each episode."""
-
-from __future__ import annotations
-
-from megarl.config.embedding import EmbeddingSettings
-from megarl.models.episodes.base import EpisodeEmbedder, build_embedder
-
-__all__ = ["EmbeddingSettings", "EpisodeEmbedder", "build_embedder"]

@@ -1,0 +1,1 @@
+"""Files of robot policies, read without torch."""

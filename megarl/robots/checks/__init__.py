@@ -1,0 +1,1 @@
+"""Checks of robots' recipes before a start."""

@@ -1,0 +1,118 @@
+"""Checks of a robot policy's own files: the statistics of its actions, and the length of a policy call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.architectures.vision import VisionShape
+from megarl.artifacts.facts import facts_from_config, local_folder, raw_config
+from megarl.config.run import RunConfig
+from megarl.robots.artifacts.action_statistics import DatasetStatistics, choose_statistics
+from megarl.robots.artifacts.robot_policy import (
+    PREPROCESSOR,
+    no_statistics,
+    policy_statistics,
+    read_preprocessor,
+    refuse_other_state,
+)
+from megarl.robots.config import RobotConfig
+from megarl.robots.data.demonstration_sources import EXPERTS
+from megarl.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.checks.checklist import Checklist
+
+_LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
+
+
+def check_policy(config: RunConfig, checks: Checklist) -> None:
+    """Check the folder of a policy on this machine; a model that cannot be read is left to another check."""
+    checks = checks.of("robot")
+    robot, data = config.robot, None
+    assert robot is not None, "a recipe with the section `robot`"
+    with checks.recorded():
+        data = _check_statistics(config, robot)
+    try:
+        found = raw_config(config.model)
+        facts = None if found is None else facts_from_config(*found)
+    except ConfigError:
+        return
+    if found is None or facts is None or "text_config" not in found[0]:
+        return
+    with checks.recorded():
+        shape = VisionShape.from_config(found[0], facts.hidden, found[1])
+        _check_columns(robot, shape, facts.max_positions)
+        _check_pictures(config, shape)
+        if data is not None:
+            refuse_other_state(data, shape.state)
+
+
+def _check_pictures(config: RunConfig, shape: VisionShape) -> None:
+    """Check that the image normalisation of a checkpoint on this machine fits its vision towers."""
+    folder = None if config.model.path is None else local_folder(config.model.path)
+    preprocessor = None if folder is None else read_preprocessor(folder)
+    if folder is None or preprocessor is None:
+        return
+    from megarl.robots.data.pictures import policy_normalisation  # imports torch
+
+    policy_normalisation(preprocessor, len(shape.towers), shape.towers[0].image, str(folder / PREPROCESSOR))
+
+
+def _check_statistics(config: RunConfig, robot: RobotConfig) -> DatasetStatistics | None:
+    """Check the statistics beside the model: readable, with `robot.unnorm_key`, for actions of `robot.dim` numbers."""
+    path = config.model.path
+    if robot.statistics == "demonstrations":
+        _check_shown(config.sft.train_files or [], robot)
+        return None
+    folder = None if path is None else local_folder(path)
+    if folder is None:
+        return None
+    found = policy_statistics(folder, robot.bounds)
+    if found is None:
+        raise no_statistics(path)
+    data = choose_statistics(found[0], robot.unnorm_key, "robot.unnorm_key")
+    dim = data.action.dim
+    if dim != robot.dim:
+        raise ConfigError(
+            "the statistics are of actions of another size",
+            where="robot.dim",
+            found=robot.dim,
+            allowed=str(dim),
+            fix=f"set robot.dim={dim}, or choose other statistics (robot.unnorm_key)",
+        )
+    return data
+
+
+def _check_shown(files: list[str], robot: RobotConfig) -> None:
+    """Check that statistics of demonstrations have their files; experts' actions are in the simulator's own units."""
+    if not files or EXPERTS in files:
+        raise ConfigError(
+            "statistics of demonstrations, and not only files of them",
+            where="sft.train_files",
+            found=files,
+            allowed=f"folders and files of demonstrations, without {EXPERTS!r}",
+            fix="name them, also for a run that goes on, or set robot.statistics=model",
+        )
+    if robot.unnorm_key is not None:
+        raise ConfigError(
+            "statistics of demonstrations have no such key",
+            where="robot.unnorm_key",
+            found=robot.unnorm_key,
+            allowed="null with robot.statistics=demonstrations",
+            fix="remove it",
+        )
+
+
+def _check_columns(robot: RobotConfig, shape: VisionShape, limit: int) -> None:
+    """Check the length of a call with the shortest prompt; instructions are known once the simulator has started."""
+    pictures, actions = shape.patches * len(robot.cameras), robot.chunk * robot.dim
+    columns = _LEAST_PROMPT + pictures + bool(shape.state) + actions + (robot.family != "openvla")
+    if columns > limit:
+        raise ConfigError(
+            f"a policy call is longer than the model's max_position_embeddings = {limit}: {pictures} columns of "
+            f"pictures, {actions} of actions, and the prompt",
+            where="robot.chunk",
+            found=f"at least {columns} columns",
+            allowed=f"at most {limit}",
+            fix="lower robot.chunk, name fewer robot.cameras, or take a model of more positions",
+        )

@@ -1,0 +1,184 @@
+"""Checks of the section `robot`: settings that a policy acting in a simulator can be trained with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.progress import ProgressSettings
+from megarl.config.components import settings_at
+from megarl.config.rollout import SamplingConfig
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
+from megarl.data.sources import TEXT
+from megarl.robots.checks.policy import check_policy
+from megarl.robots.data.frames import SIMULATOR
+from megarl.robots.embedding_config import EmbeddingSettings
+from megarl.robots.envs.settings import SimulatorSettings
+
+if TYPE_CHECKING:
+    from megarl.checks.checklist import Checklist
+
+#: Losses with one term per token, independent of the token's sequence.
+TOKEN_LOSSES = ("ppo", "cispo", "dro", "gpg", "pg_is", "sapo")
+
+
+def check_robot(config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool = False) -> None:
+    """Check a recipe with the section `robot`, or simulator data without it. `starts`: the run starts here."""
+    checks = checks.of("robot")
+    data = config.data
+    wanted = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    if config.robot is None:
+        for key, sources in wanted.items():
+            if SIMULATOR in sources:
+                checks.fail(
+                    "robot",
+                    f"{key} asks for start states of a simulator, and no simulator is named",
+                    found="null",
+                    allowed="the section `robot`",
+                    fix="name it in robot.simulator, or name files",
+                )
+        return
+    before = len(checks.items)
+    _check_settings(config, checks)
+    _check_interpreter(config, checks, starts)
+    _check_surroundings(config, placement, checks)
+    check_policy(config, checks)
+    for key, sources in wanted.items():
+        if sources not in ([SIMULATOR], []) or (key == "data.train_files" and not sources):
+            checks.fail(
+                key,
+                "the rows of a robot's run are start states of its simulator",
+                found=sources,
+                allowed=f"[{SIMULATOR}]",
+                fix=(
+                    "leave --prompt out; `megarl eval` plays held-out start states"
+                    if any(source.startswith(TEXT) for source in sources)
+                    else f"set {key}=[{SIMULATOR}]"
+                ),
+            )
+    if config.sft.steps and SIMULATOR in (config.sft.train_files or [SIMULATOR]):
+        checks.fail(
+            "sft.train_files",
+            "a robot's policy learns from demonstrations before it learns by itself",
+            found=config.sft.train_files or "null",
+            allowed="[experts], folders of demonstrations, or TASK=FILE.hdf5",
+            fix="set sft.train_files=[experts], or sft.steps=0",
+        )
+    if not any(check.status == "fail" for check in checks.items[before:]):
+        robot = config.robot
+        checks.ok(f"{robot.simulator['name']}, {robot.chunk} actions of {robot.dim} numbers in a policy call")
+
+
+def _check_settings(config: RunConfig, checks: Checklist) -> None:
+    """Check the keys of the simulator and of scores."""
+    robot = config.robot
+    assert robot is not None
+    if not robot.cameras:
+        fix = "name those that the policy was trained with, in their order"
+        checks.fail("robot.cameras", "the policy sees nothing", found=[], allowed="cameras", fix=fix)
+    for where, own, model in (
+        ("robot.simulator", robot.simulator, SimulatorSettings),
+        ("robot.reward.srpo", robot.reward.srpo, ProgressSettings),
+        ("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings),
+    ):
+        with checks.recorded():
+            settings = settings_at(where, own, model)
+            if isinstance(settings, SimulatorSettings | EmbeddingSettings):
+                settings.check(where)
+            if isinstance(settings, SimulatorSettings):
+                _check_deadlines(config, settings, checks)
+    bank, name = robot.reward.srpo.get("bank"), robot.reward.embedding.get("name")
+    if robot.reward.name == "progress" and bank and name == "own":
+        checks.fail(
+            "robot.reward.srpo.bank",
+            "an encoder that learns makes other embeddings in each step, and kept ones cannot be compared with them",
+            found=bank,
+            allowed="0 with the embedding `own`",
+            fix="set robot.reward.srpo.bank=0, or another robot.reward.embedding.name",
+        )
+
+
+def _check_interpreter(config: RunConfig, checks: Checklist, starts: bool) -> None:
+    """Check the simulator's interpreter, which may be on another machine."""
+    assert config.robot is not None
+    python, key = config.robot.simulator.get("python"), "robot.simulator.python"
+    if not isinstance(python, str) or shutil.which(os.path.expanduser(python)):
+        return
+    what = "there is no such interpreter here"
+    fix = "make the simulator's environment (docs/embodied.md), and name its bin/python"
+    if starts:
+        checks.fail(key, what, found=python, allowed="a program that may be run", fix=fix)
+    else:
+        checks.skip(f"{key}: {python} is not here; it is looked for where the run starts")
+
+
+def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Checklist) -> None:
+    """Check the simulator's deadline: while one rank waits for it, the others wait, up to `cluster.timeout_s`."""
+    limit = config.cluster.timeout_s
+    for name in ("construct_s", "answer_s") if config.cluster.nproc > 1 else ():
+        waits = getattr(settings, name) * (settings.retries + 1)
+        if waits > limit:
+            checks.fail(
+                f"robot.simulator.{name}",
+                f"the other processes give up after cluster.timeout_s = {limit:g} s, before the simulators do",
+                found=f"{getattr(settings, name):g}, and {settings.retries} retries",
+                allowed=f"at most {limit / (settings.retries + 1):g}",
+                fix=f"set cluster.timeout_s={2 * waits:g}, or a lower robot.simulator.{name}",
+            )
+
+
+def _check_surroundings(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
+    """Refuse settings that a robot's policy cannot be combined with, each with its reason."""
+    rollout, loss = config.rollout, config.algorithm.loss.name
+    team = None if placement is None else placement.of_role(Role.ROLLOUT)
+    apart = team is not None and placement is not None and team != placement.of_role(Role.ACTOR)
+    parallel = config.actor.parallel
+    refused: list[tuple[bool, str, str, object, object]] = [
+        (
+            config.algorithm.pipeline in ("grpo", "ppo", "dapo"),
+            "algorithm.pipeline",
+            "its nodes score texts, and a robot's policy is scored by its episodes",
+            config.algorithm.pipeline,
+            "srpo",
+        ),
+        (rollout.engine != "embedded", "rollout.engine", "servers write texts", rollout.engine, "embedded"),
+        (
+            rollout.stale_steps > 0,
+            "rollout.stale_steps",
+            "a robot's policy acts with the trainer's own weights",
+            rollout.stale_steps,
+            0,
+        ),
+        (apart, "placement", "a robot's policy acts with the trainer's own weights", "a team of its own", "null"),
+        (config.has_turns, "env.name", "a robot's environment is its simulator", config.env.get("name"), "single_turn"),
+        (parallel.cp > 1, "actor.parallel.cp", "the tokens of a policy call see all of it", parallel.cp, 1),
+        (
+            loss not in TOKEN_LOSSES,
+            "algorithm.loss.name",
+            "it takes whole responses, and episodes go through the model call by call",
+            loss,
+            ", ".join(TOKEN_LOSSES),
+        ),
+        (
+            config.algorithm.advantage.name in ("gae", "remax"),
+            "algorithm.advantage.name",
+            "there is no critic, and no greedy episode, to compare with",
+            config.algorithm.advantage.name,
+            "an estimator of groups",
+        ),
+    ]
+    plain = SamplingConfig()
+    for section, sampling in (("rollout", rollout.sampling), ("validation", config.validation.sampling)):
+        for name in ("top_p", "top_k", "min_p", "min_new_tokens", "stop_token_ids", "stop"):
+            kept = getattr(plain, name)
+            value = kept if getattr(sampling, name) is None else getattr(sampling, name)
+            why = "an action is as many tokens as it has numbers, sampled from all of their values"
+            refused.append((value != kept, f"{section}.sampling.{name}", why, value, kept))
+    for wrong, key, why, found, allowed in refused:
+        if wrong:
+            what = f"a recipe with the section `robot` cannot have this: {why}"
+            fix = f"set {key}={str(allowed).partition(',')[0]}"
+            checks.fail(key, what, found=found, allowed=allowed, fix=fix)

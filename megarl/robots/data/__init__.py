@@ -1,0 +1,1 @@
+"""Pictures and demonstrations of robots."""

@@ -1,0 +1,95 @@
+"""The sources of demonstrations that `sft.train_files` of a robot's recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from megarl.robots.data.demonstrations import LIBERO_CAMERAS, OpenDemonstration, open_demonstrations, open_libero
+from megarl.robots.data.lerobot import cameras_of, is_lerobot, open_lerobot
+from megarl.robots.simulators.protocol import TaskSpec
+from megarl.system.errors import ConfigError, DataError, choose, close_matches
+
+#: The entry that replaces files where scripted experts show the tasks.
+EXPERTS = "experts"
+HDF5 = (".hdf5", ".h5")
+
+
+def find_demonstrations(
+    sources: Iterable[str],
+    tasks: Mapping[str, TaskSpec],
+    cameras: Mapping[str, str] | None = None,
+) -> list[OpenDemonstration]:
+    """Return the demonstrations of all sources, in order, those of other tasks left out.
+
+    Args:
+        sources: a folder that `write_demonstrations` made; a data set of LeRobot, by itself or as TASK=FOLDER; or
+            TASK=FILE.hdf5, one of LIBERO's files.
+        tasks: that a policy is to learn, by name.
+        cameras: LeRobot's names of cameras by those of the tasks, where they differ.
+
+    Raises:
+        ConfigError: a source is none of these, or names no task or no camera.
+        DataError: a file is damaged, or its actions, states or cameras are not the task's, or a source shows none of
+            the tasks.
+    """
+    found: list[OpenDemonstration] = []
+    for place, source in enumerate(sources):
+        key = f"sft.train_files[{place}]"
+        fitting = [_fitting(one, tasks[one.task]) for one in _opened(source, tasks, cameras or {}, key)]
+        if not fitting:
+            raise DataError("no demonstration of any of the tasks", where=key, found=source, allowed=tasks)
+        found += fitting
+    return found
+
+
+def _opened(
+    source: str, tasks: Mapping[str, TaskSpec], cameras: Mapping[str, str], key: str
+) -> Iterable[OpenDemonstration]:
+    folder = Path(source).expanduser().is_dir()  # whose name may have `=` in it
+    named, equals, file = (source, "", "") if folder else source.partition("=")
+    task = named if equals else None
+    path = Path(file if equals else source).expanduser()
+    if equals and path.suffix in HDF5:
+        spec = choose(tasks, named, "there is no such task", where=key)
+        return open_libero(path, named, cameras=_libero_cameras(spec, key))
+    if path.is_dir() and is_lerobot(path):
+        chosen = tasks if task is None else {task: choose(tasks, task, "there is no such task", where=key)}
+        spec = next(iter(chosen.values()))
+        seen = cameras_of(list(spec.cameras), cameras, "robot.recorded_cameras")
+        return open_lerobot(path, {name: one.instruction for name, one in chosen.items()}, seen, task)
+    if path.is_dir() and not equals:
+        return open_demonstrations(path, tasks)
+    raise _no_source(source, key)
+
+
+def _libero_cameras(spec: TaskSpec, where: str) -> list[str]:
+    for camera in spec.cameras:
+        choose(LIBERO_CAMERAS, camera, f"LIBERO's files have no pictures of this camera of {spec.name}", where=where)
+    return list(spec.cameras)
+
+
+def _no_source(source: str, where: str) -> ConfigError:
+    path = Path(source.rpartition("=")[2]).expanduser()
+    fix = f"write TASK={source}: the file does not know its task" if path.suffix in HDF5 and "=" not in source else None
+    what = "these are no demonstrations" if path.exists() else "no such demonstrations"
+    near = close_matches(source, [EXPERTS])
+    if near:
+        fix = f"did you mean {near[0]!r}?"
+    allowed = f"{EXPERTS}, a folder of demonstrations (also LeRobot's), or TASK=FILE{HDF5[0]} (LIBERO)"
+    return ConfigError(what, where=where, found=source, allowed=allowed, fix=fix)
+
+
+def _fitting(one: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
+    """Refuse a demonstration that is of another robot than its task."""
+    found = {"numbers of an action": one.actions.shape[1], "numbers of a state": one.states.shape[1]}
+    wanted = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
+    if found != wanted:
+        raise DataError(
+            f"this demonstration does not fit {spec.name}", where=one.where, found=found, allowed=f"{wanted}"
+        )
+    missing = [camera for camera in spec.cameras if camera not in one.cameras]
+    if missing:
+        what = f"this demonstration has no pictures of the camera {missing[0]!r} of {spec.name}"
+        raise DataError(what, where=one.where, found=list(one.cameras), allowed=spec.cameras)
+    return one

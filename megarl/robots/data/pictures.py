@@ -1,0 +1,262 @@
+"""Camera frames -> what a model was trained to see: uint8 in, uint8 or normalised numbers out, on any device.
+
+    frames uint8 [..., H, W, 3]     as the simulator rendered them
+      | PicturePipeline             turned, sent through JPEG, resized, cropped
+    pictures uint8 [..., S, S, 3]   what is kept of an episode: the same bytes for acting and for training
+      | Normalisation               one for each vision tower, their channels one after another
+    pixels [..., 3 * towers, S, S]
+
+OpenVLA-OFT's evaluation and both systems that train it by reinforcement do the first part in TensorFlow; here it is
+tensors only. Against TensorFlow 2 on a CPU, `through_jpeg` gives the same bytes, and a whole pipeline differs by at
+most one level of 255 in less than 1 of 10,000 numbers: where a sum of float32 ends near half a level, the order of its
+terms decides. The same is to be expected between devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.robots.data.jpeg import through_jpeg
+from megarl.robots.data.resampling import KERNELS, crop_centre, resize
+from megarl.system.errors import ConfigError, DataError, choose
+
+#: Frames that are worked on at a time: on CPUs as many as stay in their caches.
+_AT_A_TIME = {"cpu": 4}
+
+
+@dataclass(frozen=True)
+class PicturePipeline:
+    """The steps for a frame between the camera and the normalisation, in this order.
+
+    Attributes:
+        size: height and width of the result.
+        rotate: turn by 180 degrees; LIBERO renders upside down, and its demonstrations were turned.
+        jpeg: quality of a JPEG file that the frame goes through, at its rendered size; None: it goes through none.
+            The demonstrations of published checkpoints were stored so, and their evaluation does it too.
+        resize: filter by which the frame becomes `size` x `size`, whatever its shape; None: it is not resized here.
+        crop: share of the area that is kept, around the centre, and enlarged to `size`; None: all. A checkpoint that
+            was trained with random crops is evaluated with the central one.
+    """
+
+    size: int
+    rotate: bool = False
+    jpeg: int | None = None
+    resize: str | None = None
+    crop: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise ConfigError("a picture has at least 2 x 2 pixels", where="size", found=self.size)
+        if self.resize is not None:
+            choose(KERNELS, self.resize, "there is no such filter", where="resize")
+        if self.crop is not None and not 0 < self.crop <= 1:
+            raise ConfigError("no share of an area", where="crop", found=self.crop, allowed="above 0, up to 1")
+        if self.jpeg is not None and not 1 <= self.jpeg <= 100:
+            raise ConfigError("no quality of a JPEG file", where="jpeg", found=self.jpeg, allowed="1 to 100")
+
+    def __call__(self, frames: Tensor) -> Tensor:
+        """Return the frames of one shape, uint8 [..., H, W, 3], as pictures, uint8 [..., size, size, 3].
+
+        Raises:
+            DataError: another shape or kind of numbers, or frames of another size that nothing here resizes.
+        """
+        _check(frames)
+        height, width = frames.shape[-3:-1]
+        if self.resize is None and self.crop is None and (height, width) != (self.size, self.size):
+            raise DataError(
+                "nothing resizes these frames",
+                where="frames",
+                found=f"{height} x {width}",
+                allowed=f"{self.size} x {self.size}",
+                fix="set `resize` or `crop` of the pipeline, or render at this size",
+            )
+        return _by_parts(frames, self._one_part, (self.size, self.size, 3))
+
+    def _one_part(self, frames: Tensor) -> Tensor:
+        if self.rotate:
+            frames = frames.flip(1, 2)
+        if self.jpeg is not None:
+            frames = through_jpeg(frames, self.jpeg)
+        if self.resize is not None and tuple(frames.shape[1:3]) != (self.size, self.size):
+            frames = _levels(resize(frames.float(), self.size, self.size, self.resize))
+        if self.crop is not None:
+            # TensorFlow's way from levels to shares and back: 255.5, and what follows the point is cut off.
+            shares = crop_centre(frames.float() * float(np.float32(1 / 255)), self.crop, self.size)
+            frames = (shares.clamp(0, 1) * 255.5).to(torch.uint8)
+        return frames
+
+
+#: By name. `libero` and `aloha`: evaluation of OpenVLA-OFT. `robotwin`: SimpleVLA-RL, which crops the camera's own
+#: shape without a resize before. `plain`: nothing to reproduce, a filtered resize.
+PIPELINES = {
+    "libero": PicturePipeline(224, rotate=True, jpeg=95, resize="lanczos3", crop=0.9),
+    "aloha": PicturePipeline(224, jpeg=95, resize="lanczos3", crop=0.9),
+    "robotwin": PicturePipeline(224, crop=0.9),
+    "plain": PicturePipeline(224, resize="bilinear"),
+}
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """The step from pictures to pixels of one or more vision towers: (level / 255 - mean) / deviation, per channel.
+
+    Attributes:
+        means: means of red, green and blue, for each tower.
+        deviations: likewise.
+    """
+
+    means: tuple[tuple[float, ...], ...]
+    deviations: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of_checkpoint(cls, config: Mapping[str, Any], where: str) -> Normalisation:
+        """Read `means` and `stds` from the content `config` of a checkpoint's preprocessor_config.json.
+
+        They are worth reading: OpenVLA's are rounded to bfloat16 (0.484375 for 0.485).
+
+        Raises:
+            ConfigError: one of them is missing, or they are no finite triples, deviations above 0; `where` is named.
+        """
+        try:
+            parts = [tuple(tuple(float(x) for x in tower) for tower in config[key]) for key in ("means", "stds")]
+        except (ValueError, KeyError, TypeError) as problem:
+            raise ConfigError(
+                f"no normalisation of pictures can be read ({type(problem).__name__}: {problem})",
+                where=where,
+                allowed="`means` and `stds`: for each vision tower three numbers",
+            ) from None
+        if {len(tower) for part in parts for tower in part} != {3} or len(parts[0]) != len(parts[1]):
+            raise ConfigError("`means` and `stds` are not three numbers for each tower", where=where, found=parts)
+        means, deviations = ([number for tower in part for number in tower] for part in parts)
+        if not all(map(math.isfinite, means + deviations)) or min(deviations) <= 0:
+            raise ConfigError(
+                "numbers that pixels cannot be normalised with",
+                where=where,
+                found=parts,
+                allowed="finite numbers, `stds` above 0",
+            )
+        return cls(*parts)
+
+    def __call__(self, pictures: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return uint8 [..., H, W, 3] -> `dtype` [..., 3 * towers, H, W]; counted in float32."""
+        _check(pictures)
+        values = (pictures.movedim(-1, -3).float() / 255).unsqueeze(-4)
+        means, deviations = (
+            torch.tensor(part, device=pictures.device)[..., None, None] for part in (self.means, self.deviations)
+        )
+        return ((values - means) / deviations).flatten(-4, -3).to(dtype)
+
+
+IMAGENET = Normalisation(((0.485, 0.456, 0.406),), ((0.229, 0.224, 0.225),))
+SIGLIP = Normalisation(((0.5, 0.5, 0.5),), ((0.5, 0.5, 0.5),))
+#: The two towers of OpenVLA: DINOv2's channels, then SigLIP's.
+DINO_SIGLIP = Normalisation(IMAGENET.means + SIGLIP.means, IMAGENET.deviations + SIGLIP.deviations)
+#: By the number of towers that a policy has.
+_OF_TOWERS = {1: SIGLIP, 2: DINO_SIGLIP}
+
+
+def policy_normalisation(
+    preprocessor: Mapping[str, Any] | None, towers: int, side: int, where: str = "preprocessor_config.json"
+) -> Normalisation:
+    """Return the normalisation of a robot policy's pictures.
+
+    Args:
+        preprocessor: content of its preprocessor_config.json; None: it has none, and gets the usual numbers.
+        side: side of their pictures, in pixels.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: the file is of other towers, or pictures of another size.
+    """
+    if preprocessor is None:
+        return _OF_TOWERS[towers]
+    found = Normalisation.of_checkpoint(preprocessor, where)
+    sizes = preprocessor.get("input_sizes")
+    wanted = [[3, side, side]] * towers
+    if len(found.means) != towers or (sizes is not None and [list(size) for size in sizes] != wanted):
+        raise ConfigError(
+            "the pictures of this file are not those of the model's vision towers",
+            where=where,
+            found={"means": found.means, "input_sizes": sizes},
+            allowed={"means": f"of {towers} towers", "input_sizes": wanted},
+            fix="take config.json and preprocessor_config.json of one checkpoint",
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class VideoPipeline:
+    """The step from frames of an episode to the clip that a video encoder reads. The defaults are V-JEPA 2's at 384
+    pixels.
+
+    Attributes:
+        frames: length of the clip.
+        size: height and width; frames are resized until their shorter side is 256/224 of it, and cropped.
+        filter: filter of resizing. V-JEPA 2's own transforms, its class in transformers and SRPO's are bilinear.
+    """
+
+    frames: int = 64
+    size: int = 384
+    filter: str = "bilinear"
+    normalisation: Normalisation = IMAGENET
+
+    def choose(self, count: int) -> list[int]:
+        """Return the frames of `count` that are in the clip: evenly spread with both ends, or all of them again and
+        again.
+
+        >>> VideoPipeline(frames=4).choose(8), VideoPipeline(frames=4).choose(3)
+        ([0, 2, 4, 7], [0, 1, 2, 0])
+        """
+        if count < 1:
+            raise DataError("an episode without frames has no clip", where="frames", found=count)
+        if count < self.frames:
+            return [number % count for number in range(self.frames)]
+        return [int(place) for place in np.linspace(0, count - 1, self.frames, dtype=np.int64)]
+
+    def __call__(self, frames: Tensor) -> Tensor:
+        """Return all frames of an episode, uint8 [T, H, W, 3], as float32 [frames, 3, size, size]."""
+        _check(frames)
+        height, width = frames.shape[1:3]
+        short = self.size * 256 // 224
+        larger = (short * height // min(height, width), short * width // min(height, width))
+        top, left = (round((side - self.size) / 2) for side in larger)
+
+        def enlarged(part: Tensor) -> Tensor:
+            return _levels(resize(part.float(), *larger, self.filter))[
+                :, top : top + self.size, left : left + self.size
+            ]
+
+        chosen = frames[self.choose(len(frames))]
+        return self.normalisation(_by_parts(chosen, enlarged, (self.size, self.size, 3)))
+
+
+def _levels(values: Tensor) -> Tensor:
+    """Return float32 levels as uint8, rounded half to even."""
+    return values.round().clamp_(0, 255).to(torch.uint8)
+
+
+def _by_parts(frames: Tensor, work: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> Tensor:
+    """Return `work` on frames [..., H, W, 3], a few at a time, as uint8 [..., *shape]."""
+    flat = frames.reshape(-1, *frames.shape[-3:])
+    result = torch.empty(len(flat), *shape, dtype=torch.uint8, device=frames.device)
+    step = _AT_A_TIME.get(frames.device.type, 256)
+    for start in range(0, len(flat), step):
+        result[start : start + step] = work(flat[start : start + step])
+    return result.view(*frames.shape[:-3], *shape)
+
+
+def _check(frames: Tensor) -> None:
+    if frames.dtype != torch.uint8 or frames.dim() < 3 or frames.shape[-1] != 3:
+        raise DataError(
+            "these are no frames",
+            where="frames",
+            found=f"{frames.dtype} {list(frames.shape)}",
+            allowed="uint8 [..., height, width, 3]",
+        )

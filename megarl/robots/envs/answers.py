@@ -1,0 +1,86 @@
+"""The answers of a pool's slot, and the pool's counters."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.robots.simulators.protocol import Numbers, Observation, Outcome
+from megarl.system.credentials import mask
+from megarl.system.errors import MegarlError
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The action of a scripted expert. `action`: float32 [D]; None: the simulator has no expert."""
+
+    action: Numbers | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An episode that cannot be scored. Its process has been replaced; the slot is free.
+
+    Attributes:
+        kind: `crash`, the process died; `hang`, no answer in time; `raised`, the simulator raised an error; `state`,
+            numbers that are not finite; `frames`, pictures that do not fit the task; `differs`, the replay with the
+            same actions gave another episode.
+        text: what happened, in one clause.
+        task, trial: of the episode.
+        chunks: policy calls that had been answered.
+        output: last lines of the process.
+    """
+
+    kind: str
+    text: str
+    task: str
+    trial: int
+    chunks: int
+    output: str
+
+
+#: An observation begins an episode, an outcome answers a chunk of actions.
+Answer = Observation | Outcome | Advice | Failure
+
+
+@dataclass
+class PoolCounts:
+    """The counters of a pool since its creation.
+
+    Attributes:
+        constructions: number of constructed simulators, by task.
+        failures: of processes, by kind, whether or not the episode could be replayed.
+        resets, chunks, steps: resets, policy calls and environment steps, including those of replayed episodes.
+        seconds: of all processes: `construct`, `reset`, `step`, and the parts that a simulator reports, `physics` and
+            `render`.
+    """
+
+    constructions: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    resets: int = 0
+    chunks: int = 0
+    steps: int = 0
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class SimulatorError(MegarlError):
+    """No simulator works. The message names the simulator, the last episode, and the output of the process.
+
+    Args:
+        simulator: its name.
+        python: its interpreter.
+        what: the problem, in one clause.
+        lines: known facts, as pairs of a name and a text.
+        output: last lines of the process.
+        fix: a remedy.
+    """
+
+    def __init__(
+        self, simulator: str, python: str, what: str, lines: Sequence[tuple[str, str]], output: str, fix: str
+    ) -> None:
+        shown = [f"simulator {simulator!r} in {python}: {what}"]
+        shown += [f"  {f'{name}:':<8} {text}" for name, text in lines]
+        if output:
+            shown += ["  its last lines:", *(f"    {line}" for line in output.splitlines())]
+        super().__init__(mask("\n".join([*shown, f"  {'fix:':<8} {fix}"])))

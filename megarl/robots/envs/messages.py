@@ -1,0 +1,126 @@
+"""Validation of a simulator process's answers, field by field: it runs code that is not the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.robots.simulators.protocol import TaskSpec
+from megarl.system.plain import Malformed, flag, number, short, text, whole
+
+_NAME, _TEXT = 1000, 4000  # characters
+_TASKS, _PARTS, _CAMERAS = 100_000, 64, 64
+_PIXELS = 1 << 14  # a side of a picture
+_COUNT = range(1 << 31)
+_SUM = range(1 << 32)
+#: Kinds of refusals, `settings` of the first answer only.
+_REFUSALS = ("raised", "state", "frames")
+
+
+def check_answer(
+    expected: str, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], task: TaskSpec | None, actions: int
+) -> None:
+    """Refuse an invalid answer to a call.
+
+    Args:
+        expected: the kind of answer: open, construct, reset, step or expert.
+        header, arrays: of its message.
+        task: of the episode; None: there is none.
+        actions: those of the chunk, for a step.
+
+    Raises:
+        Malformed: the answer is invalid.
+    """
+    if "error" in header:
+        _check_refusal(expected, header)
+        return
+    if header.get("call") != expected:
+        raise Malformed(f"an answer {short(header.get('call'))} where {expected} was due")
+    if expected == "open":
+        _check_tasks(header.get("tasks"))
+    elif expected == "construct":
+        flag(header.get("fresh"), "an answer of which `fresh` is")
+        _texts(header.get("kept"), "the names of tasks")
+    if expected in ("construct", "reset", "step"):
+        number(header.get("seconds"), "seconds")
+    if expected in ("reset", "step"):
+        whole(header.get("sum"), _SUM, "a checksum")
+        _check_array(arrays.get("state"), "state", None if task is None else task.state_dim)
+    if expected == "reset":
+        text(header.get("instruction"), _TEXT, "an instruction")
+    if expected == "step":
+        _check_step(header, actions)
+    if expected == "expert" and "action" in arrays:
+        _check_array(arrays["action"], "action", None if task is None else task.action_dim)
+
+
+def _check_refusal(expected: str, header: Mapping[str, Any]) -> None:
+    allowed = ("settings", *_REFUSALS) if expected == "open" else _REFUSALS
+    if header["error"] not in allowed:
+        raise Malformed(f"a refusal {short(header['error'])}; allowed: {', '.join(allowed)}")
+    text(header.get("text"), _TEXT, "the text of a refusal")
+    if header["error"] == "settings":
+        text(header.get("key"), _NAME, "the key of a refusal")
+        if "found" not in header:
+            raise Malformed("a refusal of a setting without what was found")
+        if isinstance(header.get("allowed"), list):
+            _texts(header["allowed"], "the names of settings")
+
+
+def _check_step(header: Mapping[str, Any], actions: int) -> None:
+    whole(header.get("executed"), range(1, actions + 1), "the number of actions executed")
+    success, over = (flag(header.get(name), f"an answer of which `{name}` is") for name in ("success", "over"))
+    if success and not over:
+        raise Malformed("an episode with success that is not over")
+    if header.get("progress", 0) is not None:
+        number(header.get("progress"), "the progress")
+    parts = header.get("parts")
+    if not isinstance(parts, dict) or len(parts) > _PARTS:
+        raise Malformed(f"parts of the time {short(parts)}")
+    for name, seconds in parts.items():
+        text(name, _NAME, "the name of a part of the time")
+        number(seconds, f"the part {short(name)} of the time")
+
+
+def _check_tasks(tasks: Any) -> None:
+    if not isinstance(tasks, list) or len(tasks) > _TASKS:
+        raise Malformed(f"tasks {short(tasks)}")
+    fields = set(TaskSpec.__dataclass_fields__)
+    for task in tasks:
+        if not isinstance(task, dict) or set(task) != fields:
+            raise Malformed(f"a task {short(task)} whose fields are not {', '.join(sorted(fields))}")
+        text(task["name"], _NAME, "the name of a task")
+        text(task["instruction"], _TEXT, "an instruction")
+        for name in ("trials", "max_steps", "action_dim", "state_dim"):
+            whole(task[name], _COUNT, f"a task whose {name} is")
+        whole(task["evaluation"], range(task["trials"] + 1), "a task whose evaluation is")
+        _check_cameras(task["cameras"])
+
+
+def _check_cameras(cameras: Any) -> None:
+    if not isinstance(cameras, dict) or len(cameras) > _CAMERAS:
+        raise Malformed(f"cameras {short(cameras)}")
+    for camera, size in cameras.items():
+        text(camera, _NAME, "the name of a camera")
+        if not isinstance(size, list) or len(size) != 2:
+            raise Malformed(f"a camera's picture of the size {short(size)}")
+        for side in size:
+            whole(side, range(1, _PIXELS + 1), "a side of a camera's picture")
+
+
+def _check_array(array: NDArray[Any] | None, name: str, size: int | None) -> None:
+    if array is None or array.dtype != np.float32 or array.ndim != 1 or size not in (None, len(array)):
+        shown = "none" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise Malformed(f"an array {name!r} that is {shown}; allowed: float32 [{'D' if size is None else size}]")
+    if not np.isfinite(array).all():
+        raise Malformed(f"an array {name!r} with numbers that are not finite")
+
+
+def _texts(value: Any, what: str) -> None:
+    if not isinstance(value, list) or len(value) > _TASKS:
+        raise Malformed(f"{what} {short(value)}; allowed: a list of texts")
+    for item in value:
+        text(item, _NAME, what)

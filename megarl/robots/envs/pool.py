@@ -1,0 +1,407 @@
+"""A pool of simulators' processes: one slot plays one episode at a time, and all slots at the same time.
+
+    begin(slot, task, trial)     an episode            -> Observation
+    act(slot, actions)           one policy call       -> Outcome
+    expert(slot)                 a scripted expert     -> Advice
+    answers(wait_s)              ready answers by slot: these, or a Failure in their place
+
+A process that dies, hangs, or sends an invalid answer is replaced. Its episode is replayed from the start with its
+recorded actions, up to `retries` times, and must give the same answers: then the caller notices nothing. Otherwise the
+slot answers with a Failure, and the episode is discarded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import select
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.robots.envs.answers import Advice, Answer, Failure, PoolCounts, SimulatorError
+from megarl.robots.envs.messages import check_answer
+from megarl.robots.envs.process import SimulatorProcess
+from megarl.robots.envs.settings import SimulatorSettings
+from megarl.robots.simulators.protocol import Numbers, Observation, Outcome, Recording, TaskSpec
+from megarl.robots.simulators.wire import spec_of
+from megarl.system.errors import ConfigError, close_matches, count
+from megarl.system.plain import Malformed
+from megarl.system.processes import how_it_ended
+from megarl.system.tracing import beat
+
+_BEAT_S = 1.0
+_EXIT_S = 2.0  # for processes that are asked to end
+
+
+@dataclass
+class _Episode:
+    """The episode that a slot plays.
+
+    Attributes:
+        chunks: the actions of all policy calls so far.
+        sums: checksums of the answers so far: to the reset, and to policy calls.
+        record: the recording of a clip; None: no clip.
+        advice: the expert's action is requested.
+        failures: number of processes that failed in it.
+    """
+
+    task: str
+    trial: int
+    chunks: list[Numbers] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
+    record: Recording | None = None
+    advice: bool = False
+    failures: int = 0
+
+    @property
+    def owed(self) -> bool:
+        """Whether an answer is pending."""
+        return self.advice or len(self.sums) <= len(self.chunks)
+
+
+@dataclass
+class _Slot:
+    """One process of the pool.
+
+    Attributes:
+        played: answers that this process gave in this episode; fewer than the slot gave while it replays.
+        kept: tasks with a constructed simulator.
+        failures: of its processes since the last finished or dropped episode.
+        used: whether it has played.
+    """
+
+    process: SimulatorProcess
+    episode: _Episode | None = None
+    played: int = 0
+    kept: list[str] = field(default_factory=list)
+    failures: int = 0
+    used: bool = False
+
+    @property
+    def owed(self) -> bool:
+        return self.episode is not None and self.episode.owed
+
+
+class SimulatorPool:
+    """A pool of processes of one simulator.
+
+    Args:
+        settings: the simulator, and the number of processes.
+        where: the place of `settings` in the recipe, for messages.
+        cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: it has none.
+
+    Attributes:
+        settings: as given.
+        tasks: available tasks, by name.
+        counts: counters so far.
+
+    Raises:
+        ConfigError: an unknown simulator, interpreter, task or setting, or an invalid value.
+        SimulatorError: the simulator's module does not import, or does not list its tasks.
+    """
+
+    def __init__(self, settings: SimulatorSettings, *, where: str = "env", cuda_device: int | None = None) -> None:
+        settings.check(where)
+        self.settings, self._where, self._cuda_device = settings, where, cuda_device
+        self.counts = PoolCounts()
+        self._slots: list[_Slot] = []
+        try:
+            for _ in range(settings.workers):
+                self._slots.append(_Slot(self._start()))
+            self.tasks = self._chosen(self._first_answer())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SimulatorPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def slots(self) -> range:
+        """Numbers of the slots."""
+        return range(len(self._slots))
+
+    @property
+    def busy(self) -> list[int]:
+        """Slots with a pending answer."""
+        return [number for number, slot in enumerate(self._slots) if slot.owed]
+
+    def begin(self, slot: int, task: str, trial: int, record: Recording | None = None) -> None:
+        """Begin an episode; its last outcome has a clip if it is recorded. The slot's current episode is dropped.
+
+        With `record` the simulator takes a picture after every environment step, not only after every chunk.
+        """
+        it = self._free(slot)
+        if it.episode is not None:
+            it.failures = 0
+        assert 0 <= trial < self.tasks[task].trials, f"{task} has no trial {trial}"
+        it.episode, it.played, it.used = _Episode(task, trial, record=record), 0, True
+        self._go_on(it)
+
+    def act(self, slot: int, actions: NDArray[Any]) -> None:
+        """Execute a chunk of actions [K, D] in the slot's episode, which is not over.
+
+        Raises:
+            ValueError: an action is not finite, which is an error of the policy, not of the simulator.
+        """
+        it = self._free(slot)
+        assert it.episode is not None, f"slot {slot} plays no episode"
+        chunk = np.array(actions, np.float32)
+        task = self.tasks[it.episode.task]
+        shape = list(chunk.shape)
+        assert shape == [len(chunk), task.action_dim], f"actions are {shape}, of {task.name} [K, {task.action_dim}]"
+        if not np.isfinite(chunk).all():
+            raise ValueError(f"{task.name}, trial {it.episode.trial}: the policy's actions are not finite")
+        it.episode.chunks.append(chunk)
+        self._go_on(it)
+
+    def expert(self, slot: int) -> None:
+        """Ask the scripted expert for its action in the current state."""
+        it = self._free(slot)
+        assert it.episode is not None, f"slot {slot} plays no episode"
+        it.episode.advice = True
+        self._go_on(it)
+
+    def answers(self, wait_s: float) -> dict[int, Answer]:
+        """Return answers by slot: at least one if any is pending, or none after `wait_s` seconds.
+
+        A slot answers every call once. After a final Outcome, or a Failure, it is idle.
+
+        Raises:
+            SimulatorError: no process works any more, or the first construction of a task's simulator failed.
+        """
+        until = time.monotonic() + wait_s
+        while True:
+            found = self._collect(until)
+            beat()
+            if found or not self.busy or time.monotonic() >= until:
+                return found
+
+    def close(self) -> None:
+        """End all processes."""
+        for slot in self._slots:
+            slot.process.ask({"call": "close"}, [])
+        until = time.monotonic() + _EXIT_S
+        for slot in self._slots:
+            slot.process.wait(max(0.0, until - time.monotonic()))
+            slot.process.kill()
+        self._slots = []
+
+    def _start(self) -> SimulatorProcess:
+        return SimulatorProcess(self.settings, self._where, self._cuda_device)
+
+    def _free(self, number: int) -> _Slot:
+        slot = self._slots[number]
+        assert not slot.owed, f"slot {number} owes an answer"
+        return slot
+
+    def _go_on(self, slot: _Slot) -> None:
+        """Send the process its next call in its episode, if it is idle."""
+        episode = slot.episode
+        if episode is None or slot.process.waiting:
+            return
+        if slot.played == 0:
+            record = None if episode.record is None else dataclasses.asdict(episode.record)
+            header = {"call": "begin", "task": episode.task, "trial": episode.trial, "record": record}
+            slot.process.ask(header, ["construct", "reset"])
+        elif slot.played <= len(episode.chunks):
+            slot.process.ask({"call": "step"}, ["step"], {"actions": episode.chunks[slot.played - 1]})
+        elif episode.advice:
+            slot.process.ask({"call": "expert"}, ["expert"])
+
+    def _limit(self, slot: _Slot) -> tuple[str, float]:
+        """Return the setting that limits the current call, and its seconds."""
+        key = "construct_s" if slot.process.waiting[0] in ("open", "construct") else "answer_s"
+        return f"{self._where}.{key}", getattr(self.settings, key)
+
+    def _collect(self, until: float) -> dict[int, Answer]:
+        """Wait for messages until something happens or a limit is reached, and handle it."""
+        busy = {number: self._slots[number] for number in self.busy}
+        ends = [slot.process.since + self._limit(slot)[1] for slot in busy.values()]
+        now = time.monotonic()
+        sockets = [slot.process.socket for slot in busy.values()]
+        ready = _readable(sockets, min([until, now + _BEAT_S, *ends]) - now) if busy else []
+        found = {}
+        for number, slot in busy.items():
+            answer = self._read(slot) if slot.process.socket in ready else self._in_time(slot)
+            if answer is not None:
+                found[number] = answer
+        return found
+
+    def _in_time(self, slot: _Slot) -> Answer | None:
+        key, seconds = self._limit(slot)
+        if time.monotonic() - slot.process.since <= seconds:
+            return None
+        slot.process.say_where()
+        return self._failed(slot, "hang", f"no answer to {slot.process.waiting[0]} within {key} = {seconds:g} s")
+
+    def _read(self, slot: _Slot) -> Answer | None:
+        try:
+            messages = slot.process.read()
+        except EOFError:
+            how = how_it_ended(slot.process.process)
+            return self._failed(slot, "crash", f"its process ended ({how}) during {slot.process.waiting[0]}")
+        except Malformed as error:
+            return self._failed(slot, "crash", f"its process wrote {error} (during {slot.process.waiting[0]})")
+        answer = None
+        for header, arrays in messages:
+            during = slot.process.waiting[0]
+            try:
+                self._check(slot, during, header, arrays)
+                if "error" in header:
+                    return self._failed(slot, header["error"], f"{header['text']} (during {during})")
+                slot.process.waiting.popleft()
+                answer = self._take(slot, header, arrays)
+            except Malformed as error:
+                return self._failed(slot, "crash", f"its process wrote {error} (during {during})")
+        self._go_on(slot)
+        return answer
+
+    def _check(self, slot: _Slot, during: str, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+        """Raise Malformed for an invalid answer to the call `during` in the slot's episode."""
+        episode = slot.episode
+        task = None if episode is None else self.tasks[episode.task]
+        chunk = len(episode.chunks[slot.played - 1]) if episode is not None and during == "step" else 0
+        check_answer(during, header, arrays, task, chunk)
+
+    def _take(self, slot: _Slot, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Answer | None:
+        """Return the slot's answer from a message of the process; None: nobody waits for it."""
+        episode, call = slot.episode, header["call"]
+        if episode is None or call == "open":
+            return None
+        self._count(episode.task, call, header)
+        if call == "construct":
+            slot.kept = header["kept"]
+            return None
+        if call == "expert":
+            episode.advice = False
+            return Advice(arrays.get("action"))
+        slot.played += 1
+        if slot.played <= len(episode.sums):
+            if header["sum"] == episode.sums[slot.played - 1]:
+                return None
+            return self._failed(slot, "differs", "played again with the same actions, it was another one")
+        episode.sums.append(header["sum"])
+        observation = Observation(slot.process.frames(self.tasks[episode.task]), arrays["state"])
+        if call == "reset":
+            return dataclasses.replace(observation, instruction=header["instruction"])
+        clip: dict[str, NDArray[np.uint8]] = {}
+        if header["over"]:
+            if episode.record is not None:
+                clip = slot.process.clip(self.tasks[episode.task], episode.record, header.get("clip"))
+            slot.episode, slot.failures = None, 0
+        values = (header[key] for key in ("executed", "success", "over", "progress", "parts"))
+        return dataclasses.replace(Outcome(observation, *values), clip=clip)
+
+    def _count(self, task: str, call: str, header: dict[str, Any]) -> None:
+        counts = self.counts
+        if call in ("reset", "step") or header.get("fresh"):
+            counts.seconds[call] += header["seconds"]
+        for name, seconds in header.get("parts", {}).items():
+            counts.seconds[name] += seconds
+        if header.get("fresh"):
+            counts.constructions[task] += 1
+        counts.resets += call == "reset"
+        counts.chunks += call == "step"
+        counts.steps += header.get("executed", 0)
+
+    def _failed(self, slot: _Slot, kind: str, text: str) -> Failure | None:
+        """Replace the slot's process. Return a Failure, or None if the episode is replayed."""
+        episode = slot.episode
+        assert episode is not None
+        constructing = bool(slot.process.waiting) and slot.process.waiting[0] in ("open", "construct")
+        output = slot.process.kill()
+        slot.process, slot.played, slot.kept = self._start(), 0, []
+        slot.failures += 1
+        self.counts.failures[kind] += 1
+        failure = Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)
+        if kind == "raised" and constructing and not self.counts.constructions[episode.task]:
+            raise self._error("its first construction failed", failure)
+        used = [other for other in self._slots if other.used]
+        if all(other.failures >= self.settings.max_restarts for other in used):
+            times = count(self.settings.max_restarts, "time")
+            raise self._error(f"{count(len(used), 'process')} in use, each failed {times} in a row", failure)
+        episode.failures += 1
+        if episode.failures > self.settings.retries or kind == "differs":
+            slot.episode = None
+            return failure
+        self._go_on(slot)
+        return None
+
+    def _error(self, what: str, failure: Failure | None, text: str = "", output: str = "") -> SimulatorError:
+        lines = [("reason", failure.text if failure else text)]
+        if failure:
+            lines.insert(0, ("episode", f"{failure.task}, trial {failure.trial}, after {failure.chunks} policy calls"))
+        kind = failure.kind if failure else ""
+        fixes = {
+            "hang": f"raise {self._where}.answer_s or construct_s if it is only slow; else see where it waits",
+            "crash": f"correct what its last lines say; lower {self._where}.workers if memory ran out",
+        }
+        fix = fixes.get(
+            kind, f"correct what it says; {self._where}.python names the interpreter that has the simulator"
+        )
+        python = self.settings.python or "megarl's own interpreter"
+        return SimulatorError(self.settings.name, python, what, lines, failure.output if failure else output, fix)
+
+    def _first_answer(self) -> list[TaskSpec]:
+        """Return the simulator's tasks, from the first process."""
+        process = self._slots[0].process
+        text, header = "", dict[str, Any]()
+        while not header and not text:
+            _readable([process.socket], _BEAT_S)
+            beat()
+            try:
+                for header, arrays in process.read():
+                    check_answer("open", header, arrays, None, 0)
+            except EOFError:
+                text = f"its process ended ({how_it_ended(process.process)})"
+            except Malformed as error:
+                text = f"its process wrote {error}"
+            if not header and time.monotonic() - process.since > self.settings.construct_s:
+                process.say_where()
+                text = f"it did not start within {self._where}.construct_s = {self.settings.construct_s:g} s"
+        if not text and header.get("error") == "settings":
+            raise self._refused(header)
+        if text or "error" in header:
+            text = text or header["text"]
+            raise self._error("it does not say its tasks", None, text, process.kill())
+        process.waiting.popleft()
+        return [spec_of(task) for task in header["tasks"]]
+
+    def _refused(self, header: dict[str, Any]) -> ConfigError:
+        key, allowed = header["key"], header.get("allowed")
+        near = close_matches(key, allowed) if isinstance(allowed, list) else []
+        fix = f"did you mean {near[0]!r}?" if near else None
+        what = f"simulator {self.settings.name!r}: {header['text']}"
+        return ConfigError(what, where=f"{self._where}.{key}", found=header["found"], allowed=allowed, fix=fix)
+
+    def _chosen(self, specs: list[TaskSpec]) -> dict[str, TaskSpec]:
+        there = {spec.name: spec for spec in specs}
+        for name in self.settings.tasks:
+            if name not in there:
+                near = close_matches(name, there)
+                raise ConfigError(
+                    f"simulator {self.settings.name!r} has no such task",
+                    where=f"{self._where}.tasks",
+                    found=name,
+                    allowed=there,
+                    fix=f"did you mean {near[0]!r}?" if near else None,
+                )
+        return {name: there[name] for name in self.settings.tasks or there}
+
+
+def _readable(sockets: Sequence[socket.socket], wait_s: float) -> list[socket.socket]:
+    """Return the `sockets` that are readable or broken; none after `wait_s` seconds."""
+    poll, by_handle = select.poll(), {one.fileno(): one for one in sockets}
+    for handle in by_handle:
+        poll.register(handle, select.POLLIN)
+    return [by_handle[handle] for handle, _ in poll.poll(max(0.0, wait_s) * 1000)]

@@ -1,0 +1,224 @@
+"""One process of a simulator, as its trainer sees it: a socket, shared memory for pictures, and its last output."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.robots.envs.settings import SimulatorSettings
+from megarl.robots.simulators import start
+from megarl.robots.simulators.protocol import Frame, Recording, TaskSpec
+from megarl.robots.simulators.wire import Inbox, Message, clip_places, pack, places
+from megarl.system.errors import ConfigError
+from megarl.system.parents import as_parent
+from megarl.system.plain import Malformed, short, whole
+
+_EXIT_S = 10.0  # from SIGTERM to the end of the guardian, which kills for up to 5 s
+_TOLD_S = 0.5  # for a hanging process to write its stack traces
+_LINES, _BYTES = 15, 8000
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")
+
+
+class SimulatorProcess:
+    """A started process, which handles one call at a time.
+
+    Attributes:
+        waiting: the pending answers, in order.
+        since: start time of the first of them.
+
+    Raises:
+        ConfigError: there is no such interpreter.
+    """
+
+    def __init__(self, settings: SimulatorSettings, where: str, cuda_device: int | None) -> None:
+        python = os.path.expanduser(settings.python or sys.executable)
+        ours, theirs = socket.socketpair()
+        # Has no name: the kernel frees it with its last user. Mapped memory must not be truncated.
+        self._memory = os.memfd_create("megarl-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        self._map: mmap.mmap | None = None
+        with theirs:
+            handed = [theirs.fileno(), self._memory]
+            command = [python, "-I", "-u", str(Path(start.__file__).resolve()), *map(str, handed)]
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    pass_fds=handed,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a process group, killed as a whole with the simulator's children
+                    env=environment(settings, where, cuda_device),
+                )
+            except OSError as error:
+                ours.close()
+                os.close(self._memory)
+                fix = "name the interpreter of the simulator's environment, .../bin/python"
+                what = f"this interpreter does not start: {error.strerror}"
+                raise ConfigError(what, where=f"{where}.python", found=python, fix=fix) from error
+        self.socket = ours
+        self.socket.setblocking(False)
+        self._inbox, self._output = Inbox(), _Tail(self.process)
+        self._said: str | None = None
+        self.waiting: deque[str] = deque()
+        self.since = time.monotonic()
+        given = {"settings": settings.own, "tasks": settings.tasks, "kept": settings.kept}
+        self.ask({"call": "open", "name": settings.name, **given}, ["open"])
+
+    def ask(
+        self, header: Mapping[str, Any], answers: Sequence[str], arrays: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
+        """Send a call that is answered by `answers`. A dead process shows when its answer is read."""
+        if not self.waiting:
+            self.since = time.monotonic()
+        self.waiting.extend(answers)
+        with contextlib.suppress(OSError):
+            self.socket.sendall(pack(header, arrays))
+
+    def read(self) -> list[Message]:
+        """Return the answers that have arrived.
+
+        Raises:
+            EOFError: the process is gone.
+            Malformed: an answer is invalid, or nobody asked for it.
+        """
+        found: list[Message] = []
+        while True:
+            try:
+                data = self.socket.recv(1 << 16)
+            except BlockingIOError:
+                return found
+            except ConnectionError:
+                data = b""
+            if not data and not found:
+                raise EOFError
+            if not data:
+                return found  # the next call reports that it is gone
+            self._inbox.feed(data)
+            while (message := self._inbox.take()) is not None:
+                if len(found) == len(self.waiting):
+                    raise Malformed("an answer that nobody asked for")
+                found.append(message)
+                self.since = time.monotonic()
+
+    def frames(self, spec: TaskSpec) -> dict[str, Frame]:
+        """Return copies of the pictures that belong to the answer read last.
+
+        Raises:
+            Malformed: the process has not made the memory large enough for them.
+        """
+        found, size = places(spec)
+        memory = self._mapped(size)
+        return {camera: np.ndarray(shape, np.uint8, memory, at).copy() for camera, (at, shape) in found.items()}
+
+    def clip(self, spec: TaskSpec, recording: Recording, counts: Any) -> dict[str, NDArray[np.uint8]]:
+        """Return a copy of the clip that belongs to the answer read last: `counts` frames [n, H, W, 3] of each camera.
+
+        Raises:
+            Malformed: other cameras or more frames than requested, or too little memory.
+        """
+        found, size = clip_places(spec, recording)
+        if not isinstance(counts, Mapping) or set(counts) != set(found):
+            raise Malformed(f"a clip {short(counts)}; asked for were frames of {list(found)}")
+        for number in counts.values():
+            whole(number, range(1, recording.frames + 1), "a clip of which the number of frames is")
+        memory = self._mapped(size)
+        return {
+            camera: np.ndarray((counts[camera], *spec.cameras[camera], 3), np.uint8, memory, at).copy()
+            for camera, at in found.items()
+        }
+
+    def _mapped(self, size: int) -> mmap.mmap | None:
+        if size > os.fstat(self._memory).st_size:
+            raise Malformed(f"pictures into {os.fstat(self._memory).st_size} bytes of memory; they have {size}")
+        if size and (self._map is None or len(self._map) < size):
+            self._map = mmap.mmap(self._memory, size, prot=mmap.PROT_READ)
+        return self._map
+
+    def say_where(self) -> None:
+        """Make a hanging process write its stack traces."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGUSR1)
+        self.wait(_TOLD_S)
+
+    def wait(self, seconds: float) -> None:
+        """Give the process this time to end by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+
+    def kill(self) -> str:
+        """Kill the process and its children in any state. Return their last lines of output."""
+        if self._said is None:
+            self.socket.close()
+            self.process.terminate()  # its guardian, which finds children outside the group (megarl.system.reaper)
+            self.wait(_EXIT_S)
+            with contextlib.suppress(OSError):  # the group is empty
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+            if self._map is not None:
+                self._map.close()
+            os.close(self._memory)
+            self._said = self._output.close()
+        return self._said
+
+
+class _Tail:
+    """A reader of a process's output, so that the process never blocks; it keeps the last lines."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._file, self._kept = process.stdout, b""
+        self._thread = threading.Thread(target=self._read, name="simulator-output", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while data := os.read(self._file.fileno(), 1 << 16):
+            self._kept = (self._kept + data)[-_BYTES:]
+
+    def close(self) -> str:
+        """Return the last lines, once the process has ended."""
+        self._thread.join(_TOLD_S)
+        if not self._thread.is_alive():  # else a process that left the group still writes
+            self._file.close()
+        lines = self._kept.decode(errors="replace").replace("\r", "\n").splitlines()
+        return "\n".join([line for line in lines if line.strip()][-_LINES:])
+
+
+def environment(settings: SimulatorSettings, where: str, cuda_device: int | None) -> dict[str, str]:
+    """Return the environment variables of a simulator's process.
+
+    Args:
+        cuda_device: this rank's CUDA device, as the recipe's `egl_devices` numbers it; None: it has none.
+
+    Raises:
+        ConfigError: `egl_devices` has entries, but none for this device.
+    """
+    made = {**os.environ, **as_parent(), **dict.fromkeys(_THREADS, str(settings.threads))}
+    if not settings.egl_devices or cuda_device is None:
+        return made
+    if cuda_device not in settings.egl_devices:
+        raise ConfigError(
+            f"CUDA device {cuda_device} has no EGL device to render on",
+            where=f"{where}.egl_devices",
+            found=settings.egl_devices,
+            fix=f"add {cuda_device}: NUMBER; `eglinfo` lists the devices in the order of their numbers",
+        )
+    made["MUJOCO_EGL_DEVICE_ID"] = str(settings.egl_devices[cuda_device])
+    made.pop("CUDA_VISIBLE_DEVICES", None)  # robosuite refuses an EGL number that is not among the CUDA numbers
+    return made

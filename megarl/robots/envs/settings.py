@@ -1,0 +1,50 @@
+"""The recipe's keys for simulators of robots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megarl.config.base import ComponentSection
+from megarl.robots.simulators.registry import FORMS, SIMULATORS, is_known
+from megarl.system.errors import ConfigError, close_matches
+
+
+class SimulatorSettings(ComponentSection):
+    """Simulators in separate processes. Further keys are the simulator's own."""
+
+    name: str = Field(description="an included simulator, file.py:Class, or pkg.mod:Class of its interpreter")
+    python: str | None = Field(None, description="interpreter that has the simulator; null: megarl's own")
+    tasks: list[str] | dict[str, dict[str, Any]] = Field(
+        [],
+        description="tasks that are played, with what a simulator has to be told of each; none: all that there are",
+    )
+    workers: PositiveInt = Field(4, description="processes; each plays one episode at a time")
+    threads: PositiveInt = Field(1, description="CPU threads of each process")
+    kept: PositiveInt = Field(10, description="constructed simulators, one per task, that a process keeps")
+    construct_s: PositiveFloat = Field(300.0, description="seconds that starting or constructing one may take")
+    answer_s: PositiveFloat = Field(60.0, description="seconds that a reset or a chunk of actions may take")
+    retries: NonNegativeInt = Field(1, description="times that an episode is played again after a failed process")
+    max_restarts: PositiveInt = Field(
+        3, description="the run ends when every process in use failed so often in a row, with no whole episode between"
+    )
+    egl_devices: dict[NonNegativeInt, NonNegativeInt] = Field(
+        {}, description="EGL device by CUDA device, which are numbered differently; none: the simulator chooses"
+    )
+
+    def check(self, where: str) -> None:
+        """Refuse an unknown simulator's name.
+
+        Raises:
+            ConfigError: the name is unknown; `where` is the section's place in the recipe.
+        """
+        if not is_known(self.name):
+            near = close_matches(self.name, SIMULATORS)
+            raise ConfigError(
+                "unknown simulator",
+                where=f"{where}.name",
+                found=self.name,
+                allowed=[*SIMULATORS, *FORMS],
+                fix=f"did you mean {near[0]!r}?" if near else "name one of these",
+            )

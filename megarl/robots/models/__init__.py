@@ -1,0 +1,1 @@
+"""Models of robots: policies, and encoders of episodes."""

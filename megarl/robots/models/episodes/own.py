@@ -1,0 +1,255 @@
+"""Episodes compared by a small encoder that learns on the run's own episodes what changes along them.
+
+    pictures of all cameras, 32 x 32 --> convolutions --.
+                                                        +--> linear layers --> unit vector [D] of a point in time
+    the robot's state ----------------------------------'
+
+    learn: points of one episode that are neighbours in time are alike, its other points are not (InfoNCE, as in
+           contrastive learning in time: arXiv 1704.06888)
+    embed: the vectors at 1/n, 2/n, ..., 1 of the episode, one after another
+
+Negatives come from the same episode, so that what stays the same along it (the start state, the task) need not be told
+apart, and the sum of the loss does not depend on which episodes are on one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megarl.data.batch import Batch
+from megarl.data.jagged import Jagged
+from megarl.robots.data.frames import END_FRAMES, FRAMES
+from megarl.robots.models.episodes.base import EpisodeEmbedder
+from megarl.robots.models.episodes.states import valid_episodes
+from megarl.system.comm import WorkerGroup
+from megarl.system.metrics import Metrics
+
+#: Pixels of a side; points of an episode, and episodes of the global batch, that one update sees.
+SIDE, POINTS, EPISODES = 32, 8, 32
+_TEMPERATURE = 0.1
+#: Pictures that go through the encoder at a time.
+_AT_A_TIME = 256
+
+
+class PointEncoder(nn.Module):
+    """The encoder that maps pictures and state of one point in time to a unit vector."""
+
+    def __init__(self, cameras: int, state_dim: int, width: int) -> None:
+        super().__init__()
+        channels = (3 * cameras, 16, 32, 32)
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(before, after, 3, stride=2, padding=1) for before, after in itertools.pairwise(channels)
+        )
+        self.hidden = nn.Linear(channels[-1] * (SIDE // 8) ** 2 + state_dim, 64)
+        self.out = nn.Linear(64, width)
+
+    def forward(self, pictures: Tensor, states: Tensor) -> Tensor:
+        """Map pictures float32 [N, 3 * cameras, SIDE, SIDE] and states [N, S] to [N, width]."""
+        for convolution in self.convolutions:
+            pictures = F.relu(convolution(pictures))
+        hidden = F.relu(self.hidden(torch.cat([pictures.flatten(1), states], 1)))
+        return F.normalize(self.out(hidden), dim=1)
+
+
+class OwnEmbedder(EpisodeEmbedder):
+    """The encoder, and how it learns. Repeatable on CPUs: every draw follows from run, step and update.
+
+    Args:
+        cameras: that episodes have pictures of.
+        points: vectors of an embedding.
+        width: numbers of a vector.
+        updates: updates of the encoder in a training step.
+        lr: learning rate of Adam.
+        group: data-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        cameras: Sequence[str],
+        *,
+        points: int,
+        width: int,
+        updates: int,
+        lr: float,
+        device: torch.device,
+        group: WorkerGroup,
+        seed: int,
+    ) -> None:
+        self._cameras, self._points, self._width, self._updates, self._lr = tuple(cameras), points, width, updates, lr
+        self._device, self._group, self._seed = device, group, seed
+        self._state_dim = 0
+        self._encoder: PointEncoder | None = None  # made when it is known how many numbers a state has
+        self._optimizer: torch.optim.Adam | None = None
+
+    # -- embeddings --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def embed(self, episodes: Batch) -> Tensor:
+        """Return float32 [B, points * width]; see `EpisodeEmbedder`."""
+        valid, lengths = valid_episodes(episodes), episodes["states"].lengths.cpu()
+        made = torch.zeros(len(valid), self._points * self._width)
+        rows = valid.nonzero().squeeze(1)
+        if not len(rows):
+            return made
+        encoder, _ = self._made(episodes["states"].values.shape[1])
+        shares = torch.arange(1, self._points + 1, dtype=torch.float64) / self._points
+        places = (lengths[rows, None] * shares).round().long()
+        episode = rows[:, None].expand_as(places).flatten()
+        parts = zip(episode.split(_AT_A_TIME), places.flatten().split(_AT_A_TIME), strict=True)
+        vectors = [encoder(*self._inputs(episodes, *part)).cpu() for part in parts]
+        made[rows] = torch.cat(vectors).view(len(rows), -1)
+        return made
+
+    # -- learning ----------------------------------------------------------------------------------------------------
+
+    def learn(self, episodes: Batch, step: int) -> Metrics | None:
+        """Make a few updates, each on some episodes of the global batch; see `EpisodeEmbedder`.
+
+        Returns:
+            `srpo/encoder/loss`, and `srpo/encoder/accuracy`: share of neighbours that are more alike than all
+            negatives. None: no episode of any rank has three points.
+        """
+        lengths = episodes["states"].lengths.cpu()
+        usable = (valid_episodes(episodes) & (lengths >= 2)).nonzero().squeeze(1)  # with the end three points
+        told = self._group.all_gather_json([len(usable), episodes["states"].values.shape[1]])
+        total, first = sum(count for count, _ in told), sum(count for count, _ in told[: self._group.rank])
+        if not total:
+            return None
+        encoder, optimizer = self._made(max(dim for _, dim in told))
+        metrics = Metrics()
+        for update in range(self._updates):
+            drawn = np.random.Generator(np.random.PCG64([self._seed, step, update]))
+            chosen = np.sort(drawn.permutation(total)[:EPISODES])
+            mine = [int(place) for place in chosen if first <= place < first + len(usable)]
+            rows = usable[[place - first for place in mine]]
+            points = [
+                _some_points(
+                    int(lengths[row]) + 1, np.random.Generator(np.random.PCG64([self._seed, step, update, at]))
+                )
+                for row, at in zip(rows, mine, strict=True)
+            ]
+            optimizer.zero_grad(set_to_none=False)
+            loss, hits, count = self._loss(encoder, episodes, rows, points)
+            if count:
+                loss.backward()
+            _average_gradients(encoder, count, self._group)
+            optimizer.step()
+            metrics.mean("srpo/encoder/loss", float(loss.detach()), count)
+            metrics.mean("srpo/encoder/accuracy", hits, count)
+        return metrics
+
+    def _loss(
+        self, encoder: PointEncoder, episodes: Batch, rows: Tensor, points: list[list[int]]
+    ) -> tuple[Tensor, int, int]:
+        """Sum of the loss over pairs of neighbours, how many of them are most alike, and their number."""
+        if not points:
+            return torch.zeros(()), 0, 0
+        counts = torch.tensor([len(some) for some in points])
+        flat = torch.tensor([place for some in points for place in some])
+        vectors = encoder(*self._inputs(episodes, rows.repeat_interleave(counts), flat))
+        there = (torch.arange(POINTS) < counts[:, None]).to(vectors.device)
+        padded = vectors.new_zeros(len(points), POINTS, vectors.shape[1])
+        padded[there] = vectors
+        return neighbours_loss(padded, there)
+
+    def _inputs(self, episodes: Batch, episode: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the encoder's inputs for these episodes [N] at these places [N]; place = number of calls is the
+        episode's end."""
+        pictures = []
+        for camera in self._cameras:
+            seen = _seen(episodes[FRAMES + camera], episodes[END_FRAMES + camera], episode, place).to(self._device)
+            levels = seen.permute(0, 3, 1, 2).float() / 255 - 0.5
+            pictures.append(F.adaptive_avg_pool2d(levels, SIDE))
+        states = _seen(episodes["states"], episodes["end_state"], episode, place).to(self._device)
+        return torch.cat(pictures, 1), states.float()
+
+    # -- what it is made of ------------------------------------------------------------------------------------------
+
+    def _made(self, state_dim: int) -> tuple[PointEncoder, torch.optim.Adam]:
+        if self._encoder is None or self._optimizer is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed)
+                encoder = PointEncoder(len(self._cameras), state_dim, self._width)
+            self._state_dim, self._encoder = state_dim, encoder.to(self._device)
+            self._optimizer = torch.optim.Adam(self._encoder.parameters(), lr=self._lr)
+        return self._encoder, self._optimizer
+
+    def state(self) -> dict[str, Any]:
+        """Return the encoder and optimizer, copies of them; empty before the first training step."""
+        if self._encoder is None or self._optimizer is None:
+            return {}
+        moments = self._optimizer.state_dict()["state"]
+        return {
+            "state_dim": self._state_dim,
+            "encoder": {name: value.cpu().clone() for name, value in self._encoder.state_dict().items()},
+            "optimizer": {
+                str(number): {name: value.cpu().clone() for name, value in kept.items()}
+                for number, kept in moments.items()
+            },
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        if not state:
+            return
+        encoder, optimizer = self._made(state["state_dim"])
+        encoder.load_state_dict(state["encoder"])
+        kept = optimizer.state_dict()
+        kept["state"] = {int(number): dict(moments) for number, moments in state.get("optimizer", {}).items()}
+        optimizer.load_state_dict(kept)
+
+
+def neighbours_loss(vectors: Tensor, there: Tensor) -> tuple[Tensor, int, int]:
+    """Return the InfoNCE loss over time: a point and its neighbour against all points of the episode that are neither.
+
+    Args:
+        vectors: unit vectors [n, P, D] of points in the order of time.
+        there: bool [n, P], points that exist: the first ones.
+
+    Returns:
+        The sum over pairs (point, neighbour) that have a negative, how many are more alike than all negatives, and
+        their number.
+    """
+    alike = vectors @ vectors.transpose(1, 2) / _TEMPERATURE
+    number = torch.arange(there.shape[1], device=there.device)
+    apart = (number[:, None] - number).abs()
+    both = there[:, :, None] & there[:, None, :]
+    negative = both & (apart > 1)
+    others = alike.masked_fill(~negative, -1e4)  # a finite number, whose gradient is zero and not NaN
+    pairs = both & (apart == 1) & negative.any(2, keepdim=True)
+    loss = F.softplus(others.logsumexp(2, keepdim=True) - alike)[pairs].sum()
+    hits = (alike > others.amax(2, keepdim=True))[pairs].sum()
+    return loss, int(hits), int(pairs.sum())
+
+
+def _some_points(count: int, drawn: np.random.Generator) -> list[int]:
+    """Return at most POINTS of the points 0 to count - 1, in their order."""
+    return np.sort(drawn.permutation(count)[:POINTS]).tolist()
+
+
+def _average_gradients(encoder: nn.Module, count: int, group: WorkerGroup) -> None:
+    """Turn gradients of sums over this rank's `count` pairs into those of the mean over all ranks' pairs."""
+    parameters = list(encoder.parameters())
+    grads = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
+    summed = torch.cat([*(grad.flatten() for grad in grads), grads[0].new_tensor([count])])
+    group.all_reduce(summed)
+    summed /= summed[-1].clone().clamp(min=1)
+    parts = summed[:-1].split([own.numel() for own in parameters])
+    for own, part in zip(parameters, parts, strict=True):
+        own.grad = part.view_as(own).clone()
+
+
+def _seen(calls: Jagged, ends: Tensor, episode: Tensor, place: Tensor) -> Tensor:
+    """Return the observations [N, ...] of these episodes at these places."""
+    after = place >= calls.lengths[episode]
+    found = ends.new_empty(len(place), *ends.shape[1:])
+    found[after] = ends[episode[after]]
+    found[~after] = calls.values[(calls.offsets[episode] + place)[~after]]
+    return found

@@ -1,0 +1,68 @@
+"""Episodes compared by the robot's states: no model, and nothing to learn."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megarl.data.batch import Batch
+from megarl.data.jagged import Jagged
+from megarl.robots.models.episodes.base import EpisodeEmbedder
+
+
+class StateEmbedder(EpisodeEmbedder):
+    """The embedder that uses the states along the episode, and the last one once more.
+
+    The squared distance of two episodes is the mean squared distance over their points plus `end_weight` times that of
+    their ends, in the simulator's units.
+
+    Args:
+        points: states along the episode, linearly interpolated over its calls and its end.
+        end_weight: weight of the end relative to the mean over all points.
+    """
+
+    def __init__(self, points: int, end_weight: float) -> None:
+        self._points, self._end_weight = points, end_weight
+
+    def embed(self, episodes: Batch) -> Tensor:
+        """Return float32 [B, points * S + S + 1]; see `EpisodeEmbedder`."""
+        states, ends = episodes["states"].to("cpu"), episodes["end_state"].float().cpu()
+        path = resampled(states, ends, self._points) / math.sqrt(self._points)
+        # A robot that never leaves the origin has an embedding, too: a constant, which no distance sees.
+        made = torch.cat([path.flatten(1), ends * math.sqrt(self._end_weight), torch.ones(len(ends), 1)], 1)
+        return made * valid_episodes(episodes)[:, None]
+
+
+def valid_episodes(episodes: Batch) -> Tensor:
+    """Return bool [B], True where the simulator played the episode to its end."""
+    return torch.tensor([not error for error in episodes["env_error"]], dtype=torch.bool)
+
+
+def resampled(calls: Jagged, ends: Tensor, points: int) -> Tensor:
+    """Return the numbers of each call and of the end at evenly spread places of the episode, float32 [B, points, S].
+
+    The first point is the first call, the last one the end; of one point there is the end only. Between two calls
+    numbers are interpolated.
+
+    Args:
+        calls: float [calls, S] of each episode.
+        ends: float [B, S], after the last call.
+        points: at least 1.
+    """
+    lengths = calls.lengths  # the end has this place
+    share = torch.linspace(0, 1, points, dtype=torch.float64) if points > 1 else torch.ones(1, dtype=torch.float64)
+    at = lengths[:, None] * share
+    before = at.floor().long()
+    after = torch.minimum(before + 1, lengths[:, None])
+    every = torch.cat([calls.values.float(), ends.float()])
+
+    def seen(place: Tensor) -> Tensor:
+        # The ends follow the calls of all episodes.
+        episode = torch.arange(len(lengths))[:, None]
+        inside = calls.offsets[:-1, None] + place
+        return every[torch.where(place < lengths[:, None], inside, len(calls.values) + episode)]
+
+    part = (at - before).float()[..., None]
+    return torch.lerp(seen(before), seen(after), part)

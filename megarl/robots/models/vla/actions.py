@@ -1,0 +1,244 @@
+"""Actions of a robot <-> tokens of a policy.
+
+    tokens [..., K * D]     of one policy call: K actions of D numbers, one action after another
+      | ActionTokens        the last tokens of the vocabulary are bins of -1 to 1
+    numbers [..., K, D]     -1 to 1, as the policy learned them
+      | ActionStatistics    the range that each number had in the demonstrations
+    numbers [..., K, D]     in the demonstrations' units, grippers as the policy says them
+      | GripperRule         what the simulator calls open and closed
+    actions [..., K, D]     what is executed
+
+Behaviour cloning takes the same way back. K and D are nowhere fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megarl.robots.artifacts.action_statistics import ActionStatistics
+from megarl.system.errors import ConfigError, DataError, choose
+
+Floats = NDArray[np.float32]
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ActionTokens:
+    """The mapping between action tokens and numbers: OpenVLA's rule, which OpenVLA-OFT's discrete policies share.
+
+    `bins` edges from -1 to 1, both ends among them, part the range into `bins` - 1 intervals. Token
+    `vocab_size - 1 - i` is interval i: the lowest numbers have the last token. The first of the `bins` tokens stands
+    for 1 only, and is read as the last interval.
+
+    >>> tokens = ActionTokens(vocab_size=32000)
+    >>> tokens.encode([-1.0, 0.0, 1.0])
+    array([31999, 31872, 31744])
+    >>> tokens.columns(padded=32064)
+    slice(31744, 32000, None)
+
+    Attributes:
+        vocab_size: tokens of the tokenizer, without the rows that an embedding is padded by.
+        bins: tokens that stand for numbers.
+    """
+
+    vocab_size: int
+    bins: int = 256
+
+    def __post_init__(self) -> None:
+        if not 3 <= self.bins <= self.vocab_size:
+            raise ConfigError(
+                "the vocabulary does not hold the bins of actions",
+                where="bins",
+                found=self.bins,
+                allowed=f"3 to {self.vocab_size}, the size of the vocabulary",
+            )
+
+    @classmethod
+    def of_checkpoint(cls, config: Mapping[str, Any], where: str) -> ActionTokens:
+        """Read the mapping from the config.json of an OpenVLA checkpoint.
+
+        Args:
+            config: its content: `text_config.vocab_size`, which counts `pad_to_multiple_of` rows too many, and
+                `n_action_bins`.
+            where: the file, for error messages.
+
+        Raises:
+            ConfigError: a key is missing.
+        """
+        try:
+            padded, padding = config["text_config"]["vocab_size"], config["pad_to_multiple_of"]
+            return cls(padded - padding, config["n_action_bins"])
+        except (KeyError, TypeError) as problem:
+            raise ConfigError(
+                f"the rule of action tokens cannot be read: {problem}",
+                where=where,
+                allowed="`text_config.vocab_size`, `pad_to_multiple_of` and `n_action_bins`",
+            ) from None
+
+    @property
+    def start(self) -> int:
+        """The first action token."""
+        return self.vocab_size - self.bins
+
+    @property
+    def centres(self) -> NDArray[np.float64]:
+        """Numbers [bins - 1] that tokens are read as, by interval."""
+        edges = np.linspace(-1, 1, self.bins)
+        return (edges[:-1] + edges[1:]) / 2
+
+    def columns(self, padded: int) -> slice:
+        """Return the action columns of logits [..., padded]; column j of them is token `start` + j.
+
+        Raises:
+            ConfigError: the logits have fewer columns than the vocabulary.
+        """
+        if padded < self.vocab_size:
+            raise ConfigError(
+                "the logits lack action columns",
+                where="vocab_size",
+                found=padded,
+                allowed=f"at least {self.vocab_size}, the size of the vocabulary",
+            )
+        return slice(self.start, self.vocab_size)
+
+    def encode(self, numbers: ArrayLike) -> Tokens:
+        """Return the tokens int64 of numbers, which are clipped to -1 to 1.
+
+        Raises:
+            DataError: a number is not finite; it is named with its place.
+        """
+        values = np.asarray(numbers)
+        _refuse(values, ~np.isfinite(values), "not a finite number", "actions", "finite numbers")
+        edges = np.linspace(-1, 1, self.bins)
+        return np.asarray(self.vocab_size - np.digitize(np.clip(values, -1, 1), edges), dtype=np.int64)
+
+    def decode(self, tokens: ArrayLike) -> Floats:
+        """Return the numbers float32 from -1 to 1 of tokens, the centres of their intervals.
+
+        Raises:
+            DataError: a token is none of an action; it is named with its place.
+        """
+        ids = np.asarray(tokens)
+        wrong = (ids < self.start) | (ids >= self.vocab_size)
+        _refuse(ids, wrong, "no action token", "tokens", f"{self.start} to {self.vocab_size - 1}")
+        interval = np.minimum(self.vocab_size - 1 - ids, self.bins - 2)
+        return self.centres.astype(np.float32)[interval]
+
+
+@dataclass(frozen=True)
+class GripperRule:
+    """The conversion of gripper numbers from the policy's convention to the simulator's.
+
+    Attributes:
+        dims: places of the grippers in an action; negative ones count from the end. Empty: nothing is done.
+        unit: the policy's number goes from 0 to 1, the simulator's from -1 to 1.
+        binarise: the simulator is given -1 or 1, whichever is nearer; half way is 0, which moves nothing.
+        invert: the simulator's sign is the other one.
+    """
+
+    dims: tuple[int, ...] = ()
+    unit: bool = False
+    binarise: bool = False
+    invert: bool = False
+
+    def to_simulator(self, actions: ArrayLike) -> Floats:
+        """Convert the actions [..., D] of a policy to the simulator's convention; a copy."""
+        actions = np.array(actions, dtype=np.float32)
+        for place in self.dims:
+            value = actions[..., place]
+            value = 2 * value - 1 if self.unit else value
+            value = np.sign(value) if self.binarise else value
+            actions[..., place] = -value if self.invert else value
+        return actions
+
+    def to_policy(self, actions: ArrayLike) -> Floats:
+        """Convert the actions [..., D] of demonstrations from the simulator's units to the policy's; a copy."""
+        actions = np.array(actions, dtype=np.float32)
+        for place in self.dims:
+            value = actions[..., place]
+            value = -value if self.invert else value
+            value = np.where(value >= 0, 1, -1) if self.binarise else value
+            actions[..., place] = (value + 1) / 2 if self.unit else value
+        return actions
+
+    def mask(self, dim: int) -> list[bool]:
+        """Tell which of `dim` numbers are normalised: with a rule all but the grippers, whose range is known."""
+        grippers = {place % dim for place in self.dims} if self.unit else set()
+        return [place not in grippers for place in range(dim)]
+
+
+#: By name. `libero`: its demonstrations and its simulator say -1 for open and 1 for closed, OpenVLA's policies 1 for
+#: open and 0 for closed. `none`: Meta-World, RoboTwin and the simulators of this package, whose numbers are learned as
+#: they are.
+GRIPPER_RULES = {
+    "libero": GripperRule(dims=(-1,), unit=True, binarise=True, invert=True),
+    "none": GripperRule(),
+}
+
+
+def gripper_rule(name: str, where: str = "gripper") -> GripperRule:
+    """Return the rule of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return choose(GRIPPER_RULES, name, "there is no such rule for grippers", where=where)
+
+
+@dataclass(frozen=True)
+class ActionCodec:
+    """All of the way between the tokens of a policy call and what a simulator executes.
+
+    Attributes:
+        tokens: the rule of the vocabulary.
+        statistics: statistics of the actions in the policy's data set; their D is that of every action.
+        gripper: the simulator's rule.
+    """
+
+    tokens: ActionTokens
+    statistics: ActionStatistics
+    gripper: GripperRule = GripperRule()
+
+    @property
+    def dim(self) -> int:
+        """Numbers of an action, D."""
+        return self.statistics.dim
+
+    def to_actions(self, tokens: ArrayLike) -> Floats:
+        """Convert the action tokens [..., K * D] of policy calls to actions float32 [..., K, D] for the simulator.
+
+        Raises:
+            DataError: a token is none of an action, or their number is not a multiple of D.
+        """
+        ids = np.asarray(tokens)
+        if ids.ndim == 0 or ids.shape[-1] % self.dim or not ids.shape[-1]:
+            raise DataError(
+                "no whole number of actions",
+                where="tokens",
+                found=f"shape {list(ids.shape)}",
+                allowed=f"[..., K * {self.dim}]: the statistics are of actions of {self.dim} numbers",
+            )
+        numbers = self.tokens.decode(ids).reshape(*ids.shape[:-1], -1, self.dim)
+        return self.gripper.to_simulator(self.statistics.denormalise(numbers))
+
+    def to_tokens(self, actions: ArrayLike) -> Tokens:
+        """Convert the recorded actions [..., K, D] to the action tokens int64 [..., K * D] that a policy should say.
+
+        Raises:
+            DataError: the actions have another D, or a number is not finite.
+        """
+        numbers = self.statistics.normalise(self.gripper.to_policy(actions))
+        return self.tokens.encode(numbers.reshape(*numbers.shape[:-2], -1))
+
+
+def _refuse(values: NDArray[Any], wrong: NDArray[np.bool_], what: str, name: str, allowed: str) -> None:
+    """Raise for the first wrong value, with its place."""
+    if not wrong.any():
+        return
+    place = tuple(int(number) for number in np.argwhere(wrong)[0])
+    raise DataError(what, where=f"{name}{list(place)}", found=values[place].item(), allowed=allowed)

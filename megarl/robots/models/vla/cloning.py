@@ -1,0 +1,192 @@
+"""Behaviour cloning: the policy calls that demonstrations are made of.
+
+    demonstration    step 0 | 1 | 2 | ...                       | T - 1
+    example t        sees what was seen before step t, and says the actions of steps t to t + K - 1
+
+A demonstration of T environment steps is T examples. Towards its end, where fewer than K actions are left, the last one
+is repeated, and what is repeated has no loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.data.batch import Batch, Jagged
+from megarl.robots.artifacts.action_statistics import Bounds, DatasetStatistics, StatisticsCollector
+from megarl.robots.data.demonstrations import OpenDemonstration
+from megarl.robots.data.frames import FRAMES
+from megarl.robots.data.pictures import PicturePipeline
+from megarl.robots.models.vla.actions import ActionCodec, GripperRule
+from megarl.system.errors import DataError, choose, count
+
+
+def cloning_statistics(
+    demonstrations: Sequence[OpenDemonstration], gripper: GripperRule, bounds: Bounds = "q99"
+) -> DatasetStatistics:
+    """Return the statistics of the demonstrations' actions and states, for the policy that learns from them.
+
+    Raises:
+        DataError: there are no environment steps, or a number of the actions varies so rarely that `bounds` leave
+            nothing of it: the policy could not learn it.
+    """
+    collector, wide = StatisticsCollector(), 0
+    for one in demonstrations:
+        if len(one):
+            wide = one.actions.shape[1]
+            collector.add(gripper.to_policy(one.actions), one.states if one.states.shape[1] else None)
+    found = collector.finish(gripper.mask(wide), bounds)
+    low, high = found.action.range
+    flat = found.action.mask & (low == high) & (found.action.min != found.action.max)
+    if flat.any():
+        number = int(np.flatnonzero(flat)[0])
+        raise DataError(
+            f"number {number} of an action is {low[number]:g} in nearly all environment steps: its quantiles are equal",
+            where="demonstrations",
+            found=f"{found.action.min[number]:g} to {found.action.max[number]:g}",
+            fix="take the bounds `minmax`, or leave out steps in which nothing happens",
+        )
+    return found
+
+
+class CloningExamples:
+    """The policy calls to learn, of D numbers an action; a data set for a `PromptLoader`.
+
+    States, and tokens of actions, are in memory. Pictures are read and processed when an example is first met, and kept
+    until they take `keep` bytes; those of further examples are processed each time.
+
+    Args:
+        demonstrations: at least one environment step in all.
+        prompts: tokens of the instruction, by task.
+        codec: recorded actions to tokens.
+        pictures: frames of a camera to what the policy sees, each [size, size, 3].
+        cameras: in the order of the policy.
+        chunk: actions of a call, K.
+        states: states [N, S] as the policy is to see them, float32 [N, S].
+        keep: bytes of pictures in memory.
+
+    Attributes:
+        fingerprint: fingerprint of actions, states, prompts and settings; frames are not read for it.
+
+    Raises:
+        ConfigError: a demonstration's task has no prompt.
+        DataError: no step, or a demonstration without a camera, or with another D or S than the others.
+    """
+
+    def __init__(
+        self,
+        demonstrations: Sequence[OpenDemonstration],
+        prompts: Mapping[str, Sequence[int]],
+        codec: ActionCodec,
+        pictures: PicturePipeline,
+        *,
+        cameras: Sequence[str],
+        chunk: int,
+        states: Callable[[NDArray[np.float32]], NDArray[np.float32]],
+        keep: int = 4 << 30,
+    ) -> None:
+        assert chunk >= 1, f"{chunk} actions of a policy call"
+        self._shown = [one for one in demonstrations if len(one)]
+        self._pictures, self._cameras, self._chunk, self._dim = pictures, list(cameras), chunk, codec.dim
+        self._check(prompts)
+        self._prompts = {task: list(prompts[task]) for task in {one.task for one in self._shown}}
+        self._starts = np.cumsum([0, *map(len, self._shown)])
+        actions = np.concatenate([one.actions for one in self._shown])
+        self._tokens = codec.to_tokens(actions[:, None])  # [N, D], of each environment step
+        self._states = np.ascontiguousarray(states(np.concatenate([one.states for one in self._shown])), np.float32)
+        self._kept: dict[int, Tensor] = {}
+        self._room = keep // (len(self._cameras) * pictures.size**2 * 3)
+        self.fingerprint = self._digest(codec)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def describe(self) -> str:
+        """Return one line for the log: the examples, and the memory that their pictures take."""
+        tasks = Counter(one.task for one in self._shown)
+        listed = ", ".join(f"{task} {number}" for task, number in tasks.items())
+        examples, held = len(self), min(len(self), self._room)
+        size = len(self._cameras) * self._pictures.size**2 * 3 * held / 1e6
+        rest = "" if held == examples else f", those of {examples - held} examples are processed each time"
+        return (
+            f"sft: {count(examples, 'policy call')} of {count(len(self._shown), 'demonstration')} ({listed}); "
+            f"pictures take up to {size:.0f} MB{rest}"
+        )
+
+    def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
+        """Return the examples at `indices`, as episodes of one policy call (megarl/robots/rollout/episode.py).
+
+        prompt_ids; response_ids and response_mask [K * D]; turn_starts and turn_ends; `frames/CAMERA` uint8
+        [1, size, size, 3]; `states` [1, S]; and the columns uid, sample_id and task.
+        """
+        places = np.asarray(indices, np.int64)
+        owner = np.searchsorted(self._starts, places, side="right") - 1
+        steps = places[:, None] + np.arange(self._chunk)  # [B, K]
+        last = self._starts[owner + 1][:, None] - 1
+        tokens = self._tokens[np.minimum(steps, last)].reshape(-1)
+        said = np.repeat(steps <= last, self._dim)
+        size = self._chunk * self._dim
+        tasks = [self._shown[one].task for one in owner]
+        uids = [f"train-{epoch}-{index}" for index in indices]
+
+        def each(values: NDArray[np.generic] | Tensor, length: int) -> Jagged:
+            return Jagged.from_lengths(torch.as_tensor(values), [length] * len(places))
+
+        fields = {
+            "prompt_ids": Jagged.from_list([self._prompts[task] for task in tasks], dtype=torch.int64),
+            "response_ids": each(tokens, size),
+            "response_mask": each(said, size),
+            "turn_starts": each(np.zeros(len(places), np.int64), 1),
+            "turn_ends": each(np.full(len(places), size, np.int64), 1),
+            "states": each(self._states[places], 1),
+        }
+        seen = self._seen(owner, places)
+        for place, camera in enumerate(self._cameras):
+            fields[FRAMES + camera] = each(seen[:, place], 1)
+        return Batch(fields, {"uid": uids, "sample_id": list(uids), "task": tasks}, size=len(places))
+
+    def _seen(self, owner: NDArray[np.int64], places: NDArray[np.int64]) -> Tensor:
+        """Return the pictures uint8 [B, cameras, size, size, 3]."""
+        side = self._pictures.size
+        found = torch.empty(len(places), len(self._cameras), side, side, 3, dtype=torch.uint8)
+        for number, (one, place) in enumerate(zip(owner.tolist(), places.tolist(), strict=True)):
+            kept = self._kept.get(place)
+            if kept is None:
+                shown, step = self._shown[one], place - int(self._starts[one])
+                frames = [torch.from_numpy(np.array(shown.frame(camera, step))) for camera in self._cameras]
+                kept = torch.stack([self._pictures(frame) for frame in frames])
+                if len(self._kept) < self._room:
+                    self._kept[place] = kept
+            found[number] = kept
+        return found
+
+    def _check(self, prompts: Mapping[str, Sequence[int]]) -> None:
+        if not self._shown:
+            raise DataError(
+                "there is nothing to learn: no demonstration has an environment step", where="demonstrations"
+            )
+        wide = self._shown[0].states.shape[1]
+        for one in self._shown:
+            choose(prompts, one.task, "the policy has no prompt for the task of this demonstration", where=one.where)
+            sizes = (one.actions.shape[1], one.states.shape[1])
+            if sizes != (self._dim, wide):
+                what = "actions or states of another number of numbers"
+                raise DataError(what, where=one.where, found=sizes, allowed=f"{(self._dim, wide)}")
+            for camera in self._cameras:
+                if camera not in one.cameras:
+                    what = "this demonstration has no pictures of a camera of the policy"
+                    raise DataError(what, where=one.where, found=camera, allowed=one.cameras)
+
+    def _digest(self, codec: ActionCodec) -> str:
+        settings = [self._prompts, self._cameras, self._chunk, repr(self._pictures), repr(codec.tokens)]
+        shown = [[one.task, len(one)] for one in self._shown]
+        digest = hashlib.blake2b(json.dumps([settings, shown], sort_keys=True).encode(), digest_size=16)
+        digest.update(self._tokens.tobytes() + self._states.tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,63 @@
+"""The configuration of a robot policy: that of its language model, and what it sees with.
+
+`text_config` and `timm_model_ids` of a published config.json of OpenVLA or OpenVLA-OFT, with `use_proprio` and
+`proprio_dim` where the robot's state is one more embedding, as SimpleVLA-RL writes them; for small models of your own
+`vision_towers` in the place of timm's names, and `state_dim`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.architectures.vision import VisionShape
+from megarl.config.model import ModelConfig
+from megarl.models.hf import load_hf_config
+from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, complete_config, read_preprocessor
+from megarl.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def policy_config(
+    config: Mapping[str, Any], where: str, preprocessor: Mapping[str, Any] | None = None
+) -> PretrainedConfig:
+    """Return the language model's configuration, which includes the vision part (`megarl.models.hf.vision_of`).
+
+    Args:
+        config: a policy's config.json, with the additions of the files next to it.
+        where: its place, for messages.
+        preprocessor: its preprocessor_config.json, if there is one.
+
+    Raises:
+        ConfigError: it is none of a robot policy, or names what is not supported.
+    """
+    text = config.get("text_config")
+    if config.get("model_type") != ROBOT_POLICY or not isinstance(text, Mapping):
+        raise ConfigError(
+            "not the configuration of a robot policy",
+            where=where,
+            found=config.get("model_type"),
+            allowed=f"model_type {ROBOT_POLICY!r} with text_config",
+        )
+    hf = load_hf_config(ModelConfig(hf_config={"model_type": "llama", **text}), f"{where}.text_config")
+    VisionShape.from_config(config, hf.hidden_size, where)
+    hf.policy = dict(config)  # goes into the config.json of what is exported, as it is
+    hf.preprocessor = None if preprocessor is None else dict(preprocessor)  # likewise
+    return hf
+
+
+def read_policy_config(folder: Path) -> PretrainedConfig:
+    """Read the same from a folder with config.json.
+
+    Raises:
+        ConfigError: there is none, or as `policy_config`.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError("no config.json here", where="model.path", found=str(folder), fix="check the path")
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    return policy_config(complete_config(raw, folder), str(path), read_preprocessor(folder))

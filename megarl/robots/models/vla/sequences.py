@@ -1,0 +1,167 @@
+"""Policy calls of robots as sequences of the model.
+
+An episode is a sample of several calls (megarl/robots/rollout/episode.py). Its response tokens are those of its calls,
+one after another, so a batch of calls has the same tokens in the same order, and only the borders differ:
+
+    samples    response_ids  [ call 0 | call 1 ] [ call 0 | call 1 | call 2 ]      a row per episode
+    calls      response_ids  [ call 0 ] [ call 1 ] [ call 0 ] [ call 1 ] [ call 2 ]      a row per call
+
+A number per token of the calls is one per token of the samples, whichever calls go through the model together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.architectures.vision import VisionShape
+from megarl.data.batch import Batch, Jagged
+from megarl.data.versions import VERSION_FIELDS
+from megarl.robots.data.frames import CLIP, FRAMES
+from megarl.robots.data.pictures import Normalisation
+from megarl.robots.models.vla.calls import CallLayout, PolicyFamily
+from megarl.robots.models.vla.vision import Seen
+from megarl.training.sequence_layout import PackedRows
+
+#: Fields that may by chance be as long as the response and have nothing to do with its tokens.
+_REPEATED = ("prompt_ids", *VERSION_FIELDS)
+
+
+def calls_of(samples: Batch) -> Batch:
+    """Return one row per policy call of `samples`.
+
+    Fields with one number per response token are cut at the calls' borders; `frames/CAMERA` and `states` have one entry
+    per call already; how the episode ended (`end_...`) and its clip are left out; all else is repeated.
+    """
+    ends, starts = samples["turn_ends"], samples["turn_starts"]
+    calls, tokens = ends.lengths, samples["response_ids"].lengths
+    per_call = ends.values - starts.values
+    source = torch.repeat_interleave(torch.arange(len(samples)), calls.cpu())
+    fields: dict[str, Tensor | Jagged] = {}
+    for name, value in samples.fields.items():
+        if name.startswith(("end_", CLIP)):
+            continue
+        if isinstance(value, Jagged):
+            if name.startswith(FRAMES) or name == "states":
+                fields[name] = value.values
+            elif name in ("turn_ends", "turn_starts"):
+                continue  # a row is a call
+            elif name not in _REPEATED and torch.equal(value.lengths, tokens):
+                fields[name] = Jagged.from_lengths(value.values, per_call)
+            else:
+                fields[name] = value.select(source)
+        else:
+            fields[name] = value[source]
+    columns = {name: [column[place] for place in source.tolist()] for name, column in samples.columns.items()}
+    return Batch(fields, columns, size=len(source))
+
+
+@dataclass(frozen=True)
+class VLALayout:
+    """The layout of policy calls: rows with `prompt_ids`, `response_ids` (K * D), `frames/CAMERA` and, if it is asked,
+    `states`.
+
+    Attributes:
+        shape: the policy's vision part.
+        family: the conventions of its sequences.
+        normalise: pictures to pixels of its towers.
+        cameras: names, in the order in which the policy takes them.
+        dim, chunk: numbers of an action, and actions of a call.
+        columns: first and one past the last action token.
+        block_only: only the slots and what follows see both ways; else every column does, as published policies have
+            it. Not read where slots are predicted one after another.
+    """
+
+    shape: VisionShape
+    family: PolicyFamily
+    normalise: Normalisation
+    cameras: Sequence[str]
+    dim: int
+    chunk: int
+    columns: tuple[int, int]
+    block_only: bool = False
+
+    def rows(self, samples: Batch) -> Batch:
+        """See `SequenceLayout`; rows are given as they are."""
+        return calls_of(samples) if "turn_ends" in samples else samples
+
+    def sample_columns(self, samples: Batch) -> list[list[int]]:
+        """See `SequenceLayout`."""
+        more = self._layout(2).length - 2
+        calls, prompts = samples["turn_ends"].lengths.tolist(), samples["prompt_ids"].lengths.tolist()
+        return [[prompt + more] * count for prompt, count in zip(prompts, calls, strict=True)]
+
+    def lengths(self, batch: Batch) -> Tensor:
+        """See `SequenceLayout`."""
+        wrong = (batch["response_ids"].lengths.cpu() != self.dim * self.chunk).nonzero()
+        if len(wrong):
+            found = int(batch["response_ids"].lengths[int(wrong[0])])
+            raise ValueError(f"call {int(wrong[0])} has {found} tokens, and {self.chunk} actions of {self.dim} numbers")
+        return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
+
+    def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
+        """See `SequenceLayout`; those of pictures are columns."""
+        return ()
+
+    def pack(self, rows: Batch) -> PackedRows:
+        """See `SequenceLayout`; targets outside of `columns` have no log-prob.
+
+        Raises:
+            ValueError: there is one.
+        """
+        targets = rows["response_ids"].values.cpu()
+        outside = ((targets < self.columns[0]) | (targets >= self.columns[1])).nonzero()
+        if len(outside):
+            call, place = divmod(int(outside[0]), self.dim * self.chunk)
+            allowed = f"{self.columns[0]} to {self.columns[1] - 1}"
+            raise ValueError(f"call {call}: token {place} is {int(targets[int(outside[0])])}, no action of {allowed}")
+        pictures = torch.stack([rows[FRAMES + camera] for camera in self.cameras], 1).flatten(0, 1)
+        states = rows["states"] if self.shape.state else torch.zeros(0, 0)
+        return self._pack([ids.cpu() for ids in rows["prompt_ids"].unbind()], targets, pictures, states)
+
+    def filler(self) -> PackedRows:
+        """Return a call that sees black pictures, and whose targets are the first action token."""
+        side, count = self.shape.towers[0].image, len(self.cameras)
+        pictures = torch.zeros(count, side, side, 3, dtype=torch.uint8)
+        targets = torch.full((self.dim * self.chunk,), self.columns[0])
+        return self._pack([torch.zeros(2, dtype=torch.int64)], targets, pictures, torch.zeros(1, self.shape.state))
+
+    def _layout(self, prompt: int) -> CallLayout:
+        parallel, state = self.family.parallel, self.shape.state > 0
+        return CallLayout(prompt, self.shape.patches, self.dim, self.chunk, len(self.cameras), state, parallel)
+
+    def _pack(self, prompts: Sequence[Tensor], targets: Tensor, pictures: Tensor, states: Tensor) -> PackedRows:
+        layouts = [self._layout(len(prompt)) for prompt in prompts]
+        tokens = torch.zeros(sum(one.length for one in layouts), dtype=torch.int64)
+        predicts = torch.full_like(tokens, -1)
+        places, state_places, blank = list[Tensor](), list[int](), list[Tensor]()
+        start, slots = 0, self.dim * self.chunk
+        for number, (prompt, one) in enumerate(zip(prompts, layouts, strict=True)):
+            columns = torch.arange(start, start + one.length)
+            tokens[start] = prompt[0]
+            tokens[columns[one.text]] = prompt[1:]
+            own = torch.arange(number * slots, (number + 1) * slots)
+            predicts[columns[one.predictors]] = own
+            if one.stop is None:
+                tokens[columns[one.slots]] = targets[own]
+            else:
+                tokens[start + one.stop] = self.family.stop_token
+                blank.append(columns[one.slots])
+            places.append(columns[one.visual])
+            if one.state_at is not None:
+                state_places.append(start + one.state_at)
+            start += one.length
+        opens: list[int] = []
+        if self.family.parallel:
+            opens = [one.slots.start if self.block_only else 0 for one in layouts]
+        seen = Seen(
+            self.normalise(pictures),
+            torch.cat(places),
+            states,
+            torch.tensor(state_places, dtype=torch.int64),
+            torch.cat([*blank, torch.zeros(0, dtype=torch.int64)]),
+        )
+        return PackedRows([one.length for one in layouts], tokens, predicts, targets, opens, seen)

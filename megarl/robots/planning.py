@@ -1,0 +1,126 @@
+"""The memory of a robot's run in addition to its language model: towers at work, an encoder of videos, pictures of
+episodes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.architectures.vision import VisionShape
+from megarl.artifacts.facts import local_folder
+from megarl.config.components import settings_at
+from megarl.config.run import RunConfig
+from megarl.robots.config import RobotConfig
+from megarl.robots.embedding_config import EmbeddingSettings
+from megarl.robots.simulators.registry import SIMULATORS, simulator_class
+from megarl.system.errors import ConfigError
+
+#: Tokens of an instruction, of environment steps and pixels where the recipe does not say them: LIBERO's.
+PROMPT, _STEPS, _SIDE = 32, 512, 256
+_HELD_CLIPS = 4  # frames that a simulator's process holds, per frame of a clip
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """The sizes of V-JEPA 2: the defaults are those of its largest published one, at 384 pixels."""
+
+    width: int = 1408
+    layers: int = 40
+    mlp: int = 6144
+    frames: int = 64
+    tokens: int = 32 * 24 * 24
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * (4 * self.width**2 + 2 * self.width * self.mlp)
+
+
+def call_columns(robot: RobotConfig, vision: VisionShape) -> int:
+    """Return the columns of a policy call in the language model, with an instruction of usual length."""
+    actions = robot.chunk * robot.dim + (robot.family != "openvla")
+    return PROMPT + vision.patches * len(robot.cameras) + bool(vision.state) + actions
+
+
+def tower_bytes(vision: VisionShape, element: int) -> float:
+    """Return the bytes that towers keep of one picture until its gradients are there.
+
+    Of a block: inputs of both norms and of the four maps, queries, keys and values, what a scale multiplies, and the
+    wide layer before and after its activation.
+    """
+    total = 0.0
+    for tower in vision.towers:
+        tokens = tower.patches + tower.class_token + tower.registers
+        total += tower.blocks * tokens * ((9 + 2 * tower.layer_scale) * tower.width + 2 * tower.mlp)
+    return total * element
+
+
+def encoder_bytes(config: RunConfig, *, gpu: bool) -> tuple[float, float]:
+    """Return the bytes of the parameters of an encoder of videos, and of clips on their way through it; zeros without
+    one."""
+    wanted = _embedding(config)
+    if wanted is None or wanted.name != "vjepa2":
+        return 0.0, 0.0
+    encoder, element = _encoder(wanted.path), 2 if gpu else 4
+    # Of a token its residual, queries, keys and values, and the wide layer; pixels in float32.
+    token = (6 * encoder.width + 2 * encoder.mlp) * element
+    return encoder.parameters * element, wanted.batch_size * encoder.tokens * token
+
+
+def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]:
+    """Return the bytes of the pictures of an episode of full length, and of its shortest, of one policy call; with its
+    clip."""
+    robot = config.robot
+    assert robot is not None, "a recipe with the section `robot`"
+    picture = len(robot.cameras) * vision.towers[0].image ** 2 * 3
+    calls = -(-_own_setting(robot, "max_steps", _STEPS) // robot.chunk)
+    return (calls + 1) * picture + _clip_bytes(config), 2.0 * picture
+
+
+def recorder_bytes(config: RunConfig) -> float:
+    """Return the bytes of frames that one simulator's process holds for a clip, at most."""
+    return _HELD_CLIPS * _clip_bytes(config)
+
+
+def _clip_bytes(config: RunConfig) -> float:
+    """Return the bytes of the clip of an episode, as the simulator renders it."""
+    wanted, robot = _embedding(config), config.robot
+    if wanted is None or robot is None or not wanted.by_steps:
+        return 0.0
+    return len(robot.cameras) * _encoder(wanted.path).frames * 3.0 * _own_setting(robot, "size", _SIDE) ** 2
+
+
+def _embedding(config: RunConfig) -> EmbeddingSettings | None:
+    robot = config.robot
+    if robot is None or robot.reward.name != "progress":
+        return None
+    try:
+        return settings_at("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings)
+    except ConfigError:
+        return None  # another check says so
+
+
+def _encoder(path: str | None) -> _Encoder:
+    """Return the sizes of a checkpoint on this machine; else those of the largest published one."""
+    folder = None if path is None else local_folder(path)
+    try:
+        raw: dict[str, Any] = {} if folder is None else json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        width, side = int(raw["hidden_size"]), int(raw["crop_size"]) // int(raw["patch_size"])
+        frames = int(raw["frames_per_clip"])
+        return _Encoder(
+            width,
+            int(raw["num_hidden_layers"]),
+            int(width * float(raw.get("mlp_ratio", 4))),
+            frames,
+            frames // int(raw.get("tubelet_size", 2)) * side**2,
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return _Encoder()
+
+
+def _own_setting(robot: RobotConfig, key: str, default: int) -> int:
+    """Return a number among the simulator's own keys, or its default; `default` where neither says one."""
+    own, name = robot.simulator.get(key), robot.simulator.get("name")
+    if own is None and name in SIMULATORS:
+        own = simulator_class(str(name)).settings.get(key)
+    return own if isinstance(own, int) else default

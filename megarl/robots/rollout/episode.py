@@ -1,0 +1,155 @@
+"""One episode of a robot, and what a batch holds of it.
+
+An episode is a sample of several turns, one per policy call; D numbers to an action, K actions to a call:
+
+    response_ids     K * D tokens of call 0 | K * D of call 1 | ...
+    response_mask    those of actions that were executed: the first finish_step * D of them
+    turn_starts, turn_ends                    where each call begins and ends
+    frames/CAMERA    uint8 [calls, H, W, 3]   what the policy saw before each call
+    states           float32 [calls, S]
+    end_frames/CAMERA, end_state              what was seen after the last action
+    clip/CAMERA      uint8 [n, H, W, 3]       where it is recorded: the simulator's frames, evenly spread
+    task, trial, success, finish_step, max_steps, progress
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megarl.data.batch import Batch, Jagged
+from megarl.data.versions import version_values
+from megarl.robots.data.frames import CLIP, END_FRAMES, FRAMES
+from megarl.robots.rollout.policy import Chunk
+from megarl.robots.simulators.protocol import Observation, TaskSpec
+from megarl.system.machine import find_malloc_trim
+
+#: So much of what pictures took may be kept by malloc before it is given back.
+_TRIM_BYTES = 256 << 20
+
+
+@dataclass
+class Episode:
+    """The observations and actions of an episode. All lists have one entry per policy call.
+
+    Attributes:
+        seen: observations before the calls.
+        chunks: the policy's output.
+        executed: environment steps of each chunk.
+        end: the observation after the last action; None: it is under way.
+        progress: how much of it at the end, where the simulator knows; else NaN.
+        failure: why it cannot be scored; empty: it can.
+        failure_kind: in one word, see `megarl.robots.envs.Failure`.
+        clip: where it is recorded, see `Outcome.clip`; of an episode that failed no frames.
+        prompt_ids: tokens of what the policy is told.
+        instruction: the text of it; empty: the task's.
+    """
+
+    spec: TaskSpec
+    trial: int
+    seen: list[Observation] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    executed: list[int] = field(default_factory=list)
+    end: Observation | None = None
+    success: bool = False
+    progress: float = math.nan
+    failure: str = ""
+    failure_kind: str = ""
+    clip: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
+    prompt_ids: list[int] = field(default_factory=list)
+    instruction: str = ""
+
+    @property
+    def finish_step(self) -> int:
+        """Environment steps that were executed."""
+        return sum(self.executed)
+
+    def fail(self, kind: str, why: str, blank: Chunk) -> None:
+        """Note that its simulator failed: nothing of it is trained on, or scored. `blank` replaces an episode without
+        any call."""
+        self.failure, self.failure_kind, self.success, self.progress = why, kind, False, math.nan
+        del self.seen[len(self.executed) :], self.chunks[len(self.executed) :]  # a call that was not answered
+        frames = {name: np.zeros((*size, 3), np.uint8) for name, size in self.spec.cameras.items()}
+        self.end = Observation(dict(frames), np.zeros(self.spec.state_dim, np.float32))
+        if not self.chunks:
+            self.seen.append(Observation(frames, self.end.state))
+            self.chunks.append(blank)
+            self.executed.append(0)
+
+    def executed_tokens(self) -> NDArray[np.bool_]:
+        """Return bool [calls * K * D]: tokens of actions that were executed; none of an episode that failed."""
+        made = [np.arange(len(chunk.token_ids)) < steps * self.spec.action_dim for chunk, steps in self._calls()]
+        mask = np.concatenate(made)
+        return mask & (not self.failure)
+
+    def _calls(self) -> list[tuple[Chunk, int]]:
+        return list(zip(self.chunks, self.executed, strict=True))
+
+
+def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> None:
+    """Write the fields of `episodes`, one per sample, into `samples`; all were sampled with `version` of the weights.
+
+    The episodes give up their pictures one after another, which would be in memory twice otherwise.
+
+    Raises:
+        ValueError: tasks with different cameras, or sizes of pictures or states, in one batch.
+    """
+    cameras = {camera: size for episode in episodes for camera, size in episode.spec.cameras.items()}
+    kinds = {
+        (tuple(sorted(e.spec.cameras.items())), e.spec.state_dim, tuple((n, f.shape[1:]) for n, f in e.clip.items()))
+        for e in episodes
+    }
+    if len(kinds) > 1:
+        raise ValueError(f"tasks of one run have the same cameras and states; found {sorted(kinds)}")
+    tokens = [[token for chunk in e.chunks for token in chunk.token_ids] for e in episodes]
+    responses = Jagged.from_list(tokens, dtype=torch.int64)
+    masks = [e.executed_tokens() for e in episodes]
+    logps = [value for e in episodes for chunk in e.chunks for value in chunk.logprobs]
+    samples.set("response_ids", responses)
+    samples.set("response_mask", responses.like(torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *masks]))))
+    samples.set("rollout_logp", responses.like(torch.tensor(logps, dtype=torch.float32)))
+    ends = [np.cumsum([len(chunk.token_ids) for chunk in e.chunks]).tolist() for e in episodes]
+    samples.set("turn_ends", Jagged.from_list(ends, dtype=torch.int64))
+    samples.set("turn_starts", Jagged.from_list([[0, *some[:-1]] for some in ends], dtype=torch.int64))
+    for name, values in version_values([[[version, len(ids)]] for ids in tokens]).items():
+        samples.set(name, values)
+    calls, ends_seen = [len(e.chunks) for e in episodes], [e.end for e in episodes if e.end is not None]
+    assert len(ends_seen) == len(episodes), "episodes that are over"
+    for camera, size in cameras.items():
+        stacked = _moved([seen for e in episodes for seen in e.seen], camera, size)
+        samples.set(FRAMES + camera, Jagged.from_lengths(stacked, calls))
+        samples.set(END_FRAMES + camera, _moved(ends_seen, camera, size))
+    for camera in list(episodes[0].clip) if episodes else ():
+        clips = [e.clip.pop(camera) for e in episodes]
+        samples.set(CLIP + camera, Jagged.from_lengths(torch.from_numpy(np.concatenate(clips)), list(map(len, clips))))
+    states = [seen.state for e in episodes for seen in e.seen]
+    wide = episodes[0].spec.state_dim if episodes else 0
+    held = torch.from_numpy(np.stack(states)) if states else torch.zeros(0, wide)
+    samples.set("states", Jagged.from_lengths(held, calls))
+    samples.set("end_state", torch.from_numpy(np.stack([seen.state for seen in ends_seen])) if ends_seen else held)
+    samples.set("task", [e.spec.name for e in episodes])
+    samples.set("trial", torch.tensor([e.trial for e in episodes], dtype=torch.int64))
+    samples.set("success", torch.tensor([e.success for e in episodes], dtype=torch.bool))
+    samples.set("finish_step", torch.tensor([e.finish_step for e in episodes], dtype=torch.int64))
+    samples.set("max_steps", torch.tensor([e.spec.max_steps for e in episodes], dtype=torch.int64))
+    samples.set("progress", torch.tensor([e.progress for e in episodes], dtype=torch.float32))
+    samples.set("env_error", [e.failure for e in episodes])
+
+
+def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> torch.Tensor:
+    """Return a camera's pictures in one tensor uint8 [N, H, W, 3]; they are no longer in `seen`."""
+    found = np.empty((len(seen), *size, 3), np.uint8)
+    trim = find_malloc_trim()
+    every = max(1, _TRIM_BYTES // max(1, size[0] * size[1] * 3))
+    for number, (place, one) in enumerate(zip(found, seen, strict=True), 1):
+        frames = dict(one.frames)
+        place[:] = frames.pop(camera)
+        object.__setattr__(one, "frames", frames)  # nobody looks at an episode's pictures after this
+        if number % every == 0:
+            trim(0)
+    return torch.from_numpy(found)

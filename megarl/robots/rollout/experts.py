@@ -1,0 +1,209 @@
+"""Demonstrations of scripted experts, played on all slots of a pool at the same time.
+
+    seen -> expert's action ------------------------------> recorded, with what was seen
+                            \\-> + noise -> simulator -> seen
+
+With noise the simulator does something else than what the expert said, and the expert then says how to come back: what
+is recorded is always the expert's action where the episode came to (DART, Laskey et al. 2017). Which demonstrations
+come out, and in which order, follows from the episodes, the noise and the seed, not from which process was faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megarl.robots.data.demonstrations import Demonstration
+from megarl.robots.envs import Advice, Answer, Failure, SimulatorPool
+from megarl.robots.simulators.protocol import Numbers, Observation, TaskSpec
+from megarl.system.errors import ConfigError, count
+
+_LOOK_S = 1.0  # the pool has limits of its own
+#: Episodes per slot that may be over, or begun, before the next one that is to be given: they are held in memory.
+_AHEAD = 16
+
+
+@dataclass
+class ExpertCounts:
+    """The counts of a call of `demonstrate`.
+
+    Attributes:
+        solved, unsolved: episodes, by task.
+        failures: episodes whose simulator failed, by kind.
+        steps: environment steps of what was given.
+    """
+
+    solved: Counter[str] = field(default_factory=Counter)
+    unsolved: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+
+    def describe(self) -> str:
+        """Return one line for the log.
+
+        >>> ExpertCounts(Counter(push=2), Counter(push=1), Counter(crash=1), 31).describe()
+        'experts solved 2 of 4 episodes in 31 environment steps; left out: 1 not solved (push 1), 1 failed (crash 1)'
+        """
+        solved, unsolved, failed = (sum(some.values()) for some in (self.solved, self.unsolved, self.failures))
+        text = f"experts solved {solved} of {count(solved + unsolved + failed, 'episode')} in "
+        text += count(self.steps, "environment step")
+        parts = [(unsolved, "not solved", self.unsolved), (failed, "failed", self.failures)]
+        left = [f"{number} {what} ({_listed(some)})" for number, what, some in parts if number]
+        return text + (f"; left out: {', '.join(left)}" if left else "")
+
+
+def _listed(some: Counter[str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in sorted(some.items()))
+
+
+@dataclass
+class _Play:
+    """An episode that a slot plays."""
+
+    number: int
+    spec: TaskSpec
+    noise: Numbers  # [max_steps, D]
+    seen: list[Observation] = field(default_factory=list)
+    actions: list[Numbers] = field(default_factory=list)
+
+    def shown(self) -> Demonstration:
+        frames = {camera: np.stack([one.frames[camera] for one in self.seen]) for camera in self.spec.cameras}
+        states = np.stack([one.state for one in self.seen])
+        return Demonstration(self.spec.name, frames, states, np.stack(self.actions))
+
+
+def demonstrate(
+    pool: SimulatorPool,
+    episodes: Sequence[tuple[str, int]],
+    *,
+    noise: float,
+    seed: int,
+    counts: ExpertCounts | None = None,
+    advance: Callable[[int], None] = lambda number: None,
+) -> Iterator[Demonstration]:
+    """Yield the demonstrations of the episodes that their expert solved, in the order of `episodes`.
+
+    Nothing is played before the first one is asked for. While the last ones wait for one that takes long, up to 16
+    episodes a slot are held.
+
+    Args:
+        pool: of which no slot is at work.
+        episodes: task and trial of each.
+        noise: standard deviation of what is added to every number of the executed actions, in the simulator's units.
+        seed: seed of the noise, which for each environment step of an episode depends on this, task and trial only.
+        counts: is told what was done.
+        advance: `advance(1)` is called when one more episode is over.
+
+    Raises:
+        ConfigError: the simulator has no expert for a task.
+        SimulatorError: no simulator works any more.
+    """
+    assert noise >= 0, f"a standard deviation of {noise}"
+    yield from _Stage(pool, episodes, noise, seed, ExpertCounts() if counts is None else counts, advance).play()
+
+
+class _Stage:
+    """The state of one call of `demonstrate`."""
+
+    def __init__(
+        self,
+        pool: SimulatorPool,
+        episodes: Sequence[tuple[str, int]],
+        noise: float,
+        seed: int,
+        counts: ExpertCounts,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._pool, self._episodes, self._noise, self._seed = pool, episodes, noise, seed
+        self._counts, self._advance = counts, advance
+        self._waiting = deque(range(len(episodes)))
+        self._playing: dict[int, _Play] = {}
+        self._kept: dict[int, set[str]] = {slot: set() for slot in pool.slots}  # tasks that it has a simulator of
+        self._over: dict[int, Demonstration | None] = {}
+        self._next = 0
+
+    def play(self) -> Iterator[Demonstration]:
+        try:
+            for number in range(len(self._episodes)):
+                self._next = number
+                while number not in self._over:
+                    for slot in self._pool.slots:
+                        self._begin(slot)
+                    for slot, answer in self._pool.answers(_LOOK_S).items():
+                        self._take(slot, answer)
+                shown = self._over.pop(number)
+                if shown is not None:
+                    yield shown
+        except (GeneratorExit, ConfigError):
+            while self._pool.busy:  # the pool can be used again
+                self._pool.answers(_LOOK_S)
+            raise
+
+    def _begin(self, slot: int) -> None:
+        """Let a free slot play: an episode of a task that it has a simulator of, if one may begin, else the first."""
+        end = self._next + _AHEAD * len(self._pool.slots)
+        if slot in self._playing or not self._waiting or self._waiting[0] >= end:
+            return
+        near = [number for number in self._waiting if number < end]
+        number = next((one for one in near if self._episodes[one][0] in self._kept[slot]), near[0])
+        self._waiting.remove(number)
+        task, trial = self._episodes[number]
+        spec = self._pool.tasks[task]
+        self._kept[slot].add(task)
+        drawn = noises(self._seed, task, trial, spec.max_steps, spec.action_dim)
+        self._playing[slot] = _Play(number, spec, np.float32(self._noise) * drawn)
+        self._pool.begin(slot, task, trial)
+
+    def _take(self, slot: int, answer: Answer) -> None:
+        play = self._playing[slot]
+        if isinstance(answer, Failure):
+            self._counts.failures[answer.kind] += 1
+            self._end(slot, None)
+        elif isinstance(answer, Observation):
+            play.seen.append(answer)
+            self._pool.expert(slot)
+        elif isinstance(answer, Advice):
+            if answer.action is None:
+                raise self._no_expert(play.spec.name)
+            self._pool.act(slot, (answer.action + play.noise[len(play.actions)])[None])
+            play.actions.append(answer.action)
+        elif not answer.over:
+            play.seen.append(answer.observation)
+            self._pool.expert(slot)
+        elif answer.success:
+            self._counts.solved[play.spec.name] += 1
+            self._counts.steps += len(play.actions)
+            self._end(slot, play.shown())
+        else:
+            self._counts.unsolved[play.spec.name] += 1
+            self._end(slot, None)
+
+    def _end(self, slot: int, shown: Demonstration | None) -> None:
+        self._over[self._playing.pop(slot).number] = shown
+        self._advance(1)
+
+    def _no_expert(self, task: str) -> ConfigError:
+        return ConfigError(
+            f"the simulator {self._pool.settings.name!r} has no scripted expert",
+            where="sft.train_files",
+            found=f"experts, for the task {task}",
+            fix="name files of demonstrations in its place, or start from a policy that acts and set sft.steps: 0",
+        )
+
+
+def noises(seed: int, task: str, trial: int, steps: int, dim: int) -> Numbers:
+    """Return the standard normal numbers [steps, dim] of an episode, by a counter-based generator: a function of the
+    arguments.
+
+    The first k steps are the same whatever `steps` is.
+    """
+    name = int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest(), "little")
+    generator = np.random.Philox(key=[seed % 2**64, name], counter=[0, 0, 0, trial])
+    raw = generator.random_raw(2 * steps * dim).reshape(steps, dim, 2) >> np.uint64(11)
+    # Box and Muller: numpy's own normal numbers may change between its versions.
+    first, second = ((raw[..., place] + 0.5) * 2.0**-53 for place in (0, 1))
+    return (np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)).astype(np.float32)

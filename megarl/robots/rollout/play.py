@@ -1,0 +1,291 @@
+"""Plays episodes of robots: the policy sees, acts for a chunk of environment steps, and sees again.
+
+    slots of one half      physics, pictures | policy            | physics, pictures | ...
+    slots of the other     policy            | physics, pictures | policy            | ...
+
+Each slot is a simulator's process, which plays one episode after the other. The halves take turns, so that physics of
+one goes on while the policy acts for the other. Which episodes are asked about together follows from the episodes only:
+a half waits for all of its slots. So a run is repeatable, whichever process answers first, and whichever is replaced.
+
+All ranks of a replica make the same calls; the first one has the simulators and tells the others what they answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.robots.envs import Answer, Failure, SimulatorPool
+from megarl.robots.rollout.episode import Episode
+from megarl.robots.rollout.policy import ActingPolicy, PolicyCall
+from megarl.robots.rollout.view import View
+from megarl.robots.simulators.protocol import Observation, Outcome, Recording, TaskSpec
+from megarl.robots.simulators.wire import Inbox, pack, plain_spec, spec_of
+from megarl.system.errors import MegarlError
+
+if TYPE_CHECKING:
+    from megarl.system.comm import WorkerGroup
+
+_LOOK_S = 1.0  # the pool has limits of its own
+_OF_CLIP = "#"  # between a slot and a camera, in the place of the slash of what is seen
+
+
+class PlayError(MegarlError):
+    """A simulator failed, and `robot.on_error` is `fail`; the message names the episode."""
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """The start of an episode.
+
+    Attributes:
+        sample_id: names it in messages.
+        seed: seed of policy call k.
+    """
+
+    sample_id: str
+    task: str
+    trial: int
+    prompt_ids: list[int]
+    seed: Callable[[int], int]
+
+
+@dataclass
+class PlayCounts:
+    """The counts of a call of `play`.
+
+    Attributes:
+        wait_s: the policy had nothing to do, and waited for physics and pictures.
+        act_s: in the policy.
+        failures: episodes that cannot be scored, by kind.
+    """
+
+    wait_s: float = 0.0
+    act_s: float = 0.0
+    calls: int = 0
+    steps: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+class Player:
+    """The player of episodes on one rank of a replica. Collective over the replica.
+
+    Args:
+        pool: the simulators; None on all ranks but the first of a replica.
+        prompt_ids: tokens of an instruction, of episodes that have one of their own.
+        halves: physics of one half of the slots goes on while the policy acts for the other.
+        on_error: `fail` ends the run when a simulator fails, `mark` the episode.
+    """
+
+    def __init__(
+        self,
+        pool: SimulatorPool | None,
+        policy: ActingPolicy,
+        group: WorkerGroup,
+        view: View,
+        prompt_ids: Callable[[str], list[int]],
+        *,
+        halves: bool,
+        on_error: str,
+    ) -> None:
+        self.pool, self.policy, self.group, self.view, self.on_error = pool, policy, group, view, on_error
+        self.prompt_ids = prompt_ids
+        told = None if pool is None else [len(pool.slots), [plain_spec(task) for task in pool.tasks.values()]]
+        count, plain = group.broadcast_json(told)
+        self.rendered: dict[str, TaskSpec] = {one["name"]: spec_of(one) for one in plain}
+        self.tasks: dict[str, TaskSpec] = {name: view.of_task(spec) for name, spec in self.rendered.items()}
+        slots = list(range(count))
+        self.halves = [slots[0::2], slots[1::2]] if halves and count > 1 else [slots]
+
+    def play(
+        self,
+        starts: Sequence[EpisodeStart],
+        advance: Callable[[int], None] = lambda count: None,
+        record: Recording | None = None,
+    ) -> tuple[list[Episode], PlayCounts]:
+        """Return one episode per start, in their order. `advance(k)` is called when k more are over.
+
+        With `record` each has a clip of what the simulator showed (`Episode.clip`).
+
+        Raises:
+            PlayError: a simulator failed, and `on_error` is `fail`.
+            SimulatorError: none works any more.
+        """
+        game = _Game(self, starts, advance, record)
+        game.play()
+        return game.episodes, game.counts
+
+
+class _Game:
+    """The state of one call of `play`: on all ranks of the replica the same, but for answers that are on their way."""
+
+    def __init__(
+        self, player: Player, starts: Sequence[EpisodeStart], advance: Callable[[int], None], record: Recording | None
+    ) -> None:
+        self._p, self._starts, self._advance, self._record = player, starts, advance, record
+        self.episodes = [
+            Episode(player.tasks[start.task], start.trial, prompt_ids=start.prompt_ids) for start in starts
+        ]
+        self.counts = PlayCounts()
+        self._waiting = deque(range(len(starts)))
+        self._playing: dict[int, int] = {}  # slot -> number of its episode
+        self._kept: dict[int, set[str]] = {}  # slot -> tasks that it has played
+        self._come: dict[int, Answer] = {}  # on the first rank: answers that nobody has looked at
+
+    def play(self) -> None:
+        """Play until all episodes are over."""
+        for slot in sorted(slot for half in self._p.halves for slot in half):
+            self._begin(slot)
+        while self._playing:
+            for half in self._p.halves:
+                self._turn([slot for slot in half if slot in self._playing])
+
+    def _turn(self, slots: list[int]) -> None:
+        """Take what these slots answer, and act in those whose episodes go on."""
+        if not slots:
+            return
+        answers = self._answers(slots)
+        ready = [slot for slot in slots if self._take(slot, answers[slot])]
+        if not ready:
+            return
+        calls = []
+        for slot in ready:
+            number = self._playing[slot]
+            start, episode = self._starts[number], self.episodes[number]
+            calls.append(PolicyCall(episode.prompt_ids, episode.seen[-1], start.seed(len(episode.chunks))))
+        began = time.monotonic()
+        chunks = self._p.policy.act(calls)
+        self.counts.act_s += time.monotonic() - began
+        self.counts.calls += len(chunks)
+        for slot, chunk in zip(ready, chunks, strict=True):
+            self.episodes[self._playing[slot]].chunks.append(chunk)
+            if self._p.pool is not None:
+                self._p.pool.act(slot, chunk.actions)
+
+    def _begin(self, slot: int) -> None:
+        """Begin the next episode: of a task that the slot has a simulator of, if there is one left, else the first
+        one."""
+        if not self._waiting:
+            return
+        kept = self._kept.setdefault(slot, set())
+        number = next((n for n in self._waiting if self._starts[n].task in kept), self._waiting[0])
+        self._waiting.remove(number)
+        start = self._starts[number]
+        kept.add(start.task)
+        self._playing[slot] = number
+        if self._p.pool is not None:
+            self._p.pool.begin(slot, start.task, start.trial, self._record)
+
+    def _take(self, slot: int, answer: Answer) -> bool:
+        """Apply an answer to the slot's episode; tell whether it goes on."""
+        number = self._playing[slot]
+        episode, over = self.episodes[number], True
+        if isinstance(answer, Failure):
+            self._fail(number, answer)
+        elif isinstance(answer, Observation):
+            episode.seen.append(answer)
+            if answer.instruction:
+                episode.instruction, episode.prompt_ids = answer.instruction, self._p.prompt_ids(answer.instruction)
+            over = False
+        else:
+            assert isinstance(answer, Outcome), "nobody asked for advice"
+            episode.executed.append(answer.executed)
+            self.counts.steps += answer.executed
+            over = answer.over
+            if over:
+                episode.end = answer.observation
+                episode.clip = dict(answer.clip)
+                episode.success = answer.success
+                episode.progress = math.nan if answer.progress is None else answer.progress
+            else:
+                episode.seen.append(answer.observation)
+        if over:
+            del self._playing[slot]
+            self._advance(1)
+            self._begin(slot)
+        return not over
+
+    def _fail(self, number: int, failure: Failure) -> None:
+        start = self._starts[number]
+        if self._p.on_error == "fail":
+            raise PlayError(
+                f"the simulator of sample {start.sample_id} failed: {failure.text}\n"
+                f"  episode: {failure.task}, trial {failure.trial}, after {failure.chunks} policy calls\n"
+                + "".join(f"    {line}\n" for line in failure.output.splitlines())
+                + "  fix:     correct the simulator, or set robot.on_error=mark to leave such episodes out"
+            )
+        self.counts.failures[failure.kind] = self.counts.failures.get(failure.kind, 0) + 1
+        episode, cameras = self.episodes[number], self._p.rendered[start.task].cameras
+        episode.fail(failure.kind, failure.text, self._p.policy.blank)
+        recorded = () if self._record is None else self._record.cameras
+        episode.clip = {camera: np.zeros((0, *cameras[camera], 3), np.uint8) for camera in recorded}
+
+    def _answers(self, slots: list[int]) -> Mapping[int, Answer]:
+        """Return the answers of these slots, on every rank."""
+        began = time.monotonic()
+        pool = self._p.pool
+        if pool is not None:
+            while missing := [slot for slot in slots if slot not in self._come]:
+                assert set(missing) <= set(pool.busy), "what is waited for was asked for"
+                come = pool.answers(_LOOK_S)
+                self._come |= {slot: self._p.view.of_answer(answer) for slot, answer in come.items()}
+        found = {slot: self._come.pop(slot) for slot in slots if slot in self._come}
+        if self._p.group.size > 1:
+            data = self._p.group.broadcast_bytes(None if pool is None else _packed(found))
+            found = _unpacked(data) if pool is None else found
+        self.counts.wait_s += time.monotonic() - began
+        return found
+
+
+def _packed(answers: Mapping[int, Answer]) -> bytes:
+    header: dict[str, Any] = {}
+    arrays: dict[str, NDArray[Any]] = {}
+    for slot, answer in answers.items():
+        seen: Observation | None = None
+        if isinstance(answer, Failure):
+            header[str(slot)] = ["failure", vars(answer)]
+        elif isinstance(answer, Outcome):
+            said = {"executed": answer.executed, "success": answer.success, "over": answer.over}
+            header[str(slot)] = ["outcome", said | {"progress": answer.progress}]
+            seen = answer.observation
+            arrays |= {f"{slot}{_OF_CLIP}{camera}": frames for camera, frames in answer.clip.items()}
+        elif isinstance(answer, Observation):
+            header[str(slot)] = ["observation", {"instruction": answer.instruction}]
+            seen = answer
+        if seen is not None:
+            arrays[f"{slot}/"] = seen.state
+            arrays |= {f"{slot}/{camera}": frame for camera, frame in seen.frames.items()}
+    return pack({"answers": header}, arrays)
+
+
+def _unpacked(data: bytes) -> dict[int, Answer]:
+    inbox = Inbox(trusted=True)
+    inbox.feed(data)
+    message = inbox.take()
+    assert message is not None, "it came as a whole"
+    header, arrays = message
+    found: dict[int, Answer] = {}
+    for slot, (kind, said) in header["answers"].items():
+        if kind == "failure":
+            found[int(slot)] = Failure(**said)
+            continue
+        prefix = f"{slot}/"
+        frames = _beginning(arrays, prefix)
+        seen = Observation(frames, arrays[prefix], said.pop("instruction", ""))
+        clip = _beginning(arrays, f"{slot}{_OF_CLIP}")
+        found[int(slot)] = seen if kind == "observation" else Outcome(seen, **said, clip=clip)
+    return found
+
+
+def _beginning(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays whose names go on after `prefix`, by what follows it."""
+    return {
+        name.removeprefix(prefix): one for name, one in arrays.items() if name.startswith(prefix) and name != prefix
+    }

@@ -1,0 +1,116 @@
+"""Policies that act: their interface, and the one with the trainer's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.data.batch import Batch, Jagged
+from megarl.robots.data.frames import FRAMES
+from megarl.robots.models.vla.actions import ActionCodec
+from megarl.robots.simulators.protocol import Numbers, Observation
+
+
+@dataclass(frozen=True)
+class PolicyCall:
+    """One question to a policy. Its answer is a function of the weights, of this, and of the sampling settings.
+
+    Attributes:
+        seed: seed of this call, 0 <= seed < 2**63; other calls at the same time do not matter.
+    """
+
+    prompt_ids: list[int]
+    observation: Observation
+    seed: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The output of a policy call: K actions of D numbers, sampled as K * D tokens.
+
+    Attributes:
+        token_ids: action after action.
+        logprobs: of these tokens at the sampling temperature.
+        actions: float32 [K, D], as the simulator takes them.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    actions: Numbers
+
+
+class ActingPolicy(Protocol):
+    """A policy that acts. Every rank of a model replica calls `act` with the same arguments.
+
+    Attributes:
+        blank: a chunk that stands where a simulator failed before the first call; nobody trains on it.
+    """
+
+    blank: Chunk
+
+    def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
+        """Return one chunk for each of `calls`, in their order."""
+        ...
+
+
+class SampleTokens(Protocol):
+    """The function that samples the tokens of policy calls; see `MegatronEngine.sample`."""
+
+    def __call__(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
+        """Return the tokens and their log-probs."""
+        ...
+
+
+class SamplingPolicy:
+    """An `ActingPolicy`: every call is a row of a batch, whose tokens are generated.
+
+    Args:
+        sample: samples all tokens of rows, given those that stand there now.
+        cameras: names, in the order in which the policy sees them.
+        chunk: actions of a call, K.
+        parallel: all tokens of a call are predicted at once; else one after another, each from the earlier ones.
+
+    Attributes:
+        temperature: temperature of the next samples; 0: the likeliest.
+    """
+
+    def __init__(
+        self, sample: SampleTokens, codec: ActionCodec, cameras: Sequence[str], chunk: int, *, parallel: bool
+    ) -> None:
+        self._sample, self._codec, self._cameras, self._parallel = sample, codec, cameras, parallel
+        self._slots = chunk * codec.dim
+        self.temperature = 1.0
+        first = np.full(self._slots, codec.tokens.start)
+        self.blank = Chunk(first.tolist(), [0.0] * self._slots, codec.to_actions(first))
+
+    def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
+        """See `ActingPolicy`."""
+        start, count = self._codec.tokens.start, len(calls)
+        standing = torch.full((count * self._slots,), start, dtype=torch.int64)
+        fields: dict[str, Tensor | Jagged] = {
+            "prompt_ids": Jagged.from_list([call.prompt_ids for call in calls], dtype=torch.int64),
+            "response_ids": Jagged.from_lengths(standing, [self._slots] * count),
+            "states": torch.from_numpy(np.stack([call.observation.state for call in calls])),
+        }
+        for camera in self._cameras:
+            fields[FRAMES + camera] = torch.from_numpy(np.stack([call.observation.frames[camera] for call in calls]))
+        rows = Batch(fields)
+        seeds = torch.tensor([call.seed for call in calls], dtype=torch.int64)
+        tokens, logp = self._sample(rows, seeds, self.temperature)
+        # One after another: a token is right as soon as all before it are, so that a pass makes one or more right.
+        for _ in range(0 if self._parallel else self._slots):
+            if torch.equal(tokens.values, rows["response_ids"].values):
+                break
+            rows.set("response_ids", tokens)
+            tokens, logp = self._sample(rows, seeds, self.temperature)
+        sampled = tokens.values.view(count, self._slots).numpy()
+        actions = self._codec.to_actions(sampled)
+        return [
+            Chunk(ids.tolist(), values.tolist(), chunk)
+            for ids, values, chunk in zip(sampled, logp.values.view(count, self._slots), actions, strict=True)
+        ]

@@ -1,0 +1,148 @@
+"""Rows of robots' data: start states of tasks, parted into those that are trained on and those that are measured.
+
+Validation has up to three sets of start states: held out of those that are trained on, which bear the task's name, some
+that are trained on (`train_iid`), and those of the simulator's own list for evaluation (`eval_ood`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megarl.data.batch import Batch, Jagged
+from megarl.data.render import Split
+from megarl.robots.simulators.protocol import TaskSpec
+from megarl.system.errors import ConfigError, count
+
+
+@dataclass
+class Trials:
+    """The (task, start state) pairs of a split, task after task; see `megarl.data.loader.Indexed`.
+
+    Attributes:
+        pairs: pairs of all tasks.
+        prompts: tokens of each task's instruction.
+        sets: names of the sets of validation that pairs belong to, of those that bear more than the task's name.
+        fingerprint: hash of tasks, prompts and start states.
+    """
+
+    split: Split
+    pairs: Sequence[tuple[str, int]]
+    prompts: Mapping[str, Sequence[int]]
+    texts: Mapping[str, str]
+    sets: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        told = repr((self.pairs, sorted(self.prompts.items()))).encode()
+        self.fingerprint = hashlib.blake2b(told, digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        tasks = dict.fromkeys(task for task, _ in self.pairs)
+        named = Counter(self.sets[pair] for pair in self.pairs if pair in self.sets)
+        parts = "".join(f", {number} of them {name}" for name, number in named.items())
+        return f"{self.split}: {count(len(self), 'start state')} of {count(len(tasks), 'task')}{parts}"
+
+    def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
+        """Return the trials at `indices`, as rows of prompts; `row` has `task` and `trial`."""
+        pairs = [self.pairs[index] for index in indices]
+        return Batch(
+            {"prompt_ids": Jagged.from_list([list(self.prompts[task]) for task, _ in pairs], dtype=torch.int64)},
+            {
+                "uid": [f"{self.split}-{epoch}-{index}" for index in indices],
+                "prompt_text": [self.texts[task] for task, _ in pairs],
+                "answer": [None] * len(pairs),
+                "data_source": ["_".join(filter(None, (pair[0], self.sets.get(pair)))) for pair in pairs],
+                "row": [{"task": task, "trial": trial} for task, trial in pairs],
+                "set": [self.sets.get(pair, "") for pair in pairs],
+            },
+        )
+
+
+def part_trials(
+    tasks: Iterable[TaskSpec],
+    *,
+    seed: int,
+    held_out: int,
+    trained: int | None,
+    val_trained: int = 0,
+    val_evaluation: int | None = None,
+) -> dict[Split, list[tuple[str, int]]]:
+    """Return the start states of each task for training and for measuring; the same whatever other tasks there are.
+
+    Args:
+        held_out: start states of each task that are measured and not trained on.
+        trained: start states of each task; None: all others.
+        val_trained: of these, such that are measured, too.
+        val_evaluation: measured ones of the simulator's list for evaluation; None: all of it.
+
+    Raises:
+        ConfigError: a task has too few.
+    """
+    found: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
+    for task in tasks:
+        own = task.trials - task.evaluation  # may be trained on
+        if own < held_out + (trained or 1):
+            raise _too_few(task, "held_out", f"{held_out} held out, {trained or 'the others'} trained on", own)
+        generator = np.random.Generator(np.random.PCG64([seed % 2**64, zlib.crc32(task.name.encode())]))
+        order = generator.permutation(own)
+        rest = order[held_out:] if trained is None else order[held_out : held_out + trained]
+        measured = task.evaluation if val_evaluation is None else val_evaluation
+        if val_trained > len(rest):
+            raise _too_few(task, "val_trained", val_trained, len(rest))
+        if measured > task.evaluation:
+            raise _too_few(task, "val_evaluation", measured, task.evaluation)
+        if not held_out + val_trained + measured:
+            raise _too_few(task, "held_out", "no start state is measured", own - 1)
+        chosen = (order[:held_out], rest[:val_trained], np.arange(own, own + measured))
+        found["val"] += [(task.name, int(trial)) for part in chosen for trial in np.sort(part)]
+        found["train"] += [(task.name, int(trial)) for trial in np.sort(rest)]
+    return found
+
+
+def val_sets(
+    tasks: Iterable[TaskSpec], parted: Mapping[Split, Sequence[tuple[str, int]]]
+) -> dict[tuple[str, int], str]:
+    """Return the sets of those start states of validation whose set has more than the task's name."""
+    first = {task.name: task.trials - task.evaluation for task in tasks}
+    trained = set(parted["train"])
+    named = {pair: "eval_ood" if pair[1] >= first[pair[0]] else "train_iid" for pair in parted["val"]}
+    return {pair: name for pair, name in named.items() if name == "eval_ood" or pair in trained}
+
+
+def _too_few(task: TaskSpec, key: str, found: object, most: int) -> ConfigError:
+    return ConfigError(
+        f"{task.name} has too few start states",
+        where=f"robot.{key}",
+        found=found,
+        allowed=f"{most} together, at least one trained on and one measured" if key == "held_out" else f"0 to {most}",
+        fix="lower robot.held_out or robot.trials" if key == "held_out" else f"lower robot.{key}",
+    )
+
+
+def limited(
+    pairs: Sequence[tuple[str, int]], limit: int | None, sets: Mapping[tuple[str, int], str] | None = None
+) -> list[tuple[str, int]]:
+    """Return at most `limit` of `pairs` in their order, as many of each task and set as of others
+    (`data.max_val_samples`).
+
+    >>> limited([("a", 1), ("a", 5), ("a", 7), ("b", 2)], 3)
+    [('a', 1), ('a', 5), ('b', 2)]
+    """
+    met: Counter[tuple[str, str]] = Counter()
+    turns = []
+    for place, pair in enumerate(pairs):
+        kind = pair[0], (sets or {}).get(pair, "")
+        turns.append((met[kind], place))
+        met[kind] += 1
+    return [pairs[place] for place in sorted(place for _, place in sorted(turns)[:limit])]

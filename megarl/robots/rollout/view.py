@@ -1,0 +1,76 @@
+"""The policy's view of a simulator's observation: pictures of some cameras at its own size, and its state in -1 to
+1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megarl.robots.artifacts.action_statistics import ActionStatistics
+from megarl.robots.data.pictures import PicturePipeline
+from megarl.robots.envs import Answer
+from megarl.robots.simulators.protocol import Observation, Outcome, TaskSpec
+from megarl.system.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class View:
+    """See above. Frames are worked on once, where they come from the simulator; batches hold what the policy sees.
+
+    Attributes:
+        cameras: names, in the policy's order.
+        pictures: from a frame to a picture.
+        states: scaling of the robot's own state; None: it is seen as it is.
+    """
+
+    cameras: Sequence[str]
+    pictures: PicturePipeline
+    states: ActionStatistics | None = None
+
+    def __call__(self, seen: Observation) -> Observation:
+        """Return the policy's view of `seen`."""
+        frames = {name: self.pictures(torch.from_numpy(seen.frames[name])).numpy() for name in self.cameras}
+        state = seen.state if self.states is None else self.states.normalise(seen.state)
+        return replace(seen, frames=frames, state=state)
+
+    def of_answer(self, answer: Answer) -> Answer:
+        """Return the policy's view of the answer of a simulator's process."""
+        if isinstance(answer, Observation):
+            return self(answer)
+        if isinstance(answer, Outcome):
+            clip = {camera: self.upright(frames) for camera, frames in answer.clip.items()}
+            return replace(answer, observation=self(answer.observation), clip=clip)
+        return answer
+
+    def upright(self, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the frames [..., H, W, 3] of a simulator that renders upside down, turned; nothing else is done to
+        them."""
+        return np.ascontiguousarray(frames[..., ::-1, ::-1, :]) if self.pictures.rotate else frames
+
+    def of_task(self, spec: TaskSpec) -> TaskSpec:
+        """Return the task as it is seen.
+
+        Raises:
+            ConfigError: it has no such camera, or a state of another size than the statistics are of.
+        """
+        missing = [name for name in self.cameras if name not in spec.cameras]
+        if missing:
+            raise ConfigError(
+                "the simulator has no such camera",
+                where="robot.cameras",
+                found=missing[0],
+                allowed=list(spec.cameras),
+                fix="name one of these",
+            )
+        if self.states is not None and self.states.dim != spec.state_dim:
+            raise ConfigError(
+                "the statistics are of another robot's state",
+                where="robot.unnorm_key",
+                found=f"{self.states.dim} numbers, and {spec.name} has {spec.state_dim}",
+            )
+        size = self.pictures.size
+        return replace(spec, cameras=dict.fromkeys(self.cameras, (size, size)))

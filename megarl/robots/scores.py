@@ -1,0 +1,196 @@
+"""Scores of robots' episodes: of each by itself (success), or by how near it came to successes of its task (SRPO)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from megarl.algorithms.progress import ProgressReport, ProgressScorer, ProgressSettings
+from megarl.config.components import settings_at
+from megarl.data.batch import Batch
+from megarl.robots.embedding_config import EmbeddingSettings
+from megarl.system.device import device
+from megarl.system.errors import ConfigError
+from megarl.system.tracing import phase
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from megarl.config.run import RunConfig
+    from megarl.robots.models.episodes import EpisodeEmbedder
+    from megarl.robots.simulators.protocol import Recording
+    from megarl.system.metrics import Metrics
+    from megarl.training.parallel import Layout
+
+FILE = "episode_scores.safetensors"
+_BINS = 10
+
+
+class EpisodeScores:
+    """The scores of episodes in the training steps of a run. Collective over the ranks of a team.
+
+    Args:
+        embedder: what episodes are compared by; None: success counts.
+        coef: what they are multiplied by.
+        compared: keys of the embedding, as the recipe has them.
+    """
+
+    def __init__(
+        self,
+        embedder: EpisodeEmbedder | None,
+        scorer: ProgressScorer,
+        coef: float,
+        layout: Layout,
+        compared: Mapping[str, Any],
+    ) -> None:
+        self._embedder, self._scorer, self._coef, self._layout = embedder, scorer, coef, layout
+        self._compared = _with_defaults(compared)
+        self._learned = -1  # the step in which the embedder learned; in a later round of it embeddings must stay
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout) -> EpisodeScores:
+        """Make the scores that the section `robot` asks for.
+
+        Raises:
+            ConfigError: a key that there is none of, or a value that it does not take.
+        """
+        assert config.robot is not None, "a recipe with the section `robot`"
+        reward, embedder, seed = config.robot.reward, None, config.trainer.seed
+        settings = settings_at("robot.reward.srpo", reward.srpo, ProgressSettings)
+        if reward.name == "progress":
+            from megarl.robots.models.episodes import build_embedder
+
+            wanted = settings_at("robot.reward.embedding", reward.embedding, EmbeddingSettings)
+            cameras, group = config.robot.cameras, layout.dp_group
+            embedder = build_embedder(wanted, cameras=cameras, device=device(), group=group, seed=seed)
+        return cls(embedder, ProgressScorer(settings, seed), reward.coef, layout, reward.embedding)
+
+    @property
+    def encoder(self) -> tuple[str, str] | None:
+        """Key and value of the recipe that name a published encoder; None: there is none."""
+        path = json.loads(self._compared)["path"]
+        return None if path is None else ("robot.reward.embedding.path", path)
+
+    @property
+    def recording(self) -> Recording | None:
+        """Return what simulators have to keep of each episode for its score; None: nothing."""
+        return None if self._embedder is None else self._embedder.recording
+
+    def score(self, samples: Batch, step: int, metrics: Metrics) -> Tensor:
+        """Scores float32 [B] of this replica's episodes, and their metrics."""
+        if self._embedder is None:
+            return samples["success"].float() * self._coef
+        if step != self._learned:
+            with phase("learn"):
+                learned = self._embedder.learn(samples, step)
+            if learned is not None:
+                metrics.merge(learned)
+            self._learned = step
+        with phase("embed"):
+            mine = self._embedder.embed(samples)
+        # Ranks of a replica may round differently on GPUs; the scores of a sample must be the same on all of them.
+        mine = self._layout.mp_group.broadcast(mine.contiguous())
+        told = Batch(
+            {"embedding": mine, "success": samples["success"], "progress": samples["progress"]},
+            {"task": samples["task"], "env_error": samples["env_error"], "uid": samples["uid"]},
+            size=len(samples),
+        )
+        parts = [Batch.from_bytes(data) for data in self._layout.dp_group.all_gather_bytes(told.to_bytes())]
+        every = Batch.concat(parts)
+        report = self._scorer.score(every["embedding"], every["success"], every["task"], step=step)
+        if self._layout.rank == 0:  # of all ranks
+            played = torch.tensor([not error for error in every["env_error"]], dtype=torch.bool)
+            _record(metrics, report, every["progress"], played, every["uid"])
+        first = sum(map(len, parts[: self._layout.dp_rank]))
+        return report.scores[first : first + len(samples)].float() * self._coef
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files that a checkpoint keeps, by name; the first rank's is that of all."""
+        state: dict[str, Any] = {"scorer": self._scorer.state()}
+        if self._embedder is not None:
+            state["embedder"] = self._embedder.state()
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {}
+        _flatten(state, "", tensors, plain)
+        told = {"plain": json.dumps(plain), "compared": self._compared}
+        kept = {FILE: save(tensors, told)} if tensors or plain else {}
+        return kept if self._layout.rank == 0 else {}
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint; one without the file is of a run that had nothing to keep.
+
+        Raises:
+            ConfigError: what it keeps was made with another embedding.
+        """
+        if not (folder / FILE).is_file():
+            return
+        with safe_open(folder / FILE, "pt") as file:
+            found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
+            told = file.metadata()
+        found |= json.loads(told["plain"])
+        before = _with_defaults(json.loads(told["compared"]))
+        if before != self._compared:
+            raise ConfigError(
+                "the checkpoint's encoder or bank of successes is of another embedding",
+                where="robot.reward.embedding",
+                found=self._compared,
+                allowed=before,
+                fix="set it as it was, or start with trainer.resume=never",
+            )
+        state: dict[str, Any] = {}
+        for path, value in found.items():
+            *outer, name = path.split("/")
+            place = state
+            for key in outer:
+                place = place.setdefault(key, {})
+            place[name] = value
+        self._scorer.load_state(state.get("scorer", {}))
+        if self._embedder is not None and "embedder" in state:
+            self._embedder.load_state(state["embedder"])
+
+
+def _with_defaults(compared: Mapping[str, Any]) -> str:
+    """Return `robot.reward.embedding` with its defaults: one that is written out is the same embedding."""
+    return json.dumps(EmbeddingSettings(**compared).model_dump(), sort_keys=True)
+
+
+def _flatten(state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+    """Tensors, and everything else, by their path."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            _flatten(value, f"{prefix}{name}/", tensors, plain)
+        elif isinstance(value, torch.Tensor):
+            tensors[prefix + name] = value.contiguous()
+        else:
+            plain[prefix + name] = value
+
+
+def _record(m: Metrics, report: ProgressReport, progress: Tensor, played: Tensor, uid: Sequence[str]) -> None:
+    """Metrics `srpo/...` of a global batch; `played`: bool [B], false where the simulator failed."""
+    failures = int((report.failed & played).sum())
+    if failures:
+        m.mean("srpo/shaped_share", float(report.shaped.sum()), failures)
+    m.sum("srpo/invalid", float((report.invalid & played).sum()))
+    if report.clusters:
+        m.mean("srpo/clusters", float(sum(report.clusters.values())), len(report.clusters))
+    shaped = report.distances[report.shaped]
+    if len(shaped):
+        m.mean("srpo/distance/mean", float(shaped.sum()), len(shaped))
+        m.min("srpo/distance/min", float(shaped.min()))
+        m.max("srpo/distance/max", float(shaped.max()))
+        for number, found in enumerate(report.histogram(_BINS)[0]):
+            m.sum(f"srpo/distance/bin_{number}", found)
+        m.mean("srpo/failure_score/mean", float(report.scores[report.shaped].sum()), len(shaped))
+    for name, groups in (("", None), ("/in_group", uid)):
+        correlations = report.rank_correlations(progress, groups)
+        if correlations:
+            m.mean(f"srpo/rank_correlation{name}", float(sum(correlations.values())), len(correlations))

@@ -1,0 +1,302 @@
+"""Episodes of robots: what a run with the section `robot` has in the place of prompts, responses and rewards.
+
+simulators (processes)  --> View --> Player <-- SamplingPolicy <-- the actor's own parameters
+                                       |
+                                    episodes --> samples
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.components import settings_at
+from megarl.models.hf import vision_of
+from megarl.models.weights.files import resolve_folder
+from megarl.robots.artifacts.action_statistics import (
+    FILE,
+    ActionStatistics,
+    DatasetStatistics,
+    choose_statistics,
+    statistics_text,
+)
+from megarl.robots.artifacts.robot_policy import no_statistics, policy_statistics, refuse_other_state
+from megarl.robots.data.demonstration_sources import find_demonstrations
+from megarl.robots.data.pictures import PIPELINES, policy_normalisation
+from megarl.robots.envs import SimulatorPool, SimulatorSettings
+from megarl.robots.models.vla.actions import ActionCodec, ActionTokens, gripper_rule
+from megarl.robots.models.vla.calls import PolicyFamily, policy_family, prompt_ids
+from megarl.robots.models.vla.cloning import cloning_statistics
+from megarl.robots.models.vla.sequences import VLALayout
+from megarl.robots.rollout.play import PlayCounts, Player
+from megarl.robots.rollout.policy import SampleTokens, SamplingPolicy
+from megarl.robots.rollout.trials import Trials, limited, part_trials, val_sets
+from megarl.robots.rollout.view import View
+from megarl.robots.simulators.wire import plain_spec, spec_of
+from megarl.system.device import device, has_cuda
+from megarl.system.errors import ConfigError, choose
+from megarl.system.tracing import keep_beating, phase
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from megarl.architectures.vision import VisionShape
+    from megarl.config.run import RunConfig
+    from megarl.data.render import Split
+    from megarl.robots.config import RobotConfig
+    from megarl.robots.simulators.protocol import TaskSpec
+    from megarl.training.parallel import Layout
+
+
+#: Beside the statistics in a checkpoint.
+BOUNDS = "action_bounds.json"
+
+
+@dataclass(frozen=True)
+class Body:
+    """How the policy of a recipe acts, whatever simulator it is in."""
+
+    codec: ActionCodec
+    family: PolicyFamily
+    view: View
+    sequences: VLALayout
+
+
+def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
+    """Return how policy calls of the section `robot` go through the model.
+
+    Raises:
+        ConfigError: the model is no robot policy, or the section has a name that there is not.
+    """
+    robot, shape = config.robot, vision_of(hf)
+    assert robot is not None, "a recipe with the section `robot`"
+    if shape is None:
+        raise ConfigError(
+            "the section `robot` is there, and the model sees nothing",
+            where="model",
+            allowed="a model of model_type openvla",
+            fix="name a robot policy, or leave the section out",
+        )
+    columns = _tokens(hf).columns(hf.vocab_size)
+    return VLALayout(
+        shape,
+        policy_family(robot.family, "robot.family"),
+        policy_normalisation(getattr(hf, "preprocessor", None), len(shape.towers), shape.towers[0].image),
+        tuple(robot.cameras),
+        robot.dim,
+        robot.chunk,
+        (columns.start, columns.stop),
+        robot.block_only,
+    )
+
+
+def body_of(config: RunConfig, sequences: VLALayout, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
+    """Return how the policy acts whose calls are of `sequences`; `data`: statistics of what it acts like.
+
+    Raises:
+        ConfigError: section, model and statistics do not fit.
+    """
+    robot = config.robot
+    assert robot is not None, "a recipe with the section `robot`"
+    codec = ActionCodec(_tokens(hf), data.action, gripper_rule(robot.gripper, "robot.gripper"))
+    _refuse_other_sizes(robot, codec, sequences.shape, data)
+    pipeline = choose(PIPELINES, robot.pictures, "there is no such way of pictures", where="robot.pictures")
+    view = View(tuple(robot.cameras), replace(pipeline, size=sequences.shape.towers[0].image), data.state)
+    return Body(codec, sequences.family, view, sequences)
+
+
+def _tokens(hf: PretrainedConfig) -> ActionTokens:
+    return ActionTokens.of_checkpoint(hf.policy, "the model's config.json")
+
+
+def _statistics(config: RunConfig, layout: Layout, tasks: Mapping[str, TaskSpec]) -> tuple[str, DatasetStatistics]:
+    """Name and statistics of the data that the policy acts like.
+
+    Collective over the ranks of a team where they are those of the demonstrations: one rank reads these.
+    """
+    robot = config.robot
+    assert robot is not None, "a recipe with the section `robot`"
+    if robot.statistics == "model":
+        return model_statistics(config, robot)
+    with phase("statistics"), keep_beating():
+        told = layout.world.broadcast_json(_of_demonstrations(config, robot, tasks) if layout.rank == 0 else None)
+    return _own_name(robot), DatasetStatistics.from_json(told, "demonstrations", robot.bounds)
+
+
+def model_statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStatistics]:
+    """Those beside the model; a fresh one acts in the units of its simulator."""
+    found = None if config.model.path is None else policy_statistics(resolve_folder(config.model.path), robot.bounds)
+    if found is not None:
+        known, where = found
+        chosen = choose_statistics(known, robot.unnorm_key, where)
+        return next(name for name, entry in known.items() if entry is chosen), chosen
+    if config.model.path is not None or robot.unnorm_key is not None:
+        raise no_statistics(config.model.path)
+    return _own_name(robot), DatasetStatistics(ActionStatistics.plain(robot.dim))
+
+
+def _own_name(robot: RobotConfig) -> str:
+    return str(robot.simulator.get("name"))
+
+
+def statistics_file(hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
+    """Names and contents of what a checkpoint keeps of the scale of actions; one rank of a team writes them."""
+    known = getattr(hf, "action_statistics", None)
+    return (
+        {FILE: statistics_text(known).encode(), BOUNDS: _bounds(known).encode()} if known and layout.rank == 0 else {}
+    )
+
+
+def _bounds(known: Mapping[str, DatasetStatistics]) -> str:
+    """Return which statistics become -1 and 1, which dataset_statistics.json does not say."""
+    return json.dumps({name: entry.action.bounds for name, entry in known.items()})
+
+
+def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
+    """Refuse a checkpoint whose policy acts on another scale; one of an older version does not say.
+
+    Raises:
+        ConfigError: it does.
+    """
+    known = getattr(hf, "action_statistics", None)
+    if not known:
+        return
+    for name, mine, key in ((FILE, statistics_text(known), "statistics"), (BOUNDS, _bounds(known), "bounds")):
+        file = folder / name
+        if file.is_file() and file.read_text(encoding="utf-8") != mine:
+            raise ConfigError(
+                "the checkpoint's policy was trained with other statistics of actions",
+                where=f"robot.{key}",
+                found="those of this run differ",
+                allowed=f"the ones in {file}",
+                fix="set it as it was, name the model or the demonstrations of before, or start with "
+                "trainer.resume=never",
+            )
+
+
+def _of_demonstrations(config: RunConfig, robot: RobotConfig, tasks: Mapping[str, TaskSpec]) -> dict[str, Any]:
+    shown = find_demonstrations(config.sft.train_files or [], tasks, robot.recorded_cameras)
+    return cloning_statistics(shown, gripper_rule(robot.gripper, "robot.gripper"), robot.bounds).to_json()
+
+
+def _refuse_other_sizes(robot: RobotConfig, codec: ActionCodec, shape: VisionShape, data: DatasetStatistics) -> None:
+    if codec.dim != robot.dim:
+        raise ConfigError(
+            "the statistics are of actions of another size",
+            where="robot.dim",
+            found=robot.dim,
+            allowed=str(codec.dim),
+            fix=f"set robot.dim={codec.dim}, or choose other statistics (robot.unnorm_key)",
+        )
+    refuse_other_state(data, shape.state)
+
+
+@dataclass
+class Robots:
+    """The simulators of a run on one rank, and what plays in them.
+
+    Attributes:
+        pool: simulators; only on the first rank of a replica.
+        tasks: what is played, on every rank.
+        trials: start states, by split.
+        player: plays; None until there is a policy.
+        policy: acts; None as well.
+        counts: what was played last.
+    """
+
+    pool: SimulatorPool | None
+    tasks: Mapping[str, TaskSpec]
+    body: Body
+    trials: Mapping[Split, Trials]
+    prompt_ids: Callable[[str], list[int]]
+    player: Player | None = None
+    policy: SamplingPolicy | None = None
+    counts: PlayCounts = field(default_factory=PlayCounts)
+
+    def take_policy(self, sample: SampleTokens, config: RunConfig, layout: Layout) -> None:
+        """Play with the policy that `sample` samples from. Collective over a replica."""
+        body, robot = self.body, config.robot
+        assert robot is not None, "a recipe with the section `robot`"
+        self.policy = SamplingPolicy(sample, body.codec, robot.cameras, robot.chunk, parallel=body.family.parallel)
+        self.player = Player(
+            self.pool,
+            self.policy,
+            layout.mp_group,
+            body.view,
+            self.prompt_ids,
+            halves=robot.halves,
+            on_error=robot.on_error,
+        )
+
+    def close(self) -> None:
+        """End the simulators."""
+        if self.pool is not None:
+            self.pool.close()
+
+
+def open_robots(
+    config: RunConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout
+) -> Robots | None:
+    """Start the simulators that the recipe asks for, and learn what is played; None: it has no section `robot`.
+
+    Raises:
+        ConfigError: simulator, tasks, model and recipe do not fit.
+        SimulatorError: the simulator does not start.
+    """
+    robot = config.robot
+    if robot is None:
+        return None
+    sequences, pool = vla_layout(config, hf), None  # a model that does not fit is refused before simulators are started
+    if layout.is_lead:
+        settings = settings_at("robot.simulator", robot.simulator, SimulatorSettings)
+        cuda = device().index if has_cuda() else None
+        pool = SimulatorPool(settings, where="robot.simulator", cuda_device=cuda)
+    told = None if pool is None else [plain_spec(task) for task in pool.tasks.values()]
+    tasks = {spec.name: spec for spec in map(spec_of, layout.mp_group.broadcast_json(told))}
+    for task in tasks.values():
+        _refuse_other_task(robot, sequences.shape, task)
+    name, data = _statistics(config, layout, tasks)
+    hf.action_statistics = {name: data}  # exports of the model bring them
+    body = body_of(config, sequences, hf, data)
+    split_handovers = part_trials(
+        tasks.values(),
+        seed=config.trainer.seed,
+        held_out=robot.held_out,
+        trained=robot.trials,
+        val_trained=robot.val_trained,
+        val_evaluation=robot.val_evaluation,
+    )
+    sets = val_sets(tasks.values(), split_handovers)
+    split_handovers["val"] = limited(split_handovers["val"], config.data.max_val_samples, sets)
+    tokens_of = partial(prompt_ids, family=body.family, tokenizer=tokenizer)
+    prompts = {name: tokens_of(task.instruction) for name, task in tasks.items()}
+    texts = {name: task.instruction for name, task in tasks.items()}
+    trials: dict[Split, Trials] = {
+        split: Trials(split, pairs, prompts, texts, sets if split == "val" else {})
+        for split, pairs in split_handovers.items()
+    }
+    return Robots(pool, tasks, body, trials, tokens_of)
+
+
+def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -> None:
+    if task.action_dim != robot.dim:
+        raise ConfigError(
+            f"actions of {task.name} have another size",
+            where="robot.dim",
+            found=robot.dim,
+            allowed=str(task.action_dim),
+            fix=f"set robot.dim={task.action_dim}",
+        )
+    if shape.state and task.state_dim != shape.state:
+        raise ConfigError(
+            f"the model takes another state than that of {task.name}",
+            where="model: proprio_dim or state_dim",
+            found=shape.state,
+            allowed=str(task.state_dim),
+            fix="take a policy of this robot, or set state_dim of a fresh one (0: it sees pictures only)",
+        )

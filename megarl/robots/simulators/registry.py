@@ -1,0 +1,78 @@
+"""Registry of simulators by name, as used in the process that runs them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from .protocol import Simulator
+
+#: The included simulators: module of this folder, and class.
+SIMULATORS: dict[str, str] = {
+    "libero": "libero:Libero",
+    "maniskill": "maniskill:ManiSkill",
+    "metaworld": "metaworld:MetaWorld",
+    "reach": "reach:Reach",
+    "robotwin": "robotwin:RoboTwin",
+}
+#: Other names of a simulator: a file, or a module of the simulator's interpreter.
+FORMS = ("file.py:Class", "pkg.mod:Class")
+
+
+def is_known(name: str) -> bool:
+    """Return whether `name` is an included simulator, or has one of the other forms."""
+    return name in SIMULATORS or all(name.rpartition(":")[::2])
+
+
+def simulator_class(name: str) -> type[Simulator]:
+    """Return the class that `name` names.
+
+    Raises:
+        LookupError: there is no such class; the message lists the known ones.
+        Exception: any error of importing the module.
+    """
+    if name in SIMULATORS:
+        module_name, _, class_name = SIMULATORS[name].partition(":")
+        module = importlib.import_module(f".{module_name}", __package__)
+    else:
+        module_name, _, class_name = name.rpartition(":")
+        module = _import_named(module_name)
+    kind = getattr(module, class_name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, Simulator)):
+        there = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
+        raise LookupError(f"{module_name} has no simulator {class_name!r}; allowed: {', '.join(there) or 'none'}")
+    return kind
+
+
+def _import_named(name: str) -> Any:
+    try:
+        return _from_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "megarl.simulators":
+            raise
+        text = f"import {__package__}, which was called {error.name}"
+        raise LookupError(f"{name} does not import: {text}") from error
+
+
+def _is_own(value: Any, module: str) -> bool:
+    return inspect.isclass(value) and issubclass(value, Simulator) and value.__module__ == module
+
+
+def _from_file(file: Path) -> Any:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise LookupError(f"there is no file {file}")
+    name = f"simulator_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(file.parent))  # helper modules in its folder
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module

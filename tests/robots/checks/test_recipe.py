@@ -1,0 +1,107 @@
+"""Recipes of robots: what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.checks.recipe import check_config
+from megarl.config.load import load_config
+from megarl.robots.artifacts.action_statistics import FILE, ActionStatistics, DatasetStatistics, write_statistics
+from tests.robots.recipes import write_robots_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_robots_recipe(tmp_path)
+
+
+def test_the_tiny_recipe_passes(recipe: Path) -> None:
+    assert [check.key for check in check_config(load_config(recipe)).items if check.status == "fail"] == []
+
+
+def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(recipe: Path) -> None:
+    config = load_config(recipe, ["robot.simulator.python=/nowhere/bin/python"])
+    [check] = [check for check in check_config(config, starts=True).items if check.status == "fail"]
+    assert (check.key, check.found) == ("robot.simulator.python", "/nowhere/bin/python")
+    assert [check for check in check_config(config).items if check.status == "fail"] == []
+    for python in ("python3", sys.executable):
+        named = load_config(recipe, [f"robot.simulator.python={python}"])
+        assert [
+            check for check in check_config(named, starts=True).items if check.key == "robot.simulator.python"
+        ] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "text"),
+    [
+        ("algorithm.pipeline=grpo", "algorithm.pipeline", "scored by its episodes"),
+        ("rollout.engine=sglang", "rollout.engine", "servers write texts"),
+        ("rollout.stale_steps=1", "rollout.stale_steps", "own weights"),
+        ("actor.parallel.cp=2", "actor.parallel.cp", "see all of it"),
+        ("algorithm.loss.name=gspo", "algorithm.loss.name", "whole responses"),
+        ("data.val_files=['text:hello']", "data.val_files", "megarl eval"),
+        ("data.train_files=[rows.jsonl]", "data.train_files", "start states of its simulator"),
+        ("sft.train_files=null", "sft.train_files", "learns from demonstrations"),
+        ("robot.simulator.name=reech", "robot.simulator.name", "unknown simulator"),
+        ("robot.simulator.workers=0", "robot.simulator.workers", "workers"),
+        ("robot.simulator.answer_s=210", "robot.simulator.answer_s", "cluster.timeout_s"),
+        ("robot.reward.srpo={raduis: fixed}", "robot.reward.srpo.raduis", "raduis"),
+        ("robot.reward.embedding={name: states}", "robot.reward.embedding.name", "states"),
+        ("robot.reward.embedding={point: 4}", "robot.reward.embedding.point", "points"),
+        ("robot.reward.embedding={name: state, lr: 0.1}", "robot.reward.embedding.lr", "does not read"),
+        ("robot.reward.embedding={name: vjepa2}", "robot.reward.embedding.path", "needs a path"),
+        (
+            "robot.reward={name: progress, embedding: {name: own}, srpo: {bank: 4}}",
+            "robot.reward.srpo.bank",
+            "cannot be compared",
+        ),
+        ("robot.statistics=demonstrations", "sft.train_files", "not only files of them"),
+        ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p", "sampled from all of their values"),
+        ("robot.chunk=30", "robot.chunk", "max_position_embeddings = 64"),
+        ("validation.sampling={top_k: 5}", "validation.sampling.top_k", "sampled from all of their values"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_key(recipe: Path, override: str, key: str, text: str) -> None:
+    failed = [check for check in check_config(load_config(recipe, [override])).items if check.status == "fail"]
+    assert key in [check.key for check in failed]
+    assert any(text in str(check.problem()) for check in failed)
+
+
+def test_a_simulators_rows_need_a_simulator(recipe: Path) -> None:
+    checks = check_config(load_config(recipe, ["robot=null"])).items
+    assert "robot" in [check.key for check in checks if check.status == "fail"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "override", "key", "text"),
+    [
+        ({}, "robot.chunk=2", "model.path", "not beside the model"),
+        ({"line": 3}, "robot.chunk=2", "robot.dim", "another size"),
+        ({"line": 2, "other": 2}, "robot.chunk=2", "robot.unnorm_key", "none is chosen"),
+        ({"line": 2}, "robot.unnorm_key=lime", "robot.unnorm_key", "no such data set"),
+        ({"line": 2, "other": 3}, "robot.unnorm_key=line", None, ""),
+    ],
+)
+def test_the_statistics_beside_a_local_policy_must_fit(
+    recipe: Path, tmp_path: Path, sizes: dict[str, int], override: str, key: str | None, text: str
+) -> None:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(load_config(recipe).model.hf_config))
+    if sizes:
+        known = {name: DatasetStatistics(ActionStatistics.plain(dim)) for name, dim in sizes.items()}
+        write_statistics(folder / FILE, known)
+    config = load_config(recipe, ["model.hf_config=null", f"model.path={folder}", override])
+    found = [(check.key, check.message) for check in check_config(config).items if check.status == "fail"]
+    found = [(where, message) for where, message in found if check_is_of_statistics(where, message)]
+    assert [where for where, _ in found] == ([] if key is None else [key])
+    assert all(text in message for _, message in found)
+
+
+def check_is_of_statistics(where: str | None, message: str) -> bool:
+    """The folder has no weights, of which other checks complain."""
+    return where in ("robot.dim", "robot.unnorm_key") or "statistics" in message

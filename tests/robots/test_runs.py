@@ -1,0 +1,211 @@
+"""Whole runs of a robot policy: experts, cloning, episodes in simulators' processes, updates, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+
+from megarl.config.load import load_config
+from megarl.robots.artifacts.action_statistics import read_statistics
+from megarl.runtime.export import trial_command
+from tests.robots.models.episodes.test_vjepa2 import SMALL
+from tests.robots.recipes import write_robots_recipe
+from tests.runtime import harness
+from tests.runtime.test_durability import at_step
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_robots_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    harness.train(recipe, folder)
+    return folder
+
+
+def test_a_run_clones_plays_updates_and_measures(run_dir: Path) -> None:
+    numbers = harness.metrics(run_dir)
+    assert sorted(numbers) == list(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
+        found = numbers[step]
+        assert found["env/errors"] == 0
+        assert 0 < found["env/success"] == found["critic/score/mean"] <= 1
+        assert 1 <= found["env/calls/mean"] <= 3
+        assert found["env/steps/total"] == found["env/steps/mean"] * 16
+        assert found["actor/grad_norm"] >= 0
+    assert [step for step in numbers if "val/acc" in numbers[step]] == [0, 2, 3], "every second step and the last one"
+    stages = [json.loads(line)["stage"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert stages[:3] == ["sft"] * 3
+    assert len(list((run_dir / "demonstrations").glob("*.safetensors"))) == 6, "start states that are trained on"
+    assert "Line" in next(iter(read_statistics(run_dir / "hf" / "dataset_statistics.json")))
+
+
+def test_a_killed_rank_leaves_the_same_run_after_it_is_resumed(recipe, run_dir, tmp_path) -> None:
+    process = harness.start(recipe, tmp_path)
+    harness.wait_for(lambda: at_step(tmp_path, 2), process)
+    harness.kill(harness.workers(tmp_path)[1])
+    harness.finish(process)
+    assert harness.train(recipe, tmp_path) == harness.metrics(run_dir)
+
+
+def test_scores_by_progress_go_on_from_a_checkpoint(recipe, tmp_path) -> None:
+    """With the encoder that learns, which a checkpoint brings back."""
+    settings = ("robot.reward={name: progress, embedding: {name: own}}", "validation.before_train=false")
+    expected = harness.train(recipe, tmp_path, *settings)
+    assert all(0 < expected[step]["critic/score/mean"] <= 1 for step in range(1, STEPS + 1))
+    shaped = [found for found in expected.values() if found.get("srpo/shaped_share")]
+    assert shaped, "no failure was scored by its distance"
+    assert all(0 < found["srpo/failure_score/mean"] < 1 for found in shaped)
+    assert without_its_last_step(recipe, tmp_path, *settings) == expected
+
+
+def test_refills_and_kept_successes_of_two_replicas_go_on_from_a_checkpoint(recipe, tmp_path) -> None:
+    """Groups that all fail or all succeed are drawn again, what is left over waits, and a bank keeps successes."""
+    settings = (
+        "robot.reward={name: progress, srpo: {bank: 4}}",
+        "algorithm.dynamic_sampling={enabled: true, metric: success, max_rounds: 6, short: fill}",
+        "validation.before_train=false",
+    )
+    expected = harness.train(recipe, tmp_path, *settings)
+    assert max(found["sampling/rounds"] for found in expected.values()) > 1, "nothing was drawn again"
+    # Written out, the default embedding is the same one.
+    assert without_its_last_step(recipe, tmp_path, *settings, "robot.reward.embedding.points=8") == expected
+
+
+def without_its_last_step(recipe: Path, run_dir: Path, *settings: str) -> dict[int, dict[str, float]]:
+    """Metrics of a run of which the last step is done again, from the checkpoint before it."""
+    shutil.rmtree(run_dir / "checkpoints" / f"step_{STEPS}")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["stage"] == "sft" or json.loads(line)["step"] < STEPS]
+    (run_dir / "metrics.jsonl").write_text("".join(kept))
+    return harness.train(recipe, run_dir, *settings)
+
+
+@pytest.mark.parametrize("layout", ["pp: 2", "tp: 2, sp: true"])
+def test_the_layout_changes_no_episode(layout, recipe, run_dir, tmp_path) -> None:
+    """The same seeds draw the same actions; what is summed in another order differs by fp32 rounding."""
+    settings = (f"actor.parallel={{{layout}}}", "trainer.steps=2")
+    numbers, expected = harness.train(recipe, tmp_path, *settings), harness.metrics(run_dir)
+    assert sorted(numbers) == [0, 1, 2]
+    for step, found in numbers.items():
+        for name in ("env/success", "env/steps/total", "val/acc"):
+            assert found.get(name) == expected[step].get(name)
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            assert found.get(name, 0.0) == pytest.approx(expected[step].get(name, 0.0), abs=2e-4)
+
+
+def test_the_reference_sees_what_the_policy_sees(recipe, tmp_path) -> None:
+    """It is the policy that RL starts from: in the first step they agree, in later ones they differ.
+
+    Scores are those of videos of every environment step, which nobody reads after them.
+    """
+    transformers.VJEPA2Model(SMALL).save_pretrained(tmp_path / "vjepa2")
+    more = ["algorithm.kl={use: loss, coef: 0.1}", "trainer.steps=2", "actor.mini_batch_size=2", "validation.every=0"]
+    more += ["cluster.nproc=1", "validation.before_train=false"]
+    more += [f"robot.reward={{name: progress, embedding: {{name: vjepa2, path: {tmp_path / 'vjepa2'}}}}}"]
+    numbers = harness.train(recipe, tmp_path, *more)
+    assert numbers[2]["actor/kl_loss"] > numbers[1]["actor/kl_loss"] >= 0
+    assert numbers[1]["actor/kl_loss"] < 0.05
+    assert all(numbers[step]["srpo/invalid"] == 0 for step in (1, 2))
+
+
+def test_an_episode_whose_simulator_dies_is_left_out_and_counted(recipe, tmp_path) -> None:
+    once = tmp_path / "once"
+    numbers = harness.train(
+        recipe,
+        tmp_path / "run",
+        "sft.steps=0",
+        "trainer.steps=2",
+        "validation.before_train=false",
+        "robot.simulator.wrong=exit",
+        f"robot.simulator.once={once}",
+    )
+    assert sum(numbers[step]["env/errors"] for step in (1, 2)) == 1
+    assert sum(numbers[step].get("env/errors/crash", 0) for step in (1, 2)) == 1
+    for step in (1, 2):
+        successes = numbers[step]["env/success"] * (16 - numbers[step]["env/errors"])
+        assert successes == pytest.approx(round(successes)), "a share of those that were played"
+        assert numbers[step]["critic/score/mean"] == pytest.approx(numbers[step]["env/success"])
+
+
+def test_simulators_that_all_fail_end_the_run_with_what_they_said(recipe, tmp_path) -> None:
+    process = harness.start(recipe, tmp_path, "sft.steps=0", "robot.simulator.wrong=raise", "robot.simulator.at=0")
+    output = harness.finish(process)
+    assert process.returncode == 1
+    assert "a joint is out of range" in output
+    assert "Line" in output
+
+
+def test_with_on_error_fail_an_episode_that_could_not_be_played_ends_the_run(recipe, tmp_path) -> None:
+    once = f"robot.simulator.once={tmp_path / 'once'}"
+    process = harness.start(recipe, tmp_path / "run", "sft.steps=0", "robot.simulator.wrong=exit", once,
+                            "robot.on_error=fail")  # fmt: skip
+    output = harness.finish(process)
+    assert process.returncode == 1
+    assert "the physics engine gives up" in output
+
+
+def test_cloning_with_statistics_of_its_demonstrations_goes_on_after_a_kill(recipe, run_dir, tmp_path) -> None:
+    """Actions are scaled by what the files do; exports and converted checkpoints bring that."""
+    from tests.forked import Command, run
+
+    settings = (
+        f"sft.train_files=[{run_dir / 'demonstrations'}]",
+        "robot.statistics=demonstrations",
+        "robot.bounds=minmax",
+        "sft.steps=5",
+    )
+    for name in ("undisturbed", "killed"):
+        command = Command(["sft", recipe, *settings, "--run-dir", tmp_path / name], recipe.parent)
+        if name == "killed":
+            harness.wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "step_2").is_dir(), command)
+            harness.kill(harness.workers(tmp_path / "killed")[1])
+            harness.finish(command)
+            command = Command(["sft", recipe, *settings, "--run-dir", tmp_path / name], recipe.parent)
+        output = harness.finish(command)
+        assert command.returncode == 0, output[-3000:]
+    expected = harness.metrics(tmp_path / "undisturbed")
+    assert harness.metrics(tmp_path / "killed") == expected
+    found = next(iter(read_statistics(tmp_path / "killed" / "hf" / "dataset_statistics.json").values()))
+    assert found.trajectories == 6
+    assert found.action.max[0] == pytest.approx(0.25), "what the expert does"
+    assert found.action.mask.all()
+    ended = run(["convert", tmp_path / "killed" / "checkpoints" / "step_5", tmp_path / "converted"], recipe.parent)
+    assert ended.code == 0, ended.output[-2000:]
+    files = [tmp_path / name / "dataset_statistics.json" for name in ("killed/hf", "converted")]
+    assert files[0].read_text() == files[1].read_text()
+    for more in ("robot.bounds=q99", "robot.statistics=model"):  # q99: 1% and 99% quantiles of what hardly varies
+        ended = run(["sft", recipe, *settings, more, "sft.steps=6", "--run-dir", tmp_path / "killed"], recipe.parent)
+        assert ended.code == 2
+        assert "statistics" in ended.output
+
+
+def test_the_exported_policy_is_measured_again(recipe, run_dir, tmp_path) -> None:
+    from tests.forked import Command
+
+    settings = (f"model.path={run_dir / 'hf'}", "model.hf_config=null", "model.tokenizer=null", "sft.steps=0")
+    command = Command(["eval", recipe, *settings, "--run-dir", tmp_path], recipe.parent)
+    output = harness.finish(command)
+    assert command.returncode == 0, output[-3000:]
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]
+    assert found["val/acc"] == harness.metrics(run_dir)[STEPS]["val/acc"]
+
+
+def test_what_is_said_to_try_the_policy_plays_episodes(recipe, run_dir) -> None:
+    """The command that the log of a run ends with is one that a robot's recipe can do."""
+    config = load_config(recipe)
+    words = shlex.split(trial_command(config, run_dir))
+    assert words == ["megarl", "eval", str(run_dir)]
+    assert shlex.split(trial_command(config.model_copy(update={"robot": None}), run_dir))[1] == "generate"
