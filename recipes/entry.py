@@ -23,15 +23,12 @@ def _imports() -> Iterator[None]:
 
 def train(config: RunConfig, run_dir: Path) -> None:
     """Run `megarl train`: the graph that `algorithm.pipeline` names, in one team or in several."""
-    from megarl.dag.placement import place
     from megarl.recipes.build import build_task_graph
 
     with _imports():
+        from megarl.disaggregated.loop import train as run
+
         graph = build_task_graph(config)
-        if place(graph, config).separate:
-            from megarl.disaggregated.entry import train as run
-        else:
-            from megarl.runtime.loop import train as run
     run(config, run_dir, graph)
 
 

@@ -10,7 +10,7 @@ for name in (
     *("megarl.models.policy", "megarl.training.engine", "megarl.sync.updater"),
     # Commands (tests/forked.py) and what their workers import while they run.
     *("megarl.cli", "megarl.checks.recipe", "megarl.checks.rows", "megarl.launchers.local", "megarl.runtime.worker"),
-    *("megarl.recipes.build", "megarl.runtime.loop", "megarl.runtime.inference", "megarl.tracking.tracker"),
+    *("megarl.recipes.build", "megarl.disaggregated.loop", "megarl.runtime.inference", "megarl.tracking.tracker"),
     *("megarl.recipes.entry", "megarl.config.load", "psutil", "numpy.random"),
     *("megarl.recipes.arithmetic", "megarl.training.checkpoint", "megarl.runtime.samples", "megarl.dag.guard"),
     *("megarl.algorithms.objective", "megarl.algorithms.correction", "megarl.robots.films", "megarl.tracking.report"),

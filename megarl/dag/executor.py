@@ -44,6 +44,22 @@ class Channel(Protocol):
         ...
 
 
+class NoChannel:
+    """The channel of a run with one team: nothing comes from another team, and nothing goes there."""
+
+    tokens = 0
+
+    def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
+        """Return `batch`."""
+        return batch
+
+    def give(self, context: Any, node: Node, batch: Batch) -> None:
+        """Do nothing."""
+
+    def done(self, step: int) -> None:
+        """Do nothing."""
+
+
 class Executor:
     """The object that runs a graph again and again.
 
@@ -64,7 +80,7 @@ class Executor:
         exchange: Callable[[Any, Node, Batch], Batch] | None = None,
     ) -> None:
         self.graph, self._roles = graph, roles or {}
-        self._channel, self._exchange = channel, exchange
+        self._channel, self._exchange = channel or NoChannel(), exchange
         self.nodes = graph.order() if nodes is None else list(nodes)
 
     def run(self, context: Any, prompts: Batch | None, more: Iterator[Batch] | None = None) -> Batch:
@@ -81,15 +97,13 @@ class Executor:
         batch = None if prompts is None else prompts.copy()
         for id in self.nodes:
             node = self.graph[id]
-            if self._channel is not None:
-                batch = self._channel.take(context, node, batch)
+            batch = self._channel.take(context, node, batch)
             assert batch is not None, "the first node of a team is given prompts, or samples of another team"
             with phase(node.id):
                 batch = self._call(node, context, batch, more)
             if self._exchange is not None and node.declared.resamples:
                 batch = self._exchange(context, node, batch)
-            if self._channel is not None:
-                self._channel.give(context, node, batch)
+            self._channel.give(context, node, batch)
         assert batch is not None, "a team walks at least one node"
         return batch
 

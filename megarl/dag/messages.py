@@ -67,6 +67,17 @@ class Mail(Protocol):
         """Wait until a text is posted under this name, and return it."""
 
 
+class NoMail:
+    """The mailbox of a run with one team: nobody else posts or reads."""
+
+    def post(self, name: str, text: str) -> None:
+        """Drop the text."""
+
+    def read(self, name: str) -> str:
+        """Fail: the message would never come."""
+        raise AssertionError(f"a run of one team waits for {name!r}")
+
+
 @dataclass(frozen=True, config=_STRICT)
 class Message:
     """A message between teams, posted as JSON under a name: its topic and its first `keys` fields.

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from megarl.dag.executor import Executor
     from megarl.data.trajectory import Trajectory
     from megarl.disaggregated.buffer.channel import FinishedGroups, GroupChannel
-    from megarl.disaggregated.checkpoint_part import CheckpointPart
     from megarl.rollout.groups import GroupGenerator
+    from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
@@ -384,7 +384,7 @@ class AsReadyLoop:
         tell_place(c)  # nobody begins anything before the next segment
         partials = producer.partial() | self._partials
         files = partial(self._files, version, partials)
-        self.checkpoints.after_step(version, last=version == c.config.trainer.steps, files=files)
+        self.checkpoints.write_part(version, last=version == c.config.trainer.steps, files=files)
 
     def _files(self, version: int, partials: dict[int, list[Trajectory]]) -> dict[str, bytes]:
         self.c.layout.world.barrier()  # every replica has put what it has

@@ -32,12 +32,12 @@ def open_rollout(c: RankState) -> None:
         c.rollout.engine = rollout_servers.pump_engine(c, c.fleet)
     elif generates:
         c.rollout.pushed = rollout_team.open_engine(c)
-    elif trains and servers:
+    elif trains and c.team.generates_elsewhere and servers:
         c.fleet = fleet = rollout_servers.connect_servers(c)
         sync = generation.send_weights_to(c, fleet)
         rollout_servers.name_run(sync.run, c.layout.world, c.mail)
         generation.show_servers(c, fleet, sync)
-    elif trains:
+    elif trains and c.team.generates_elsewhere:
         c.sync = rollout_team.connect_engines(c)
 
 
@@ -51,7 +51,7 @@ def publish(c: RankState, version: int) -> None:
         generation.publish(c, version)
     elif generates:
         _follow(c, version)
-    elif c.team.holds(Role.ACTOR):
+    elif c.team.leads and c.team.generates_elsewhere:
         _send(c, version)
 
 

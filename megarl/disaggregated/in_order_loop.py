@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megarl.dag.executor import Executor
     from megarl.disaggregated.buffer.channel import TeamChannel
     from megarl.disaggregated.buffer.client import BufferClient
-    from megarl.disaggregated.checkpoint_part import CheckpointPart
+    from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
@@ -134,7 +134,7 @@ class InOrderLoop:
         """This team's part of the checkpoint of step `version`, if there is one."""
         self._ahead = [generated for generated in self._ahead if generated.step > version]
         files = partial(files_ahead, self.c.layout, version, self._ahead)
-        self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
+        self.checkpoints.write_part(version, last=version == self.c.config.trainer.steps, files=files)
 
 
 def find_buffered_steps(c: RankState, source: Path, step: int) -> list[BufferedStep]:

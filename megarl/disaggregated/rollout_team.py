@@ -167,10 +167,9 @@ def share_loader(c: RankState) -> None:
 
     Every team calls; where one holds both roles there is nothing to tell.
     """
-    generates, leads = c.team.holds(Role.ROLLOUT), c.team.leads
-    if generates and not leads and c.layout.rank == 0:
+    if c.team.holds(Role.ROLLOUT) and not c.team.leads and c.layout.rank == 0:
         LoaderAtStart(_state_of(c)).post(c.mail)
-    elif leads and not generates:
+    elif c.team.leads and c.team.generates_elsewhere:
         with phase("await_loader", waits_for=c.team.of(Role.ROLLOUT)):
             policy = policy_of(c.config) if c.config.async_.in_order else None
             c.loader_elsewhere = RemoteLoader(c.context, c.mail, c.team.of(Role.ROLLOUT), policy)
@@ -202,18 +201,17 @@ def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
 
     Every team calls at a validation step.
     """
-    trains = c.team.holds(Role.ACTOR)
-    if not c.team.holds(Role.ROLLOUT):
-        if not trains:
-            return None
+    if c.team.leads and not c.team.generates_elsewhere:
+        return evaluate(c, recorder, step, films=True)
+    if c.team.leads:
         with phase("await_validation", waits_for=c.team.of(Role.ROLLOUT)):
             validated = Validated.read(c.mail, step)
         recorder.samples(step, validated.rows)
         if c.layout.rank == 0:  # reduced over all ranks
             c.context.metrics.merge(Metrics.from_json(validated.metrics))
         return validated.accuracy
-    if trains:
-        return evaluate(c, recorder, step, films=True)
+    if not c.team.holds(Role.ROLLOUT):
+        return None
     begun = time.perf_counter()
     result = validate(c)
     assert result is not None, "the team that generates has the held-out prompts"
@@ -227,7 +225,7 @@ def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
 
 def tell_last(c: RankState, step: int, early: bool) -> None:
     """After the walk of `step`: the rollout's team learns whether `step` is the last one. The actor's team calls."""
-    if c.layout.rank == 0 and not c.team.holds(Role.ROLLOUT) and may_be_last(c.config, step):
+    if c.layout.rank == 0 and c.team.generates_elsewhere and may_be_last(c.config, step):
         StepIsLast(step, early).post(c.mail)
 
 

@@ -30,7 +30,17 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
 
 
-class InOrderUpdates:
+class WeightUpdates:
+    """Of a team without the actor: it has no weights to send."""
+
+    def before_step(self, step: int) -> None:
+        """Send the weights that have to go before `step` is trained."""
+
+    def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
+        """Send the weights after `step`, or let them wait; `saves`: whether a checkpoint of a step may be written."""
+
+
+class InOrderUpdates(WeightUpdates):
     """The actor's end: weights go to where samples are generated, version by version. Collective over the actor's team.
 
     With k > 1 the rollout's team may still generate with the version before when a new one is there. Then training goes
@@ -49,10 +59,10 @@ class InOrderUpdates:
         """
         self._push_waiting(lambda version: self._policy.weights_must_go(version - 1, step))
 
-    def after_step(self, version: int, *, saves: bool) -> None:
-        """Send the weights after step `version`, which are those of now; `saves`: a checkpoint of it may be written."""
-        validated = validates(self._c.config, version)
-        now = saves or validated or self._policy.weights_must_go(version - 1, version + 1)
+    def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
+        """See `WeightUpdates`; the weights of now are version `step`."""
+        version, validated = step, validates(self._c.config, step)
+        now = validated or self._policy.weights_must_go(version - 1, version + 1) or saves(step)
         none_waits = self._push_waiting(lambda _: now)
         if not self._policy.samples_with(version, validates=validated or may_be_last(self._c.config, version)):
             return
@@ -90,7 +100,7 @@ class InOrderUpdates:
         return bool(c.layout.world.broadcast_json(generated))
 
 
-class AsReadyUpdates:
+class AsReadyUpdates(WeightUpdates):
     """The actor's end of the weight updates of a rollout's team (see `as_ready_loop`). Collective."""
 
     def __init__(self, c: RankState) -> None:
@@ -111,16 +121,12 @@ class AsReadyUpdates:
         if self._version < step - 1 and self._is_open():
             self._push(step - 1)
 
-    def after_step(self, step: int, *, saves: bool) -> None:
-        """Send the weights after `step` where they have to go, or where the rollout's team is ready for them.
-
-        Args:
-            saves: a checkpoint of it may be written.
-        """
-        c = self._c
+    def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
+        """Send the weights after `step` where they have to go, or where the rollout's team is ready for them."""
+        c, saved = self._c, saves(step)
         if c.layout.rank == 0:
-            SavesStep(step, saves).post(c.mail)
-        if saves or validates(c.config, step) or self._policy.weights_must_go(self._version, step + 1):
+            SavesStep(step, saved).post(c.mail)
+        if saved or validates(c.config, step) or self._policy.weights_must_go(self._version, step + 1):
             if c.layout.rank == 0:
                 UpdateWanted(self._update_number, step).post(c.mail)
             self._await_open()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.run_folder import LAUNCH_FOLDER, SAVE_REQUEST
@@ -18,6 +17,7 @@ from megarl.dag.stage import Role
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
 from megarl.robots.setup import check_same_statistics, statistics_file
+from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart
 from megarl.runtime.early_stop import EarlyStop
 from megarl.runtime.files_read import FilesRead, changes_in_place, files_read
 from megarl.runtime.frozen_models import put_aside, take_up_reference
@@ -33,14 +33,13 @@ from megarl.runtime.resume_compatibility import (
 )
 from megarl.runtime.stages.rollout import generated_fields
 from megarl.runtime.validate import due, validates
-from megarl.system.errors import ConfigError, UserError, close_matches
+from megarl.system.errors import ConfigError, close_matches
 from megarl.system.metrics import Metrics
 from megarl.system.processes import JOB_BEGAN
 from megarl.system.tracing import phase
 from megarl.training import checkpoint
 from megarl.training.checksums import few
 from megarl.training.multi_team_commit import Teams
-from megarl.training.saving import PendingSave
 from megarl.training.shards import CheckpointError, FormatError
 
 if TYPE_CHECKING:
@@ -48,61 +47,8 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
 
 
-FOLDER = "checkpoints"
-
-
-def teams_of(c: RankState) -> Teams | None:
-    """Return the teams that write checkpoints, as one of them sees them; None: there are no others."""
-    team = c.team
-    if team.buffer is None:
-        return None
-    parts = {Role.CRITIC, Role.ROLLOUT}
-    beside = tuple(plan.name for plan in team.others if parts & {*plan.roles}) if team.leads else ()
-    if not beside and (team.leads or not parts & {*team.plan.roles}):
-        return None
-    return Teams(team.plan.name, team.plan.first, c.mail, c.config.cluster.timeout_s, beside)
-
-
-class CheckpointPolicy(Protocol):
-    """Answers the questions of a team's loop about the run's checkpoints; all but `settle` collective over the team.
-
-    Attributes:
-        ends: the step that was saved last is the last one of this job, as far as this team decides it.
-        over: no further step is needed, as far as this team decides it.
-    """
-
-    ends: bool
-
-    @property
-    def over(self) -> bool:
-        """See above."""
-
-    def may_save(self, step: int) -> bool:
-        """Say whether `step` may be saved; False where the actor's team decides that."""
-
-    def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
-        """Say whether `step` is the last one by a metric of training; False where the actor's team decides that."""
-
-    def load(self, source: Path) -> None:
-        """Restore what this team has in the checkpoint that the run goes on from."""
-
-    def begin(self) -> None:
-        """Accept the start: nothing may refuse it any more."""
-
-    def rate_start(self, numbers: dict[str, float]) -> None:
-        """Held-out numbers of what RL starts from, before its first step."""
-
-    def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
-        """Begin to write the checkpoint of `step`, if there is one; `last`: no step follows."""
-
-    def settle(self) -> None:
-        """Let what is being written come to its end before an error of this rank ends the run. Not collective."""
-
-
-class Checkpoints:
-    """A `CheckpointPolicy` of the actor's team: saves and restores the state of a rank.
-
-    Other teams have a `CheckpointPart` (megarl/disaggregated/checkpoint_part.py).
+class Checkpoints(CheckpointPart):
+    """The checkpoints of a run, in the actor's team, which decides what is saved and whether the run ends.
 
     Attributes:
         source: the checkpoint that `find` found.
@@ -114,17 +60,16 @@ class Checkpoints:
     """
 
     def __init__(self, c: RankState, roles: Collection[Role] = ()) -> None:
-        self._c, self._world, self.best = c, c.layout.world, -math.inf
+        super().__init__(c)
+        self.best = -math.inf
         self._samples_again = Role.DYNAMIC_SAMPLING in roles
-        self._teams = teams_of(c)
         self.best_step: int | None = None
         self._root = c.run_dir / FOLDER
         self.source: Path | None = None
         self._meta: dict[str, Any] | None = None
         self._read: FilesRead = {}
-        self._under_way = PendingSave()
         self.accuracy: float | None = None
-        self._withdraws = self._continues = self._begun = self.ends = False
+        self._withdraws = self._continues = self._begun = False
         self._save_by = SaveBy(c.config.trainer.save_by_s)
         self._early_stop = EarlyStop(c.config.trainer.early_stop)
         self._looked: tuple[int, bool] = (-1, False)
@@ -384,10 +329,6 @@ class Checkpoints:
                 flush=True,
             )
 
-    def settle(self) -> None:
-        """See `CheckpointPolicy`."""
-        self._under_way.settle()
-
     def may_save(self, step: int) -> bool:
         """Say whether `after_step` may save `step`, as far as it is known before its weights go to other teams.
 
@@ -475,19 +416,6 @@ class Checkpoints:
                 teams=teams,
             )
         self._under_way.began(saving, began)
-
-
-@contextlib.contextmanager
-def settling(checkpoints: CheckpointPolicy) -> Iterator[None]:
-    """Complete the checkpoint that is being written before an error of the user's input ends the run.
-
-    Such a run is started again by hand, and goes on from the step that was over.
-    """
-    try:
-        yield
-    except UserError:
-        checkpoints.settle()
-        raise
 
 
 def _outlook(step: int, steps: int, key: str, source: str, early: str | None) -> str:

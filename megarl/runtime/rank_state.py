@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megarl.dag.messages import NoMail
 from megarl.dag.placement import Placement, TeamPlan, together
 from megarl.dag.stage import Role
 from megarl.runtime.roles import ActorRole, ModelRole, ReferenceRole, RolloutRole, ScorerRole
@@ -92,6 +93,11 @@ class TeamContext:
         assert team is not None, f"no team holds the {role.value}"
         return team.name
 
+    @property
+    def generates_elsewhere(self) -> bool:
+        """Whether another team generates the run's samples."""
+        return self.placement.of_role(Role.ROLLOUT) not in (None, self.plan)
+
     def queues(self) -> dict[str, int]:
         """Groups of samples that wait for a team, by name (`buffer.core.Core.queues`); one rank calls this."""
         return {} if self.buffer is None else self.buffer.queues()
@@ -158,9 +164,8 @@ class RankState:
 
     @property
     def mail(self) -> Mail:
-        """The mail between this team and the others; only with several teams."""
-        assert self.team.buffer is not None, "the only team has nobody to write to"
-        return self.team.buffer
+        """The mail between this team and the others."""
+        return self.team.buffer or NoMail()
 
     @property
     def models(self) -> dict[str, ModelRole]:

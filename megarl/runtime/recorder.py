@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 from megarl.artifacts.lock import refuse_if_taken
+from megarl.dag.executor import NoChannel
 from megarl.dag.messages import MetricsJson, StepMetrics
 from megarl.dag.stage import Role
 from megarl.runtime.alarms import Alarms
@@ -55,7 +56,7 @@ class Recorder:
 
     Attributes:
         status: how the stage ends that has no error.
-        channel: counts the tokens that this replica has worked on; None: there is one team.
+        channel: counts the tokens that this replica has worked on.
         segments: in the actor's team, as ready: returns the metrics that the rollout's team has sent of a step.
     """
 
@@ -80,7 +81,7 @@ class Recorder:
                 last=not c.team.others,
             )
         self.status: Status = "finished"
-        self.channel: TeamChannel | GroupChannel | None = None
+        self.channel: TeamChannel | GroupChannel | NoChannel = NoChannel()
         self.segments: Callable[[int], list[MetricsJson]] | None = None
         # The cold start is the actor's team's own.
         self._others = c.team.others if stage == "train" else []
@@ -196,8 +197,8 @@ class Recorder:
 
     def _measure_team(self, local: Metrics, events: Iterable[PhaseEvent]) -> None:
         """Add to `local`, of this rank, what its team did with the time of the step, and what waits in the buffer."""
-        c, tokens = self._c, 0 if self.channel is None else self.channel.tokens
-        self._team_time.end_step(local, events, tokens if c.layout.is_lead else None)
+        c = self._c
+        self._team_time.end_step(local, events, self.channel.tokens if c.layout.is_lead else None)
         if c.team.leads and c.layout.rank == 0:
             for queue, groups in c.team.queues().items():
                 local.max(f"store/queue/{queue}", groups)

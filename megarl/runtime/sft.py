@@ -19,7 +19,8 @@ from megarl.robots.data.demonstration_sources import EXPERTS, find_demonstration
 from megarl.robots.data.demonstrations import write_demonstrations
 from megarl.robots.models.vla.cloning import CloningExamples
 from megarl.robots.rollout.experts import ExpertCounts, demonstrate
-from megarl.runtime.checkpoints import FOLDER, Checkpoints, settling
+from megarl.runtime.checkpoint_part import FOLDER, settling
+from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import record_base

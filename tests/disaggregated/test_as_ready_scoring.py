@@ -94,7 +94,7 @@ class Run:
         channel: Any = SimpleNamespace(aside={}, give=self._give, collect=self._collect, swap=self._swap)
         submits: Any = SimpleNamespace(run=self._submit, graph={"rollout": None})
         waits: Any = SimpleNamespace(run=self._wait)
-        checkpoints: Any = SimpleNamespace(after_step=lambda version, last, files: files())
+        checkpoints: Any = SimpleNamespace(write_part=lambda version, last, files: files())
         self.channel = channel
         self.steps = AsReadyLoop(c, submits, waits, channel, SimpleNamespace(), checkpoints, None)  # type: ignore[arg-type]
         self.steps._batcher = CallBatcher(8, 8)

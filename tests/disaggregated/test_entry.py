@@ -7,7 +7,7 @@ import pytest
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.dag.placement import place
 from megarl.dag.stage import Role
-from megarl.disaggregated.entry import join_run
+from megarl.disaggregated.loop import join_run
 from megarl.recipes.build import build_task_graph
 from megarl.runtime.rank_state import TeamContext
 from megarl.system.errors import ConfigError

@@ -192,7 +192,7 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
     for step in range(1, 6):
         pushes.before_step(step)
         said.append(f"train {step}")
-        pushes.after_step(step, saves=step == 5)
+        pushes.after_step(step, saves=lambda step: step == 5)
     assert said == [
         *("train 1", "train 2"),
         *("generated/3", 1, "train 3"),  # before step 3 is trained: step 4 is drawn with them meanwhile

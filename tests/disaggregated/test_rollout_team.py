@@ -17,8 +17,8 @@ from megarl.dag.stage import Role
 from megarl.dag.staleness import InOrder
 from megarl.data.batch import Batch
 from megarl.data.loader import PromptLoader
-from megarl.disaggregated import entry, rollout_team
-from megarl.disaggregated.checkpoint_part import CheckpointPart
+from megarl.disaggregated import loop, rollout_team
+from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.system.errors import DataError, WorkerError
 from megarl.system.rendezvous import write_token
 from tests.dist import single_process, world
@@ -183,7 +183,7 @@ def test_a_resumed_run_draws_the_prompts_that_come_next(tmp_path, resumed_at):
     (tmp_path / "state.json").write_text(json.dumps({"loader": written.state_dict()}))
     team = SimpleNamespace(holds=lambda role: role is Role.ROLLOUT, leads=False, buffer=None)
     c = SimpleNamespace(team=team, layout=SimpleNamespace(world=world()), loader=PromptLoader(data, 4), trained={})
-    entry.resume(c, CheckpointPart(c), tmp_path, begun=resumed_at > 0)
+    loop.resume(c, CheckpointPart(c), tmp_path, begun=resumed_at > 0)
     assert next(c.loader)["number"] == next(written)["number"]
 
 

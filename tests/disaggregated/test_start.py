@@ -12,7 +12,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.messages import RunStart
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated.entry import all_ready, follow_start
+from megarl.disaggregated.loop import all_ready, follow_start
 from megarl.runtime import frozen_models
 from megarl.runtime.frozen_models import keep_run_start
 from megarl.runtime.rank_state import TeamContext

@@ -14,8 +14,8 @@ from megarl.config.run import RunConfig
 from megarl.runtime import checkpoints
 from megarl.runtime import resume_compatibility as changes
 from megarl.runtime.checkpoints import Checkpoints
-from megarl.runtime.loop import fit_schedules
 from megarl.runtime.resume_compatibility import EFFECTS, announcements, changed_keys
+from megarl.runtime.start import fit_schedules
 from megarl.system.errors import ConfigError
 from megarl.system.offload_schedule import OffloadSchedule
 from megarl.training import checkpoint

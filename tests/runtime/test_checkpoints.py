@@ -16,10 +16,13 @@ from megarl.commands import job
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
+from megarl.dag.messages import NoMail
 from megarl.dag.placement import together
 from megarl.dag.stage import Role
-from megarl.runtime import export, frozen_models, loop
-from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric, settling
+from megarl.disaggregated import loop
+from megarl.runtime import export, frozen_models, start
+from megarl.runtime.checkpoint_part import settling
+from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric
 from megarl.runtime.frozen_models import ReferencePlace, kept_reference, put_aside, unchanged_model
 from megarl.runtime.rank_state import TeamContext
 from megarl.system.comm import WorkerGroup
@@ -165,13 +168,13 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=None, layout=layout, actor=actor)
     c.offload, c.held = OffloadSchedule(), {}
     c.context, c.team, c.hf_config = SimpleNamespace(), TeamContext(placement.teams[0], placement), None
-    c.close = lambda: None
-    monkeypatch.setattr(loop, "build_rank_state", lambda *_: c)
+    c.close, c.mail = lambda: None, NoMail()
+    monkeypatch.setattr(start, "build_rank_state", lambda *_: c)
     monkeypatch.setattr(loop, "place", lambda *_: placement)
     monkeypatch.setattr(frozen_models, "keep_reference", keep_reference)
-    monkeypatch.setattr(loop, "make_reference", lambda *_: None)
-    monkeypatch.setattr(loop, "make_critic", refuse)  # after a cold start this would be a run that has begun
-    monkeypatch.setattr(loop.sft, "load_examples", refuse)
+    monkeypatch.setattr(start, "make_reference", lambda *_: None)
+    monkeypatch.setattr(start, "make_critic", refuse)  # after a cold start this would be a run that has begun
+    monkeypatch.setattr(start.sft, "load_examples", refuse)
     before = files_in(run_dir)
     with pytest.raises(ConfigError, match="no such thing"):
         loop.train(config, run_dir, SimpleNamespace(roles={Role.REFERENCE, Role.CRITIC}, has_responses=False))

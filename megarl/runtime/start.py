@@ -1,12 +1,4 @@
-"""The training loop of one team around a task graph. Every rank runs it by itself.
-
-    resume, or cold start
-    publish the weights to where samples are generated, validate
-    for each step:   load prompts -> walk the graph -> publish -> [validate] -> [checkpoint] -> log
-    export, report
-
-Several teams have megarl/disaggregated/entry.py, which begins and ends as this one does.
-"""
+"""The start of a run in one team: where RL begins, and the models that begin there (megarl/disaggregated/loop.py)."""
 
 from __future__ import annotations
 
@@ -18,20 +10,16 @@ from megarl.algorithms.needs import distillation_fields
 from megarl.config.correction import describe_correction
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
-from megarl.dag.executor import Executor
 from megarl.dag.messages import RunStart
 from megarl.dag.node import Role
-from megarl.dag.placement import place
 from megarl.robots.scores import EpisodeScores
 from megarl.runtime import sft
-from megarl.runtime.checkpoints import FOLDER, CheckpointPolicy, Checkpoints, settling
+from megarl.runtime.checkpoint_part import CheckpointPart
+from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.exchange import TokenExchange
-from megarl.runtime.export import export, show_export
-from megarl.runtime.frozen_models import drop_refused_start, keep_run_start, record_base, record_frozen
-from megarl.runtime.generation import open_rollout, publish
+from megarl.runtime.frozen_models import keep_run_start, record_base, record_frozen
 from megarl.runtime.rank_state import RankState, TeamContext
-from megarl.runtime.recorder import Recorder
 from megarl.runtime.role_models import (
     make_critic,
     make_reference,
@@ -40,80 +28,19 @@ from megarl.runtime.role_models import (
     read_teacher_head,
 )
 from megarl.runtime.setup import build_rank_state
-from megarl.runtime.validate import evaluate, validates
 from megarl.system.offload_schedule import ACTOR
 from megarl.system.processes import write_atomically
-from megarl.system.tracing import phase, set_step
+from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.data.batch import Batch
     from megarl.runtime.roles import ModelRole
-    from megarl.tracking.tracker import Part
-
-
-def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
-    """Train with a recipe's task graph until `trainer.steps`, from the newest checkpoint when there is one."""
-    placement = place(graph, config)
-    c = build_team(config, run_dir, graph, TeamContext(placement.teams[0], placement))
-    try:
-        checkpoints = Checkpoints(c, graph.roles)
-        start = find_start(c, graph, checkpoints)
-        make_models(c, start)
-        open_rollout(c)
-        if start.begun:
-            with phase("resume"):
-                checkpoints.load(Path(str(start.source)))
-            fit_schedules(c)
-        c.layout.world.barrier()
-        accept_start(c, graph, checkpoints)
-        # Opened last: a start that is refused leaves the run's record as it was.
-        with Recorder(c, "train", config.trainer.steps, start.shown_from, part_of(config)) as recorder:
-            publish(c, c.context.step)
-            if not start.begun and validates_first(config):
-                checkpoints.rate_start(validate_first(recorder, lambda: evaluate(c, recorder, 0, films=True)))
-            with settling(checkpoints):
-                _steps(c, graph, recorder, checkpoints)
-            end_run(c, recorder, checkpoints)
-        if not checkpoints.ends:
-            show_export(c)
-    finally:
-        drop_refused_start(c)
-        c.close()
-
-
-def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Checkpoints) -> None:
-    config, executor = c.config, Executor(graph, c.roles, exchange=token_exchange(c, graph))
-    assert c.loader is not None, "checks refuse a training run without data"
-    if checkpoints.over:
-        return
-    for step in range(c.context.step + 1, config.trainer.steps + 1):
-        c.context.step = step
-        set_step(step)
-        accuracy = None
-        recorder.start_step()
-        with phase("step"):
-            with phase("load"):
-                prompts = next(c.loader)
-            samples = executor.run(c.context, prompts, more=c.loader)
-            early = checkpoints.ends_early(step)
-            recorder.groups(step, samples, early=early)
-            del samples  # the next step needs the memory
-            publish(c, step)
-            if validates(config, step, early=early):
-                accuracy = evaluate(c, recorder, step, films=True)
-        numbers = recorder.end_step(step)
-        checkpoints.after_step(step, numbers, accuracy, last=step == config.trainer.steps)
-        if checkpoints.ends or checkpoints.over:
-            break
 
 
 def token_exchange(c: RankState, graph: TaskGraph) -> Callable[..., Batch] | None:
     """Return the function that shares samples by tokens among the team's replicas; None: each keeps its own."""
     return TokenExchange(graph, c.team.plan.nodes).share if c.context.cuts is not None else None
-
-
-# -- the begin and the end of a run, of one team and of several --------------------------------------------------------
 
 
 def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: TeamContext) -> RankState:
@@ -184,35 +111,8 @@ def make_models(c: RankState, start: RunStart) -> None:
         record_frozen(c, "encoder", *encoder, start.source)
 
 
-def accept_start(c: RankState, graph: TaskGraph, checkpoints: CheckpointPolicy) -> None:
+def accept_start(c: RankState, graph: TaskGraph, checkpoints: CheckpointPart) -> None:
     """Make the run folder that of this start: before a record is opened, and after all that may refuse the start."""
     checkpoints.begin()
     if c.team.leads and c.layout.rank == 0:
         write_atomically(c.run_dir / "graph.svg", as_svg(graph, c.team.placement))  # shown in the report
-
-
-def part_of(config: RunConfig) -> Part:
-    """Return which part of the run RL is, for the tracker."""
-    return "second" if config.sft.steps else "whole"
-
-
-def validates_first(config: RunConfig) -> bool:
-    """Say whether the model that RL starts from is evaluated."""
-    return bool(config.validation.before_train and config.data.held_out)
-
-
-def validate_first(recorder: Recorder, evaluate_start: Callable[[], float | None]) -> dict[str, float]:
-    """Record the held-out numbers of the model that RL starts from, as step 0."""
-    set_step(0)
-    recorder.start_step()
-    with phase("step"):
-        evaluate_start()
-    return recorder.end_step(0)
-
-
-def end_run(c: RankState, recorder: Recorder, checkpoints: CheckpointPolicy) -> None:
-    """Export the model; a run that saved because its job ends is stopped, and exports nothing."""
-    if checkpoints.ends:
-        recorder.status = "stopped"
-    else:
-        export(c, c.run_dir / FOLDER)

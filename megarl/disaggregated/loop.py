@@ -1,12 +1,19 @@
-"""Training in several teams: what each rank of each team runs.
+"""The training loop around a task graph. Every rank of every team runs it by itself.
 
-    actor's team      resume or cold start, announce it    all ready?    steps: walk, weights, validation, checkpoint
-    rollout's team    follow, open the engine              ready         generate, `async.max_staleness` steps ahead
-    other teams       follow, make their models            ready         steps: walk
+    actor's team                                    other teams, where there are some
+    resume, or cold start                           the same start (`RunStart`)
+    make models, open the engine                    make models, open the engine
+    wait until all teams are ready
+    publish the weights to where samples are generated, validate
+    for each step:                                  for each step:
+      load prompts -> walk the graph -> publish       walk the team's nodes
+      -> [validate] -> [checkpoint] -> log            -> [part of the checkpoint] -> send metrics
+    export, report
 
-megarl/dag/messages.py shows the messages between teams, and who waits for whom. A team that is restarted because one of
-its processes died (`TeamContext.restarts`) reads the same `RunStart` and continues after the last finished step; no
-other team waits for it to be ready.
+A run with one team has no other team to message, and walks the whole graph. A rollout's team of its own generates in
+another loop (in_order_loop.py, as_ready_loop.py). megarl/dag/messages.py shows the messages between teams, and who
+waits for whom. A team that is restarted because one of its processes died (`TeamContext.restarts`) reads the same
+`RunStart` and continues after the last finished step; no other team waits for it to be ready.
 """
 
 from __future__ import annotations
@@ -17,36 +24,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
-from megarl.dag.executor import Executor
+from megarl.dag.executor import Executor, NoChannel
 from megarl.dag.messages import RunStart, TeamReady
 from megarl.dag.placement import begins_again, place
 from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups
 from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
 from megarl.disaggregated.buffer.client import BufferClient
-from megarl.disaggregated.checkpoint_part import CheckpointPart
 from megarl.disaggregated.generation import open_rollout, publish
 from megarl.disaggregated.in_order_loop import InOrderLoop, buffer_of, find_buffered_steps, generates_apart
 from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader, tell_last
-from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates
-from megarl.runtime.checkpoints import CheckpointPolicy, Checkpoints, settling
-from megarl.runtime.export import show_export
+from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates, WeightUpdates
+from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, settling
+from megarl.runtime.checkpoints import Checkpoints
+from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import drop_refused_start
-from megarl.runtime.loop import (
-    accept_start,
-    build_team,
-    end_run,
-    find_start,
-    fit_schedules,
-    make_models,
-    part_of,
-    token_exchange,
-    validate_first,
-    validates_first,
-)
 from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.stages.reward import PENDING
+from megarl.runtime.start import accept_start, build_team, find_start, fit_schedules, make_models, token_exchange
 from megarl.runtime.validate import validates
 from megarl.system.errors import ConfigError
 from megarl.system.processes import BUFFER, FINISHED, RESTARTS, TEAM
@@ -54,16 +50,19 @@ from megarl.system.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
+    from megarl.tracking.tracker import Part
 
 
 def join_run(config: RunConfig, graph: TaskGraph) -> TeamContext:
-    """Connect this worker to the run of several teams that the launcher has started.
+    """Return this worker's team, connected to the others that the launcher has started.
 
     Raises:
-        ConfigError: the launcher started one team.
+        ConfigError: the run has several teams, and the launcher started one.
         HandoverError: the buffer of the run does not answer.
     """
     placement = place(graph, config)
+    if not placement.separate:
+        return TeamContext(placement.teams[0], placement)
     if TEAM not in os.environ:
         raise ConfigError(
             "the roles of this run have several teams, and this launcher starts one",
@@ -83,10 +82,10 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     c = build_team(config, run_dir, graph, join_run(config, graph))
     try:
         share_loader(c)
-        checkpoints: Checkpoints | CheckpointPart
+        checkpoints: CheckpointPart
         if c.team.leads:
-            checkpoints = Checkpoints(c, graph.roles)
-            start = find_start(c, graph, checkpoints)
+            checkpoints = lead = Checkpoints(c, graph.roles)
+            start = find_start(c, graph, lead)
             if c.layout.rank == 0:
                 start.post(c.mail)
         else:
@@ -98,16 +97,21 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             resume(c, checkpoints, Path(start.source), begun=start.begun)
         all_ready(c)
         accept_start(c, graph, checkpoints)
-        with Recorder(c, "train", config.trainer.steps, start.shown_from, part_of(config)) as recorder:
+        # Opened last: a start that is refused leaves the run's record as it was.
+        part: Part = "second" if config.sft.steps else "whole"
+        with Recorder(c, "train", config.trainer.steps, start.shown_from, part) as recorder:
             publish(c, c.context.step)
-            if not start.begun and not c.team.finished and validates_first(config):
-                checkpoints.rate_start(validate_first(recorder, lambda: evaluate_teams(c, recorder, 0)))
+            if not start.begun and not c.team.finished and config.validation.before_train and config.data.held_out:
+                checkpoints.rate_start(_validate_first(c, recorder))
             with settling(checkpoints):
-                if isinstance(checkpoints, CheckpointPart) and generates_apart(c):
+                if generates_apart(c):
                     _generate_apart(c, graph, recorder, checkpoints, start)
                 else:
                     _steps(c, graph, recorder, checkpoints)
-            end_run(c, recorder, checkpoints)
+            if checkpoints.ends:  # the run saved because its job ends, and exports nothing
+                recorder.status = "stopped"
+            else:
+                export(c, c.run_dir / FOLDER)
         if c.team.leads and not checkpoints.ends:
             show_export(c)
     finally:
@@ -136,7 +140,7 @@ def all_ready(c: RankState) -> None:
             c.frozen |= TeamReady.read(c.mail, team.name).frozen
 
 
-def resume(c: RankState, checkpoints: CheckpointPolicy, source: Path, *, begun: bool) -> None:
+def resume(c: RankState, checkpoints: CheckpointPart, source: Path, *, begun: bool) -> None:
     """Restore what this team has in the checkpoint at `source`; unless `begun`, the actor of a cold start is there."""
     with phase("resume"):
         if begun:
@@ -145,17 +149,25 @@ def resume(c: RankState, checkpoints: CheckpointPolicy, source: Path, *, begun: 
         resume_loader(c, source)
 
 
-def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPolicy) -> None:
-    """All steps of a team that does not generate for another one."""
-    config, team = c.config, c.team
+def _validate_first(c: RankState, recorder: Recorder) -> dict[str, float]:
+    """Record the held-out numbers of the model that RL starts from, as step 0."""
+    set_step(0)
+    recorder.start_step()
+    with phase("step"):
+        evaluate_teams(c, recorder, 0)
+    return recorder.end_step(0)
+
+
+def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart) -> None:
+    """Train all steps, in a team that does not generate for another one."""
+    config, weights = c.config, WeightUpdates()
     recorder.channel = channel = _open_channel(c, graph)
-    executor = Executor(graph, c.roles, team.plan.nodes, channel, token_exchange(c, graph))
-    weights: AsReadyUpdates | InOrderUpdates | None = None  # only the actor's team has some to give
-    if team.leads and not config.async_.in_order:
-        weights = AsReadyUpdates(c)
-        recorder.segments = weights.metrics
-    elif team.leads:
+    executor = Executor(graph, c.roles, c.team.plan.nodes, channel, token_exchange(c, graph))
+    if c.team.leads and config.async_.in_order:
         weights = InOrderUpdates(c)
+    elif c.team.leads:
+        weights = as_ready = AsReadyUpdates(c)
+        recorder.segments = as_ready.metrics
     if checkpoints.over:
         return
     for step in range(c.context.step + 1, config.trainer.steps + 1):
@@ -168,13 +180,11 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
             if c.loader is not None:
                 with phase("load"):
                     prompts = next(c.loader)
-            if weights is not None:
-                weights.before_step(step)
+            weights.before_step(step)
             samples = executor.run(c.context, prompts, more=c.loader)
-            if weights is not None:
-                weights.after_step(step, saves=checkpoints.may_save(step))
+            weights.after_step(step, saves=checkpoints.may_save)
             early = checkpoints.ends_early(step, partial(recorder.measured_elsewhere, step))
-            if team.leads:
+            if c.team.leads:
                 tell_last(c, step, early)
             recorder.groups(step, samples, early=early)
             del samples  # the next step needs the memory
@@ -187,8 +197,10 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
             break
 
 
-def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel:
+def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel | NoChannel:
     """Open this rank's way to other teams around the nodes that it walks."""
+    if not c.team.others:
+        return NoChannel()
     keeps = generates_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
     return TeamChannel(
@@ -202,7 +214,9 @@ def _generate_apart(
     """Generate in a team of its own until the weights of the last step have come."""
     source, team = None if start.source is None else Path(start.source), c.team
     if c.config.async_.in_order:
-        recorder.channel = channel = _open_channel(c, graph)
+        channel = _open_channel(c, graph)
+        assert isinstance(channel, TeamChannel), "another team trains"
+        recorder.channel = channel
         executor = Executor(graph, c.roles, team.plan.nodes, channel, token_exchange(c, graph))
         held = [] if source is None else find_buffered_steps(c, source, c.context.step)
         InOrderLoop(c, executor, channel, recorder, checkpoints, held).run()

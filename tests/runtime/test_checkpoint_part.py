@@ -17,8 +17,8 @@ from megarl.config.run import RunConfig, TrainerConfig
 from megarl.dag.messages import CheckpointTag
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
-from megarl.disaggregated.checkpoint_part import CheckpointPart
-from megarl.runtime.checkpoints import Checkpoints, teams_of
+from megarl.runtime.checkpoint_part import CheckpointPart, teams_of
+from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.rank_state import TeamContext
 from megarl.system.comm import WorkerGroup
 from megarl.system.offload_schedule import OffloadSchedule
@@ -92,13 +92,13 @@ def worker(tmp_path, monkeypatch):
 def test_both_teams_save_what_is_due_what_is_best_and_the_end(worker, monkeypatch):
     lead, beside, idle = worker("actor"), worker("critic"), worker("reference")
     checkpoints, part = Checkpoints(lead), CheckpointPart(beside)
-    CheckpointPart(idle).after_step(1, last=True)  # nobody waits for it, and it waits for nobody
+    CheckpointPart(idle).write_part(1, last=True)  # nobody waits for it, and it waits for nobody
     root = lead.run_dir / "checkpoints"
     accuracies = {2: 0.5, 3: 0.7, 4: 0.1}
 
     def walk() -> None:
         for step in range(1, 6):
-            part.after_step(step, last=step == 5)
+            part.write_part(step, last=step == 5)
 
     other = threading.Thread(target=walk, daemon=True)
     other.start()
@@ -131,7 +131,7 @@ def test_both_teams_save_what_is_due_what_is_best_and_the_end(worker, monkeypatc
 def test_the_team_that_draws_goes_on_with_its_random_states(worker):
     lead, beside = worker("actor", APART), worker("draw", APART)
     checkpoints, part = Checkpoints(lead), CheckpointPart(beside)
-    other = threading.Thread(target=part.after_step, args=(2,), kwargs={"last": True}, daemon=True)
+    other = threading.Thread(target=part.write_part, args=(2,), kwargs={"last": True}, daemon=True)
     other.start()
     checkpoints.after_step(2, {}, None, last=True)
     other.join(30)
@@ -166,7 +166,7 @@ def _waits_longer_than_a_collective(folder: str) -> bool:
     part = CheckpointPart(SimpleNamespace(config=config, layout=layout, mail=mail, team=team("critic", mail)))
     if group.rank == 0:
         threading.Timer(11.0, mail.post, ("checkpoint/1", CheckpointTag(1, None).encode())).start()
-    part.after_step(1, last=False)
+    part.write_part(1, last=False)
     return group.all_gather_json(True) == [True, True]
 
 
