@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
         and (code or read_run(run_dir).get("status") == "stopped")
         and (code != UserError.exit_code or (begun and steps_in(run_dir / "checkpoints")))
     ):
-        first = "fix the problem above, then" if code == UserError.exit_code else ""
+        first = "fix the problem above, then " if code == UserError.exit_code else ""
         command = command_to_go_on(arguments, run_dir, config.trainer.resume, begun=begun)
         print(f"to continue: {first}{command}", file=sys.stderr)
     return code

@@ -412,8 +412,8 @@ def test_a_run_that_fails_late_says_how_to_go_on_whoever_is_to_blame(monkeypatch
     monkeypatch.setattr("megarl.launchers.common.run_workers", run_workers)
     assert cli.main(["train", str(tmp_path / "r.yaml"), "--run-dir", str(run_dir)]) == code
     output = capsys.readouterr().err
-    assert ("to go on:" in output) is told
-    assert ("to go on: correct what is named above, then" in output) is (told and code == 2)
+    assert ("to continue:" in output) is told
+    assert ("to continue: fix the problem above, then megarl" in output) is (told and code == 2)
 
 
 @pytest.fixture
