@@ -1,4 +1,4 @@
-"""Metrics of validation rounds."""
+"""Metrics of validation."""
 
 from megarl.evaluation.metrics import (
     Scored,

@@ -16,7 +16,7 @@ from typing import Any
 from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
 
-CORRECT_ABOVE = 0.5  # pass@k counts a sample as correct when its value is above this
+CORRECT_ABOVE = 0.5  # pass@k counts a sample as correct if its value is above this
 _ACCURACY_PARTS = ("acc", "accuracy", "overall")  # a reward function's accuracy part, else its score
 
 
@@ -25,12 +25,12 @@ class Scored:
     """One scored sample.
 
     Attributes:
-        uid: prompt it answers; samples of one prompt form a group.
-        value: its correctness, usually 0 or 1.
-        vote: its vote in maj@n: the extracted answer; None or "" is no vote.
+        uid: the prompt of the sample; samples of one prompt form a group.
+        value: correctness, usually 0 or 1.
+        vote: vote in maj@n: the extracted answer; None or "" is no vote.
         data_source: data set of the prompt; "" is none.
-        part: set of data sources that the prompt belongs to, which has metrics of its own; "" is none.
-        rank: by whose largest value one of a prompt's samples is chosen; None: none is.
+        part: set of data sources with metrics of its own to which the prompt belongs; "" is none.
+        rank: the sample with the largest rank is selected among those of its prompt; None: no selection.
     """
 
     uid: Hashable
@@ -61,7 +61,7 @@ def from_reward(
     """
     if select_by is not None and select_by not in result:
         raise ConfigError(
-            "the reward returned no such part, so it cannot choose among the samples of a prompt",
+            "the reward did not return this part, so it cannot select among the samples of a prompt",
             where="validation.select_by",
             found=select_by,
             allowed=sorted(name for name, value in result.items() if isinstance(value, int | float)),
@@ -77,13 +77,13 @@ def correctness(result: dict[str, Any]) -> float:
 
 
 def validation_metrics(samples: Iterable[Scored]) -> Metrics:
-    """Return the metrics of all samples of some prompts; merging the bags of several ranks is exact.
+    """Return the metrics of all samples of some prompts. Merging the metrics of several ranks is exact.
 
     Names: `val/acc`, `val/prompts`, `val/samples`; with n > 1 samples per prompt also `val/best@k`, `val/worst@k`,
-    `val/pass@k` and, where samples are ranked, `val/selected@k` for k = n and the powers of two below, and `val/maj@n`.
-    With several data sources the same names again
-    as `val/<data_source>/...`, and where these are of several sets, as `val/<part>/...`. All prompts weigh the same,
-    for any number of samples; where n differs, a metric of k is a mean over the prompts that have it.
+    `val/pass@k` and, if samples are ranked, `val/selected@k` for k = n and the powers of two below, and `val/maj@n`.
+    With several data sources the same names again as `val/<data_source>/...`, and if these belong to several sets, as
+    `val/<part>/...`. All prompts have equal weight, whatever their number of samples; if n differs, a metric of k is a
+    mean over the prompts that have it.
 
     Args:
         samples: scored samples; all samples of a prompt must be in the same call.
@@ -118,7 +118,7 @@ def _add_group(metrics: Metrics, where: str, group: Sequence[Scored]) -> None:
 
 
 def metric_names(n: int, *, ranked: bool = False) -> list[str]:
-    """Return the last parts of the names of `validation_metrics`, for n samples per prompt, which may be ranked."""
+    """Return the last parts of the names of `validation_metrics` for n samples per prompt; `ranked` adds selected@k."""
     kinds = ("best", "worst", "pass", *(("selected",) if ranked else ()))
     more = [f"{kind}@{k}" for kind in kinds for k in subset_sizes(n)] + [f"maj@{n}"]
     return ["acc", "prompts", "samples", *(more if n > 1 else [])]
@@ -154,7 +154,7 @@ def best_at_k(values: Sequence[float], k: int) -> float:
     n = len(values)
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and {n}, not {k}")
-    # The i-th smallest (from 0) is the maximum of the subsets whose other k - 1 members are below it.
+    # The i-th smallest value (from 0) is the maximum of the subsets whose other k - 1 members are below it.
     return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(sorted(values)))
 
 
@@ -177,16 +177,17 @@ def selected_at_k(ranks: Sequence[float], values: Sequence[float], k: int) -> fl
     tied: dict[float, list[float]] = defaultdict(list)
     for rank, value in zip(ranks, values, strict=True):
         tied[rank].append(value)
-    # Samples of one rank stand for each other, so each may count with their mean.
+    # Samples with equal ranks are interchangeable, so each may count with their mean.
     ordered = [sum(tied[rank]) / len(tied[rank]) for rank in sorted(ranks)]
     return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(ordered))
 
 
 def majority(group: Sequence[Scored]) -> float:
-    """Return the value of the most frequent vote of one prompt's samples.
+    """Return the value of the most frequent vote among one prompt's samples.
 
-    Samples without a vote abstain; if all do, their mean value counts. A tie gives the mean over the tied votes, the
-    expectation under a random tie break. Samples with the same vote and several values count with their mean.
+    Samples without a vote abstain; if all abstain, their mean value counts. A tie gives the mean over the tied votes,
+    which is the expectation under a random tie break. Samples with the same vote and several values count with their
+    mean.
     """
     votes: dict[str | None, list[float]] = defaultdict(list)
     for sample in group:

@@ -1,9 +1,8 @@
-"""Memory of an update in addition to the model's state: the bytes that its passes keep, and that they need for a
-while.
+"""Memory of an update in addition to the model's state: activations kept for the backward pass, and temporary buffers.
 
-Sizes are of one rank. `t`: tokens of a micro-batch on it (after context parallelism); `s`: those whose residual stream
-it holds (t / tp under sequence parallelism). `megarl bench plan` and tests/planning/test_activations.py hold these
-against what is measured.
+Sizes are of one rank. `t`: tokens of a micro-batch on it (after context parallelism); `s`: tokens whose residual stream
+it holds (t / tp under sequence parallelism). `megarl bench plan` and tests/planning/test_activations.py compare these
+formulas with measurements.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
 
 FULL = 4
-"""Bytes of float32: statistics of rows, the router's numbers, scaled logits."""
+"""Bytes of a float32: row statistics, the router's numbers, scaled logits."""
 INDEX, PLACE = 8, 4
-"""Bytes of integers: numbers of tokens, and of rows for the kernels of a GPU."""
+"""Bytes of integers: token numbers, and row numbers for GPU kernels."""
 WHOLE_PASS, PROBABILITIES = 64, 1024
-"""On a CPU attention is one compiled pass over the stream up to the first length, and products that keep the
-probabilities up to the second."""
+"""CPU attention is one compiled pass over the residual stream up to the first length, and matrix products that keep the
+probabilities up to the second.
+"""
 _QUERY_BLOCK = 64
 
 
@@ -30,10 +30,10 @@ class Passes:
     """The passes through the model in one optimizer step, as one rank sees them.
 
     Attributes:
-        tokens: tokens of the largest micro-batch, this rank's.
-        rows: those of them that predict a token of a response: the head computes no others.
-        longest: tokens of a sequence, of all its ranks.
-        count: micro-batches.
+        tokens: this rank's tokens of the largest micro-batch.
+        rows: those tokens that predict a response token: the head computes only these.
+        longest: tokens of the longest sequence, over all its ranks.
+        count: number of micro-batches.
     """
 
     tokens: float
@@ -47,8 +47,8 @@ class Needed:
     """The bytes at the fullest moment of the passes, in addition to the model's state.
 
     Attributes:
-        kept: for the backward passes of the micro-batches in flight.
-        passing: bytes of the layer whose gradient is computed, or of the embedding's gradient.
+        kept: activations kept for the backward passes of the micro-batches in flight.
+        passing: temporary bytes of the layer whose gradient is computed, or of the embedding's gradient.
         head: bytes of the vocabulary's head.
     """
 
@@ -58,7 +58,7 @@ class Needed:
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.kept + self.passing + self.head
 
 
@@ -67,8 +67,8 @@ class Activations:
 
     Args:
         element: bytes of a number of the model's dtype.
-        gpu: kernels of a GPU, which keep no probabilities.
-        logit_copies: float32 tensors of the size of a chunk's logits, of a head that compares distributions.
+        gpu: GPU kernels are used, which keep no probabilities.
+        logit_copies: float32 tensors with the size of a chunk's logits, for a head that compares distributions.
     """
 
     def __init__(
@@ -93,26 +93,26 @@ class Activations:
 
     @property
     def attention(self) -> float:
-        """The bytes of one layer's attention with its norm."""
+        """Bytes of one layer's attention with its norm."""
         facts, t, tp = self.facts, self.passes.tokens, self.parallel.tp
         heads, groups = facts.heads / tp, facts.kv_heads / tp
         q, k = heads * facts.head_dim, groups * facts.head_dim
         normed = ARCHITECTURES[facts.model_type].qk_norm
-        # The norm's input and output; the projection, of which queries are a copy where several groups are side by side
-        # and their norm keeps them; queries and keys after RoPE; the context.
+        # The norm's input and output; the projection, of which queries are a copy when there are several groups and
+        # their norm keeps them; queries and keys after RoPE; the context.
         wide = q + 2 * k + (q if normed and groups > 1 else 0) + q + k + q
         return self.element * (2 * self.held * facts.hidden + t * wide) + self._scores(heads, k)
 
     def _scores(self, heads: float, k: float) -> float:
-        """Return the bytes that the attention function keeps in addition to its operands and its result."""
+        """Return the bytes that the attention function keeps in addition to its operands and result."""
         t, longest, q = self.passes.tokens, self.passes.longest, heads * self.facts.head_dim
         sums = FULL * t * heads
         if self.parallel.cp > 1 and self.gpu and self.element < FULL:
-            # Queries and context once more, by chunks; keys and values up to both chunks' ends, which are together
-            # those of all ranks and one chunk.
+            # Queries and context again, by chunks; keys and values up to the end of both chunks, which together are
+            # those of all ranks plus one chunk.
             return sums + self.element * t * (q + 2 * self.parallel.cp * k)
         if self.parallel.cp > 1:
-            # Queries and context once more, in buckets; keys and values of all ranks; a mask that each layer widens.
+            # Queries and context again, in buckets; keys and values of all ranks; a mask that each layer expands.
             keys = 2 * self.parallel.cp * k - k
             return sums + self.element * t * (q + keys + longest)
         if self.gpu or longest > PROBABILITIES:
@@ -120,21 +120,21 @@ class Activations:
         if self.engine.recompute == "selective":
             return 0.0
         if longest <= WHOLE_PASS:
-            return sums + self.element * t * k  # values, taken out of the projection
+            return sums + self.element * t * k  # a copy of the values in the projection
         blocks = max(1, round(longest / _QUERY_BLOCK))
         return self.element * t * heads * longest / 2 * (1 + 1 / blocks)
 
     @property
     def feed_forward(self) -> float:
-        """The bytes of one layer's feed-forward part with its norm: the mean, where layers differ."""
+        """Bytes of one layer's feed-forward part with its norm; the mean if layers differ."""
         facts, element, s = self.facts, self.element, self.held
         ends = 2 * element * s * facts.hidden
         dense_width = facts.dense_ffn if facts.is_moe else facts.ffn
         dense = element * 3 * self.passes.tokens * dense_width / self.parallel.tp
         if not facts.is_moe:
             return ends + dense
-        # The router's logits, probabilities and map of experts; rows of tokens in the order of experts, as they go in,
-        # gate and up, their product after the router's weight and, without kernels of a GPU, before it.
+        # The router's logits, probabilities and expert map; token rows in expert order: the input, gate and up
+        # projections, their product after the router's weight and, without GPU kernels, before it.
         router = s * facts.experts * (3 * FULL + 2)
         products = 3 if self.gpu else 4
         experts = element * self.routed * (facts.hidden * self.parallel.expert_tp + products * facts.ffn)
@@ -142,10 +142,10 @@ class Activations:
 
     @property
     def route(self) -> float:
-        """The bytes of integers of one layer that say which row is of which token."""
-        # Each row's token and expert, which are one tensor, and where the router's weight of it stands.
+        """Bytes of one layer's integers that map rows to tokens."""
+        # Each row's token and expert (one tensor), and the position of its router weight.
         own = 3 * INDEX
-        # Where ranks exchange rows: their order by expert, and the way back, which kernels of a GPU have as places.
+        # If ranks exchange rows: their order by expert and the inverse, which GPU kernels keep as row numbers.
         exchanged = 2 * INDEX
         if self.gpu:
             own += PLACE
@@ -156,33 +156,35 @@ class Activations:
 
     @property
     def routed(self) -> float:
-        """Rows that one rank's experts get of a layer, if all experts get equally many."""
+        """Rows per layer that one rank's experts get if all experts get equally many."""
         return self.held * self.facts.experts_per_token
 
     @property
     def layer(self) -> float:
-        """The bytes of one layer, without recomputation."""
+        """Bytes of one layer without recomputation."""
         return self.attention + self.feed_forward
 
     @property
     def stream(self) -> float:
-        """The residual stream between two layers."""
+        """Bytes of the residual stream between two layers."""
         return self.element * self.held * self.facts.hidden
 
     @property
     def micro_batch(self) -> float:
-        """The bytes of all layers of one stage, for one micro-batch."""
+        """Bytes of all layers of one stage for one micro-batch."""
         each = self.stream if self.engine.recompute == "full" else self.layer
         return self.facts.layers / self.parallel.pp * each + self.stream
 
     def in_flight(self, *, last: bool) -> float:
-        """Return the micro-batches whose activations a stage holds at most: the first stage, or the last."""
+        """Return the most micro-batches whose activations a stage holds; the first stage, or with `last` the
+        last one.
+        """
         pp, vpp = self.parallel.pp, self.parallel.vpp or 1
         if pp == 1:
             return 1.0
         if vpp == 1:
             return 1.0 if last else float(min(pp, self.passes.count))
-        # Chunks: those before the first backward pass, and the one that it belongs to.
+        # Chunks before the first backward pass, plus the chunk that this pass belongs to.
         ahead = (0 if last else 2 * (pp - 1)) + (vpp - 1) * pp + 1
         return min(ahead, self.passes.count * vpp) / vpp
 
@@ -190,32 +192,33 @@ class Activations:
 
     @property
     def passing(self) -> float:
-        """While one layer is computed: gradients on their way, or parts of experts; the layer again if recomputed."""
+        """Temporary bytes while one layer is computed: gradients, or parts of experts; the recomputed layer again."""
         facts, t, element, tp = self.facts, self.passes.tokens, self.element, self.parallel.tp
         width = (facts.dense_ffn if facts.is_moe else facts.ffn) / tp
         products = 2 * t * width + self.held * facts.hidden
         weights = 2 * width * facts.hidden + t * (facts.hidden + width) if tp > 1 else 0.0
         dense = max(products, weights - 2 * t * width)
         rows = self._rows_on_their_way if facts.is_moe else 0.0
-        gathered = t * facts.hidden if self.split_stream else 0.0  # one buffer of Megatron, for all layers
+        gathered = t * facts.hidden if self.split_stream else 0.0  # one buffer of Megatron that all layers share
         most = max(element * dense if self.sparse < 1 else 0.0, rows)
         again = self.layer if self.engine.recompute == "full" else 0.0
         return most + element * gathered + again
 
     @property
     def _rows_on_their_way(self) -> float:
-        """The bytes of rows that only pass through the experts of a layer: at most in the backward pass, or, where
-        ranks divide experts, while their parts are added up."""
+        """Temporary bytes of a layer's expert rows, at most: in the backward pass, or while parts of divided experts
+        are summed.
+        """
         ways, element = self.parallel.expert_tp, self.element
         backward = 4 * element * ways
-        # Results of experts, and in the order they came in; these in fp32; two ranks' rows of them, being summed; rows
-        # as they were sent and came in.
+        # Results of experts, and the same in token order; these in fp32; two ranks' rows that are being summed; rows as
+        # sent and as received.
         forward = (2 * element + FULL) * ways + 2 * FULL + 2 * element if ways > 1 else 0
         return max(backward, forward) * self.routed * self.facts.hidden
 
     @property
     def embedding(self) -> float:
-        """Gradient of the embedding in the model's dtype, before it is added to its buffer."""
+        """Bytes of the embedding's gradient in the model's dtype, before it is added to its buffer."""
         return self.element * self._columns * self.facts.hidden + self.stream
 
     @property
@@ -224,7 +227,9 @@ class Activations:
 
     @property
     def head(self) -> float:
-        """The vocabulary's head: logits of one chunk and their gradient, and gradients of its weight and its rows."""
+        """Bytes of the vocabulary's head: logits of one chunk and their gradient, and gradients of its weight and its
+        rows.
+        """
         n, h, columns, element = self.passes.rows, self.facts.hidden, self._columns, self.element
         if self.value_head:
             return FULL * 4 * self.held * h  # hidden states and their gradients in float32
@@ -239,7 +244,9 @@ class Activations:
     # -- together -------------------------------------------------------------------------------------------------
 
     def needed(self, *, last: bool) -> Needed:
-        """Return the bytes at the fullest moment of the passes, on a rank of the first or the last stage."""
+        """Return the bytes at the fullest moment of the passes, on a rank of the first stage, or with `last` of the
+        last one.
+        """
         alone, flying = self.parallel.pp == 1, self.in_flight(last=last)
         moments = [Needed(flying * self.micro_batch, self.passing)]
         if last or alone:

@@ -1,4 +1,4 @@
-"""The assumptions of the formulas of `megarl plan`, by name; each can be set with `--assume NAME=VALUE`."""
+"""The assumptions of `megarl plan`'s formulas, by name; `--assume NAME=VALUE` sets each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.system.errors import ConfigError, close_matches
 
 T = TypeVar("T")
 
-#: By name, those of `megarl simulate` among them: shares that something is divided by, and other divisors.
+#: Names (also those of `megarl simulate`) of shares by which something is divided, and of other divisors.
 _SHARES = frozenset(
     (
         "gemm_share",
@@ -31,10 +31,10 @@ _SHARES = frozenset(
 )
 _DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "link_times"))
 
-#: By name, where 0 stands for what follows from the recipe.
+#: Names for which 0 stands for a value derived from the recipe.
 OF_ZERO = {
     "prompt_tokens": "0: half of data.max_prompt_tokens",
-    "prompt_patches": "0: half of the most that images of a prompt can have",
+    "prompt_patches": "0: half of the most patches that images of a prompt can have",
     "mean_tokens": "0: a quarter of the longest response, or all of it with rollout.sampling.ignore_eos",
 }
 
@@ -43,12 +43,12 @@ def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
     """Return a dataclass of numbers with some of them replaced by name.
 
     Args:
-        base: that has them all.
-        values: values of some of them, as text.
-        where: they were given, for messages.
+        base: the dataclass with all numbers.
+        values: new values of some of them, as text.
+        where: place at which they were given, for messages.
 
     Raises:
-        ConfigError: there is no such name, or the value is no number that it may have.
+        ConfigError: there is no such name, or the value is invalid for it.
     """
     names = [one.name for one in fields(base)]  # type: ignore[arg-type]
     changed: dict[str, Any] = {}
@@ -62,16 +62,16 @@ def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
 
 
 def pairs(texts: Sequence[str], where: str = "--assume") -> dict[str, str]:
-    """`name=value` by name.
+    """Split `name=value` texts into a mapping.
 
     Raises:
-        ConfigError: one has no `=`.
+        ConfigError: a text has no `=`.
     """
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError("this sets nothing", where=where, found=text, allowed="NAME=VALUE")
+            raise ConfigError("this assumption has no value", where=where, found=text, allowed="NAME=VALUE")
         found[name] = value
     return found
 
@@ -83,53 +83,54 @@ def _number(name: str, text: str, where: str) -> float:
         value = -1.0
     if name in _SHARES:
         good, allowed = 0 < value <= 1, "a number above 0, at most 1"
-    elif name == "overlap_share":  # nothing is divided by it
+    elif name == "overlap_share":  # the only share by which nothing is divided
         good, allowed = 0 <= value <= 1, "a number from 0 to 1"
     elif name in _DIVISORS:
         good, allowed = 0 < value < math.inf, "a number above 0"
     else:
         good, allowed = 0 <= value < math.inf, "a number from 0 on"
     if not good:
-        raise ConfigError("this is no such number", where=f"{where} {name}", found=text, allowed=allowed)
+        raise ConfigError("invalid value of an assumption", where=f"{where} {name}", found=text, allowed=allowed)
     return value
 
 
 @dataclass(frozen=True)
 class PlanAssumptions:
-    """The shares of the hardware's peak that are reached, fixed times, and what a recipe does not say. Defaults: a GPU.
+    """Shares of the hardware's peak that are reached, fixed times, and values that a recipe does not set. Defaults: a
+    GPU.
 
     Attributes:
         gemm_share: share of the peak that large matrix products reach.
         expert_share: share of the peak that the products of experts reach.
-        gemm_half_rows: rows at which a product reaches half of that.
-        layer_ms: milliseconds of a layer's forward pass over a micro-batch that no FLOP explains; backward: twice that.
-        experts_ms: milliseconds of a layer's router and experts in a forward pass, in addition, however many they are.
-        element_bytes: moved for each element that is kept for the backward pass, in forward and backward together.
-        element_flops: number of fp32 products that take as long as the work on such an element, where that is longer.
-        logit_elements: kept elements that the work on a logit takes as long as.
-        memory_share: share of the memory's speed that is reached.
-        decode_ms: milliseconds of a decoding step that no byte and no FLOP explains.
-        decode_layer_ms: the same of each layer.
-        decode_row_us: the same of each sample that runs.
-        decode_expert_ms: the same of each expert of a rank in each layer.
+        gemm_half_rows: rows at which a product reaches half of that share.
+        layer_ms: fixed milliseconds of a layer's forward pass over a micro-batch; the backward pass takes twice that.
+        experts_ms: further fixed milliseconds of a layer's router and experts in a forward pass, however many they are.
+        element_bytes: bytes moved per element kept for the backward pass, in forward and backward together.
+        element_flops: fp32 products that take as long as the work on such an element, used if that is longer.
+        logit_elements: kept elements whose work takes as long as that on a logit.
+        memory_share: share of the memory's bandwidth that is reached.
+        decode_ms: fixed milliseconds of a decoding step.
+        decode_layer_ms: fixed milliseconds per layer of a decoding step.
+        decode_row_us: fixed microseconds per running sample of a decoding step.
+        decode_expert_ms: fixed milliseconds per expert of a rank and layer of a decoding step.
         node_share: share of the links inside a machine that is reached.
-        scatter_share: share of a link's rate in sums, that gathers and scatters reach.
+        scatter_share: share of the rate of sums on a link that gathers and scatters reach.
         node_hop_us: latency of a step of a ring inside a machine.
         link_share: share of the link to other machines that is reached.
         hop_us: latency of a step of a ring between machines.
-        overlap_share: share of gradients' reduction that the backward pass hides, with overlap_grad_reduce.
+        overlap_share: share of the gradients' reduction that the backward pass hides, with overlap_grad_reduce.
         host_share: share of the link to host memory that is reached.
-        server_memory: share that a server takes of what is free on its GPU, where the recipe names none.
-        server_push_ms: calls of a server for new weights.
-        push_fixed_s: seconds of new weights, whatever their size.
-        step_s: seconds of a step, in no phase: metrics, files, Python.
-        disk_gb_s: that a machine writes a checkpoint with.
+        server_memory: share of a GPU's free memory that a server takes, if the recipe does not set it.
+        server_push_ms: time of the calls to a server for new weights.
+        push_fixed_s: fixed seconds of a weight update, whatever its size.
+        step_s: seconds of a step outside all phases: metrics, files, Python.
+        disk_gb_s: rate at which a machine writes a checkpoint.
         prompt_tokens: tokens of a prompt; 0: half of the longest.
         prompt_patches: patches of the images of a prompt; 0: half of the most that there can be.
         mean_tokens: mean tokens of a response; 0: a quarter of the longest, or all of it with ignore_eos.
         sigma: standard deviation of the logarithm of a response's tokens.
         kept_groups: share of groups that dynamic sampling keeps.
-        usable_memory: share of a device's memory that the search fills.
+        usable_memory: share of a device's memory that the search may fill.
     """
 
     gemm_share: float = 0.6
@@ -166,7 +167,7 @@ class PlanAssumptions:
 
     @classmethod
     def of(cls, *, gpu: bool) -> PlanAssumptions:
-        """Return the defaults for a kind of device. Those of a CPU are fitted to measured steps: docs/planning.md."""
+        """Return the defaults for a kind of device. Those of a CPU are fitted to measured steps (docs/planning.md)."""
         return cls() if gpu else CPU
 
 

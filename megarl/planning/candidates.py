@@ -1,9 +1,9 @@
-"""The choices of `megarl plan --search`: placements, layouts, and the engine's use of its memory.
+"""The choices of `megarl plan --search`: placements, layouts, and how engines use their memory.
 
-    Spread      who has which devices, and what generates samples     one team | servers apart | a team that generates
-    Choice      a spread, the actor's layout, micro-batches, recomputation, offloading
+Spread      which teams have which devices, and what generates     one team | servers apart | a team that generates
+Choice      a spread, the actor's layout, micro-batches, recomputation, offloading
 
-Whatever else a recipe says stays as it is: the batch, the algorithm, the engine, and how far it runs ahead.
+Everything else in a recipe stays: the batch, the algorithm, the engine, and how far generation runs ahead.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megarl.planning.step import server_devices
 from megarl.system.errors import ConfigError, count
 
 _MICRO_BATCHES = (0.5, 1, 2, 4)
-"""Of the recipe's budget."""
+"""Factors on the recipe's micro-batch tokens."""
 RECOMPUTE = ("none", "selective", "full")
-"""Each takes longer than the one before it."""
+"""Forms of recomputation, from the fastest to the slowest."""
 _CONTEXT = 1024
-"""Tokens of a sequence that a context-parallel rank has at least."""
+"""Fewest tokens of a sequence that a context-parallel rank has."""
 _EIGHTHS = 8
 
 
@@ -40,11 +40,11 @@ class Spread:
     """The assignment of devices to teams and servers.
 
     Attributes:
-        servers: that are started; 0: none are, or the recipe's stay.
-        tp_size: ranks of each.
-        colocated: on the trainer's devices.
-        teams: devices of each team by name, with its roles; none: one team.
-        rollout: the layout of a team that only generates with an embedded engine.
+        servers: servers that the run starts; 0: none, or the recipe's stay.
+        tp_size: ranks per server.
+        colocated: servers share the trainer's devices.
+        teams: (name, roles, devices) of each team; empty: one team.
+        rollout: layout of a team that only generates, with an embedded engine.
     """
 
     workers: int
@@ -55,11 +55,11 @@ class Spread:
     rollout: ParallelConfig | None = None
 
     def trainers(self) -> int:
-        """Return the workers of the actor's team."""
+        """Return the number of workers in the actor's team."""
         return next((devices for _, roles, devices in self.teams if Role.ACTOR.value in roles), self.workers)
 
     def describe(self) -> str:
-        """Describe it in a few words."""
+        """Return a short description."""
         if self.teams:
             said = " + ".join(f"{name} {devices}" for name, _, devices in self.teams)
         else:
@@ -73,10 +73,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Choice:
-    """One recipe that the search compares.
+    """One variant of the recipe that the search compares.
 
     Attributes:
-        micro_batch_tokens: tokens of a micro-batch of the engines that train.
+        micro_batch_tokens: tokens per micro-batch of the training engines.
         recompute: recomputation of these engines.
         offload: offloading of these engines.
         memory_fraction: memory fraction of servers on the trainer's devices; None: as in the recipe.
@@ -90,7 +90,7 @@ class Choice:
     memory_fraction: float | None = field(default=None, compare=False)
 
     def apply(self, config: RunConfig, hardware: Hardware, trains: Sequence[str]) -> RunConfig:
-        """Return the recipe with these choices. `trains`: roles that train."""
+        """Return the recipe with these choices. `trains` holds the roles that train."""
         spread = self.spread
         actor = _with(config.actor, parallel=self.parallel)
         rollout = config.rollout
@@ -114,19 +114,20 @@ class Choice:
         }
         placement = _with(config.placement, teams=teams, auto=None, measured=None)
         cluster: dict[str, Any] = {"nproc": spread.workers, "nnodes": hardware.nodes}
-        if config.cluster.max_restarts == config.placement.default_max_restarts:  # it goes with the teams
+        if config.cluster.max_restarts == config.placement.default_max_restarts:  # its default depends on the teams
             cluster["max_restarts"] = placement.default_max_restarts
         if hardware.gpu:
             cluster["device_memory_gb"] = hardware.memory_gb
         placed = {"actor": actor, "rollout": rollout, "placement": placement}
-        if hardware.nodes > 1 and config.launch.launcher == "local":  # which starts processes on one machine only
+        # the local launcher starts processes on one machine only
+        if hardware.nodes > 1 and config.launch.launcher == "local":
             restarts = cluster.get("max_restarts", config.cluster.max_restarts)
             launcher = "ray" if spread.teams or restarts else "torchrun"
             placed["launch"] = _with(config.launch, launcher=launcher)
         return self.apply_engine(_with(config, **placed, cluster=_with(config.cluster, **cluster)), trains)
 
     def apply_engine(self, config: RunConfig, trains: Sequence[str]) -> RunConfig:
-        """Return a recipe with this spread and layout already, with the rest of the choices."""
+        """Return `config`, which already has this spread and layout, with the remaining choices."""
         engine = {
             "micro_batch_tokens": self.micro_batch_tokens,
             "recompute": self.recompute,
@@ -152,9 +153,9 @@ class Space:
     """All choices for a recipe on some hardware.
 
     Attributes:
-        roles: models that its graph works with.
+        roles: roles whose models the graph uses.
         facts: sizes of the policy.
-        hardware: whose devices are all used.
+        hardware: hardware whose devices are all used.
     """
 
     config: RunConfig
@@ -164,7 +165,7 @@ class Space:
 
     @property
     def trains(self) -> tuple[str, ...]:
-        """Roles that train."""
+        """The roles that train."""
         return tuple(role.value for role in (Role.ACTOR, Role.CRITIC) if role in self.roles)
 
     # -- spreads -------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class Space:
         """Return the possible assignments of devices.
 
         Raises:
-            ConfigError: none can be with this recipe.
+            ConfigError: the recipe has none.
         """
         config, hardware = self.config, self.hardware
         ahead = config.async_.max_staleness > 0
@@ -188,8 +189,9 @@ class Space:
         return [spread for spread in found if spread.workers % hardware.nodes == 0]
 
     def _servers(self, *, ahead: bool) -> list[Spread]:
-        """Return the servers that the run starts: the same number on each machine, on its devices or on some of their
-        own."""
+        """Return assignments with servers that the run starts: equally many on each machine, on the trainer's or on
+        their own devices.
+        """
         hardware, nodes, each = self.hardware, self.hardware.nodes, self.hardware.per_node
         sizes = [tp for tp in divisors(each) if self.facts.heads % tp == 0]
         if not ahead:
@@ -201,7 +203,7 @@ class Space:
                 if each - tp * many > 0
             ]
             return together + apart
-        if nodes > 1:  # workers that ask lend their devices to servers
+        if nodes > 1:  # workers that only send requests lend their devices to servers
             return [
                 Spread(
                     hardware.devices,
@@ -216,26 +218,26 @@ class Space:
         found = []
         for tp in sizes:
             for many in range(1, -(-each // tp)):
-                asks = min(self._asking(), tp * many)  # who have GPUs to lend
+                asks = min(self._asking(), tp * many)  # workers that have GPUs to lend
                 teams = self._two_teams(each - tp * many, asks)
                 found.append(Spread(each - tp * many + asks, many, tp, teams=teams))
         return found
 
     def _asking(self) -> int:
-        """Return the workers that ask servers."""
+        """Return the number of workers that only send requests to servers."""
         return self.config.placement.asking or 1
 
     def _running(self) -> list[Spread]:
-        """Return the assignments in which servers that run already keep their devices."""
+        """Return assignments in which servers that already run keep their devices."""
         taken = server_devices(self.config)
         left = self.hardware.devices - taken
         if left < 1:
             raise ConfigError(
-                "servers that run already take all devices",
+                "servers that already run take all devices",
                 where="--hardware",
-                found=f"{self.hardware.describe()}, {taken} of them servers'",
-                allowed="hardware with devices for training, too",
-                fix="count both in --hardware",
+                found=f"{self.hardware.describe()}, of which servers have {taken}",
+                allowed="hardware with further devices for training",
+                fix="count the devices of servers and training in --hardware",
             )
         if self.config.async_.max_staleness:
             asks = self._asking()
@@ -243,7 +245,7 @@ class Space:
         return [Spread(left)]
 
     def _rollout_teams(self) -> list[Spread]:
-        """Return a team that generates with embedded engines, and one that trains."""
+        """Return assignments with one team that generates with embedded engines, and one that trains."""
         hardware, found = self.hardware, []
         for generates in self._rollout_devices():
             for tp in tensor_sizes(self.facts):
@@ -253,8 +255,9 @@ class Space:
         return found
 
     def _rollout_devices(self) -> list[int]:
-        """Return the devices of a team that generates: eighths of all, or as few as there are; whole machines; what the
-        recipe has."""
+        """Return numbers of devices for a generating team: eighths of all (or multiples of 1), whole machines, and the
+        recipe's number.
+        """
         hardware, given = self.hardware, self.config.placement.asking
         step, machines = max(1, hardware.devices // _EIGHTHS), max(1, hardware.nodes // (2 * _EIGHTHS))
         whole = range(machines * hardware.per_node, hardware.devices, machines * hardware.per_node)
@@ -262,7 +265,7 @@ class Space:
         return sorted(found)
 
     def _two_teams(self, trains: int, generates: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-        """Return the two teams under the names that the recipe has for them."""
+        """Return the two teams with the names that the recipe gives them."""
         teams = self.config.placement.teams
         names = {role: name for name, team in teams.items() for role in team.roles}
         rest = tuple(role.value for role in self.roles if role is not Role.ROLLOUT)
@@ -270,7 +273,7 @@ class Space:
         return ((train, rest, trains), (draw if draw != train else "draw", (Role.ROLLOUT.value,), generates))
 
     def _as_given(self) -> list[Spread]:
-        """Return the recipe's teams, which share the devices in whole eighths, or as few as there are."""
+        """Return assignments of the recipe's teams to devices in whole eighths, or multiples of 1."""
         teams = [(name, tuple(team.roles)) for name, team in self.config.placement.teams.items()]
         if len(teams) < 2 or self.config.rollout.engine != "embedded":
             return []
@@ -286,7 +289,7 @@ class Space:
     # -- layouts -------------------------------------------------------------------------------------------------
 
     def layouts(self, spread: Spread) -> list[ParallelConfig]:
-        """Return the layouts of the actor that divide the model, the workers and the batches."""
+        """Return the actor's layouts that divide the model, the workers and the batches."""
         facts, devices = self.facts, spread.trainers()
         longest = self.config.data.max_prompt_tokens + self.config.response_tokens(self.config.rollout.sampling)
         contexts = [cp for cp in _powers(devices) if cp == 1 or longest // cp >= _CONTEXT]
@@ -308,11 +311,11 @@ class Space:
 
     @property
     def _splits(self) -> bool:
-        """True when layouts set `sp`. Mixtures of experts split their sequences in any case, as the recipe has it."""
+        """Whether layouts set `sp`. Mixtures of experts always split their sequences, so the recipe's value stays."""
         return not self.facts.is_moe or self.config.actor.parallel.sp
 
     def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
-        """Return the ways to divide experts over the ranks of a stage: by their number, or also by their width."""
+        """Return the ways to divide experts over the ranks of a stage: by number, or also by width."""
         if not self.facts.is_moe:
             return [{}]
         sizes = [ep for ep in _powers(ranks) if self.facts.experts % ep == 0]
@@ -320,14 +323,15 @@ class Space:
         return found + [{"ep": ep, "etp": tp} for ep in sizes if tp > 1 and ep > 1 and ranks % (ep * tp) == 0]
 
     def _shares_batches(self, replicas: int, spread: Spread) -> bool:
-        """Tell whether replicas get equal shares of the batches that updates need, as the checks of a recipe do."""
+        """Return whether replicas get equal shares of the batches of all updates, as the checks require."""
         roles = next((roles for _, roles, _ in spread.teams if Role.ACTOR.value in roles), None)
         held = self.roles if roles is None else [Role(role) for role in roles]
         return all(size % replicas == 0 for size in batch_sizes(self.config, held).values())
 
     def _fits_others(self, parallel: ParallelConfig, spread: Spread) -> bool:
-        """Tell whether teams without the actor that have its layout are whole replicas of it, and share their own
-        batches."""
+        """Return whether teams with the actor's layout, but without the actor, are whole replicas and can share their
+        batches.
+        """
         for _, roles, devices in spread.teams:
             held = [Role(role) for role in roles]
             if Role.ACTOR in held:
@@ -346,12 +350,12 @@ class Space:
     # -- engines -------------------------------------------------------------------------------------------------
 
     def budgets(self, spread: Spread) -> list[tuple[int, bool]]:
-        """Return the tokens of a micro-batch, offloading."""
+        """Return (tokens per micro-batch, offloading) to try."""
         given = self.config.actor.engine
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
-        # Nothing takes turns with an actor that has its team for itself; a CPU has nowhere else to put anything.
+        # An actor with its own team never takes turns with another model, and a CPU has no other memory.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
-        # In order, weights that wait for their turn are copies of the actor's parameters, which stay then.
+        # In order, weights waiting to be published are copies of the actor's parameters, which then stay on the device.
         copied = policy_of(self.config).copies > 0
         offloads = [given.offload] if not self.hardware.gpu else [False] if by_itself or copied else [False, True]
         return [(number, offload) for number in tokens for offload in offloads]
@@ -363,7 +367,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _shares(devices: int, teams: int, step: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to share out devices in multiples of `step`, at least one each."""
+    """Yield all ways to share out devices among teams in multiples of `step`, at least one multiple each."""
     if teams == 1:
         if devices >= step:
             yield (devices,)

@@ -1,4 +1,4 @@
-"""Seconds of generation: an engine or a server that decodes samples side by side, prompts first."""
+"""Seconds of generation: an engine or server prefills prompts and decodes several samples at the same time."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Decoder:
     Attributes:
         dtype: dtype of weights, keys and values.
         tp: ranks that share every layer.
-        pp: stages, which work one after the other.
+        pp: pipeline stages, which work one after the other.
         ep: ranks that share the experts of a layer.
-        hardware: that it runs on, while a stage works.
-        etp: ranks that share an expert of an embedded engine; 0: a server's, whose experts tp divides in any case.
+        hardware: hardware as a working stage sees it.
+        etp: ranks that share an expert of an embedded engine; 0: a server, whose experts tp always divides.
         vpp: parts of each stage, which take turns.
     """
 
@@ -53,7 +53,7 @@ class Decoder:
 
     @cached_property
     def _experts(self) -> float:
-        """Parameters of all experts."""
+        """Number of parameters of all experts."""
         return self.facts.layers * self.facts.expert_parameters
 
     @cached_property
@@ -62,25 +62,25 @@ class Decoder:
 
     @cached_property
     def key_bytes(self) -> float:
-        """Keys and values of one token on a rank, in all layers."""
+        """Bytes of keys and values of one token on a rank, over all layers."""
         return key_value_bytes(self.facts, self.tp, self.dtype)
 
     @property
     def _holders(self) -> int:
-        """Ranks that share one set of experts."""
+        """Number of ranks that share one set of experts."""
         return self.ep * self.etp if self.etp else self.tp
 
     @property
     def _gathered(self) -> int:
-        """Ranks whose rows each of them computes with its experts: an embedded engine gathers them."""
+        """Number of ranks whose rows each rank computes with its experts: an embedded engine gathers them."""
         return self._holders if self.etp and self.ep > 1 else 1
 
     def step(self, running: float, context: float) -> tuple[float, float]:
-        """Return (seconds until each of `running` samples has one token more, bytes read by a rank). [G2]
+        """Return (seconds of a decoding step for `running` samples, bytes read by a rank). [G2]
 
         Args:
-            running: samples side by side.
-            context: tokens that each of them has, on average.
+            running: samples decoded at the same time.
+            context: mean tokens that each of them has.
         """
         facts, given, rate = self.facts, self.given, self.hardware.memory_tb_s * 1e12 * self.given.memory_share
         met = (facts.parameters - self._experts) / self.tp
@@ -89,19 +89,19 @@ class Decoder:
             tokens = running * max(1.0, self._gathered / self.tp)
             met += self._experts / self._holders * (1 - (1 - facts.experts_per_token / facts.experts) ** tokens)
         weights, caches = met * BYTES[self.dtype], self.key_bytes * context * running
-        # Stages work in turn, so that a token waits for the bytes and products of all of them.
+        # Stages work in turn, so a token waits for the bytes and products of all stages.
         peak, filled = self.hardware.peak(self.dtype) * self.tp, running / (running + given.gemm_half_rows)
         scores = running * sum(
             each * min(context, window or context) for window, each in self._counter.per_pair.items()
         )
         dense = self._counter.per_token + self._counter.per_head_token - self._expert_flops
         products = running * dense / (peak * given.gemm_share * filled) + self._expert_products(running)
-        # A layer's products and its attention come one after the other, each as slow as its bytes or its FLOPs.
+        # A layer's products and its attention follow each other; each takes the time of its bytes or its FLOPs.
         seconds = max(weights / rate, products) + max(caches / rate, scores / (peak * given.gemm_share))
         return seconds + self._fixed(running) + self._meeting(running), weights + caches
 
     def _expert_products(self, running: float) -> float:
-        """Return seconds of the products of experts, on a rank."""
+        """Return the seconds of the experts' products on a rank."""
         if not self._expert_flops:
             return 0.0
         facts, given, all_rows = self.facts, self.given, running * self._gathered
@@ -110,7 +110,7 @@ class Decoder:
         return all_rows * self._expert_flops / self._holders / (self.hardware.peak(self.dtype) * share)
 
     def _fixed(self, running: float) -> float:
-        """Return the seconds that no byte and no FLOP explains."""
+        """Return the fixed seconds of a decoding step."""
         facts, given = self.facts, self.given
         experts = self._mixed * facts.experts / self.ep if facts.is_moe else 0
         layers = facts.layers * given.decode_layer_ms + experts * given.decode_expert_ms
@@ -118,12 +118,11 @@ class Decoder:
 
     @property
     def _mixed(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return self.facts.layers - self.facts.dense_layers if self.facts.is_moe else 0
 
     def _meeting(self, rows: float) -> float:
-        """Return the seconds of messages between the ranks of a layer, of its experts, and of stages, for so many
-        rows."""
+        """Return the seconds of messages between ranks of a layer, of its experts, and of stages, for `rows` rows."""
         facts, links, mixed, group = self.facts, self._links, self._mixed, self._gathered
         whole = rows * facts.hidden * BYTES[self.dtype]
 
@@ -131,7 +130,7 @@ class Decoder:
             return links.ring(number * 2 * (size - 1) / size * rows * whole, size, steps=2 * number, sums=True)
 
         seconds = sums(2 * facts.layers - (mixed if self.etp else 0), self.tp)
-        if group > 1:  # rows of all of them come together, and their sum is theirs
+        if group > 1:  # the rows of all ranks are gathered, and their sums are scattered back
             seconds += links.ring(mixed * (group - 1) * whole, group, steps=mixed) + sums(mixed, group, group)
         elif mixed and self.etp:
             seconds += sums(mixed, self.etp)
@@ -142,7 +141,7 @@ class Decoder:
         return seconds
 
     def prefill(self, prompts: float, tokens: float) -> float:
-        """Return seconds for so many prompts of so many tokens each. [G1]"""
+        """Return the seconds to prefill `prompts` prompts of `tokens` tokens each. [G1]"""
         if not prompts:
             return 0.0
         flops = prompts * self._counter.forward([tokens], head_tokens=1)
@@ -153,8 +152,9 @@ class Decoder:
         return flops / (ranks * self.hardware.peak(self.dtype) * share * filled)
 
     def _see(self, prompts: float, patches: float) -> float:
-        """Return seconds of the vision encoder over the images of prompts: whole on each rank of an embedded engine,
-        divided by a server's. [G1]"""
+        """Return the vision encoder's seconds for the images of prompts: each rank of an embedded engine computes all,
+        a server divides them. [G1]
+        """
         encoder = self.facts.encoder
         if encoder is None or not patches:
             return 0.0
@@ -164,17 +164,18 @@ class Decoder:
         return prompts * image_flops(encoder, [patches]) / (ranks * self.hardware.peak(self.dtype) * share)
 
     def generate(self, work: Workload, engines: int, slots: float, *, flows: bool = False) -> list[Cost]:
-        """Return the costs of a step's generation, where so many engines share its samples evenly. [G3]
+        """Return the costs of a step's generation, whose samples `engines` engines share evenly. [G3]
 
-        Of N samples of an engine at most S run side by side. Until the last S of them have begun, S run all the time:
-        (N - S) / S x mean tokens steps. Then they end one by one: after t steps N x P(length > t) are left. While all
-        places are taken, longer samples hold them for longer: with E[length^2] / (2 E[length]) tokens on average.
+        Of an engine's N samples at most S run at the same time. Until the last S have begun, S run all the time: for (N
+        - S) / S x mean tokens steps. Then samples end one by one: after t steps N x P(length > t) are left. While all
+        slots are taken, longer samples hold them for longer, so contexts have E[length^2] / (2 E[length]) tokens on
+        average.
 
         Args:
             work: samples of a step.
-            engines: that share them.
-            slots: samples that one of them decodes side by side.
-            flows: samples of the next steps follow at once, so that none ends with idle slots.
+            engines: number of engines that share them.
+            slots: most samples that an engine decodes at the same time.
+            flows: samples of the next steps follow at once, so that no slot is idle at the end.
         """
         number = work.number / engines
         prompts = work.groups / engines
@@ -198,6 +199,6 @@ class Decoder:
 
 
 def steps_of(last: float) -> list[tuple[float, float]]:
-    """Return the intervals that cover the steps from 0 to `last`."""
+    """Return intervals that cover the decoding steps from 0 to `last`."""
     width = last / _POINTS
     return [(at * width, (at + 1) * width) for at in range(_POINTS)]

@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from megarl.artifacts.facts import ModelFacts
 
 BACKWARD = 2
-"""Products of the backward pass for each of the forward pass."""
+"""Matrix products of the backward pass per product of the forward pass."""
 SCORES = "scores"
-"""Attention of queries over keys and values, which grows with the context."""
+"""Component of attention over keys and values, which grows with the context."""
 
 
 def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
-    """Return the forward FLOPs of one token in all layers, by component, those without any left out.
+    """Return the forward FLOPs of one token in all layers, by component; components without FLOPs are left out.
 
     Args:
-        pairs: keys that its query sees, itself included, where no window hides some; 0: without attention over them.
+        pairs: number of keys that the token's query sees, itself included, if no window hides some; 0: leave attention
+            over keys out.
     """
     found = {name: 2.0 * count for name, count in facts.multiplied_of.items() if count}
     seen = sum(each * (pairs if window is None else min(pairs, window)) for window, each in pair_flops(facts).items())
@@ -33,10 +34,10 @@ def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
 
 
 def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
-    """Return the forward FLOPs of one (query, key) pair, over all layers of each sliding window; None: layers without
+    """Return the forward FLOPs of one (query, key) pair by sliding window, summed over its layers; None: layers without
     one.
 
-    The score is a product of two heads, and so is what the value adds: 2 x 2 FLOPs for each element of all heads.
+    The score is a product of two heads, and so is the weighted value: 2 x 2 FLOPs per element of all heads.
     """
     each = 4.0 * facts.heads * facts.head_dim
     return {window: count * each for window, count in Counter(facts.windows or (None,) * facts.layers).items()}
@@ -44,10 +45,10 @@ def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
 
 @dataclass(frozen=True)
 class FlopCounter:
-    """The FLOPs of one model.
+    """Counts the FLOPs of one model.
 
     Attributes:
-        per_token: forward FLOPs of all layers for one token, attention over the context and output head aside.
+        per_token: forward FLOPs of all layers for one token, without attention over keys and the output head.
         per_pair: `pair_flops`.
         per_head_token: FLOPs of the output head for one token.
     """
@@ -64,11 +65,11 @@ class FlopCounter:
         return cls(sum(work.values()), pair_flops(facts), head)
 
     def forward(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
-        """Return one forward pass over whole sequences.
+        """Return the FLOPs of one forward pass over whole sequences.
 
         Args:
             lengths: tokens of each sequence.
-            head_tokens: tokens that go through the output head; None: all.
+            head_tokens: tokens that pass through the output head; None: all.
         """
         tokens = sum(lengths)
         scores = sum(self._scores(0, length) for length in lengths)
@@ -76,20 +77,20 @@ class FlopCounter:
         return tokens * self.per_token + scores + head * self.per_head_token
 
     def unevenness(self, length: float, variance: float) -> float:
-        """Return the FLOPs that a sequence takes above those of the mean length, on average: E[n^2] is mean^2 and the
+        """Return the mean FLOPs that a sequence takes above those of the mean length: E[n^2] is mean^2 plus the
         variance.
 
-        Only pairs grow with the square, and those of a window that is shorter than the mean do not.
+        Only attention pairs grow quadratically, and not those in a window shorter than the mean.
         """
         grows = sum(each for window, each in self.per_pair.items() if window is None or length <= window)
         return variance / 2 * grows
 
     def train(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
-        """Return the forward and backward over whole sequences: three forward passes."""
+        """Return the FLOPs of a forward and backward pass over whole sequences: three times a forward pass."""
         return (1 + BACKWARD) * self.forward(lengths, head_tokens)
 
     def generate(self, prompt_lengths: Sequence[float], response_lengths: Sequence[Sequence[float]]) -> float:
-        """Return the prefill of each prompt once, and decoding of its samples with a KV cache.
+        """Return the FLOPs of prefilling each prompt once and decoding its samples with a KV cache.
 
         Args:
             prompt_lengths: tokens of each prompt.
@@ -109,11 +110,10 @@ class FlopCounter:
 
 
 def pairs_between(start: float, end: float, window: int | None = None) -> float:
-    """Count the (query, key) pairs of the queries at positions start..end-1; a query sees itself and all keys before
-    it.
+    """Count the (query, key) pairs of the queries at positions start..end-1. A query sees itself and earlier keys.
 
     Args:
-        window: keys that a query sees at most; None: all.
+        window: most keys that a query sees; None: all.
     """
     if window is None or end <= window:
         return (end * (end + 1) - start * (start + 1)) / 2

@@ -1,4 +1,4 @@
-"""Devices, their memory and their links, from data sheets, and of this machine measured.
+"""Devices, their memory and their links, from data sheets, or measured on this machine.
 
 h100x8x4        kind x devices of a machine x machines
 my_gpus.yaml    another kind: a mapping with the fields of `Hardware`
@@ -22,22 +22,22 @@ _WHERE = "--hardware"
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device, and how many there are. Rates are peaks of one device, one way.
+    """One kind of device, and how many there are. Rates are peaks of one device, in one direction.
 
     Attributes:
         bf16_tflops: dense matrix products in bf16.
-        fp32_tflops: the same in fp32, without TF32.
-        memory_gb: gigabytes of a device.
+        fp32_tflops: dense matrix products in fp32, without TF32.
+        memory_gb: memory of a device in GB.
         node_gb_s: GB/s of its link to others of its domain.
         net_gbit: Gbit/s of its link to other machines.
         per_node: devices of a machine.
-        source: where these numbers are from.
+        source: source of these numbers.
         fp8_tflops: dense matrix products in fp8; 0: it has none.
         host_gb_s: GB/s of its link to host memory.
         domain: devices that the fast links join; 0: those of a machine.
-        nodes: machines.
+        nodes: number of machines.
         gpu: False: processes on CPU cores.
-        cores: cores of a process, where it is no GPU.
+        cores: cores per process, if the device is not a GPU.
     """
 
     name: str
@@ -58,26 +58,27 @@ class Hardware:
 
     @property
     def pace(self) -> float:
-        """Share of a core that a process has: fixed times grow by its inverse where processes work in turn."""
+        """Share of a core that a process has. Fixed times grow by its inverse when processes take turns on a core."""
         return min(1.0, self.cores)
 
     @property
     def devices(self) -> int:
-        """The devices of all machines."""
+        """Number of devices of all machines."""
         return self.per_node * self.nodes
 
     @property
     def joined(self) -> int:
-        """Devices that the fast links join."""
+        """Number of devices that the fast links join."""
         return self.domain or self.per_node
 
     def peak(self, dtype: str) -> float:
-        """Return the FLOP/s of a device for products in fp32 or bf16."""
+        """Return the peak FLOP/s of a device for products in fp32 or bf16."""
         return (self.fp32_tflops if dtype == "fp32" else self.bf16_tflops) * 1e12
 
     def while_others_wait(self, stages: int) -> Hardware:
-        """Return the hardware when one of so many stages works at a time: on cores that processes share, it has more of
-        them."""
+        """Return the hardware for the case that one of `stages` stages works at a time: on shared cores it then has
+        more of them.
+        """
         more = min(1.0, self.cores * stages) / self.pace
         if more == 1.0:
             return self
@@ -85,11 +86,11 @@ class Hardware:
         return replace(self, **rates)
 
     def describe(self) -> str:
-        """Return the hardware as `--hardware` names it."""
+        """Return the hardware in the form of `--hardware`."""
         return f"{self.name}x{self.per_node}x{self.nodes}"
 
 
-#: Dense rates, without sparsity. The links of a data sheet are both ways together: here is half of them.
+#: Dense rates, without sparsity. Data sheets add both directions of a link; here is one direction.
 KINDS: Mapping[str, Hardware] = {
     one.name: one
     for one in (
@@ -176,7 +177,9 @@ KINDS: Mapping[str, Hardware] = {
 
 
 def with_memory(gigabytes: float) -> Hardware:
-    """Return an H100, or the one kind that has this memory, or an H100 of this memory, which its name says then."""
+    """Return the kind of device with this memory (an H100 if several have it), or else an H100 with its memory
+    changed.
+    """
     h100 = KINDS["h100"]
     if gigabytes == h100.memory_gb:
         return h100
@@ -185,7 +188,7 @@ def with_memory(gigabytes: float) -> Hardware:
 
 
 def read_hardware(text: str) -> tuple[Hardware, bool]:
-    """Return (the hardware that `--hardware` names, whether it says how many there are).
+    """Return the hardware that `--hardware` names, and whether the name includes the number of devices.
 
     Raises:
         ConfigError: no such kind or file, or a file with other keys or values than `Hardware` has.
@@ -197,7 +200,9 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
             return kind, False
         per_node, nodes = int(found[2]), int(found[3])
         if not per_node or not nodes:
-            raise ConfigError("machines and their devices are 1 or more", where=_WHERE, found=text, allowed="h100x8x4")
+            raise ConfigError(
+                "numbers of machines and devices must be 1 or more", where=_WHERE, found=text, allowed="h100x8x4"
+            )
         return replace(kind, per_node=per_node, nodes=nodes), True
     file = Path(text).expanduser()
     if file.is_file():
@@ -205,7 +210,7 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
     part = re.fullmatch(r"([a-z0-9]+?)x(\d+)", text.lower())
     if part is not None and part[1] in KINDS and int(part[2]):
         raise ConfigError(
-            "this says how many devices a machine has, and not how many machines there are",
+            "the number of machines is missing after the devices per machine",
             where=_WHERE,
             found=text,
             allowed="devices of a machine x machines",
@@ -217,16 +222,16 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
         "there is no such hardware",
         where=_WHERE,
         found=text,
-        allowed=f"{', '.join(KINDS)}, cpu; with x devices of a machine x machines, as h100x8x4; or a YAML file",
-        fix=f"did you mean {near[0]}?" if near else "docs/planning.md says what the file of another kind holds",
+        allowed=f"{', '.join(KINDS)}, cpu; or with x devices per machine x machines, such as h100x8x4; or a YAML file",
+        fix=f"did you mean {near[0]}?" if near else "docs/planning.md describes the file of another kind",
     )
 
 
 def _read_file(file: Path) -> Hardware:
-    """Return a kind from a file; every key and value is checked.
+    """Return a kind from a file. Every key and value is checked.
 
     Raises:
-        ConfigError: says which key.
+        ConfigError: names the invalid key.
     """
     from megarl.config.yamlio import read_yaml
 
@@ -246,7 +251,7 @@ def _read_file(file: Path) -> Hardware:
             allowed = f"{'an integer' if kind == 'int' else 'a number'} {'from' if least in (0, 1) else 'above'} "
             allowed += f"{least if least in (0, 1) else 0}"
         if not right:
-            raise ConfigError("this cannot be", where=where, found=value, allowed=allowed)
+            raise ConfigError("invalid value", where=where, found=value, allowed=allowed)
         values[name] = float(value) if kind == "float" else value
     missing = [name for name, one in known.items() if one.default is MISSING and name not in values]
     if missing:
@@ -257,18 +262,18 @@ def _read_file(file: Path) -> Hardware:
 def this_cpu(
     processes: int, threads: int | None = None, rates: Sequence[float] | None = None, cores: int | None = None
 ) -> Hardware:
-    """Return this machine as so many devices.
+    """Return this machine as hardware with one device per process.
 
     Args:
-        processes: that share its cores.
-        threads: threads of each; None: an equal share of the cores.
-        rates: rates of one core, as `measure_cores` gives them; None: measured now, which takes about a second.
-        cores: cores of the machine; None: as many as this process may use.
+        processes: processes that share its cores.
+        threads: threads per process; None: an equal share of the cores.
+        rates: rates of one core, as from `measure_cores`; None: measured now, which takes about a second.
+        cores: cores of the machine; None: those that this process may use.
     """
     from megarl.system.machine import available_cores, host_memory
 
     cores = cores or available_cores()
-    used = min(threads or cores / processes, cores / processes)  # more threads than cores work in turn
+    used = min(threads or cores / processes, cores / processes)  # more threads than cores take turns
     bf16, fp32, copied = (rate * used for rate in rates or measure_cores())
     return Hardware(
         name="cpu",
@@ -287,9 +292,9 @@ def this_cpu(
 
 
 def typical_cpu(processes: int, threads: int | None = None, cores: int | None = None) -> Hardware:
-    """Return this machine as so many devices with typical rates of its kind of processor; see `this_cpu`.
+    """Return this machine as hardware with typical rates of its kind of processor; arguments are as in `this_cpu`.
 
-    Nothing is measured, which takes no time and no torch: rates may be wrong by a factor of two.
+    Nothing is measured, so this takes no time and no torch; rates may be wrong by a factor of two.
     """
     from megarl.system.machine import bf16_products, processor_flags
 
@@ -300,26 +305,27 @@ def typical_cpu(processes: int, threads: int | None = None, cores: int | None = 
     return replace(hardware, source="typical rates of a core with the instructions of this processor")
 
 
-# Rates of one core by its instructions, the best ones first; GEMM of docs/performance.md: 103 and 218 GFLOP/s in fp32.
+# Rates of one core by its instructions, the best first; docs/performance.md measures GEMM at 103 and 218 GFLOP/s in
+# fp32.
 _TYPICAL_FP32 = {"avx512f": 90e9, "avx2": 50e9, "asimd": 40e9}
 _LEAST_FP32 = 15e9
 _BF16_GAIN, _BF16_WITHOUT = 2.3, 0.1
 _TYPICAL_COPIED = 10e9
 
 _GLOO_GB_S = 4.3
-"""400 MB by gloo broadcast took 0.094 s on two cores: docs/performance.md."""
+"""A gloo broadcast of 400 MB took 0.094 s on two cores (docs/performance.md)."""
 
 
 _MEASURE_S = 0.3
 _MEASURE_SIZE = 1024
-_COPIED = 1 << 26  # bytes: more than caches hold
+_COPIED = 1 << 26  # bytes, more than caches hold
 
 
 def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_SIZE) -> float:
-    """Return the FLOP/s of the best of the products of `size` x `size` done in `seconds` on this process's device.
+    """Return the FLOP/s of the fastest product of two `size` x `size` matrices in `seconds` on this process's device.
 
-    They are of a quarter of the size where one would take longer: a processor without instructions for a dtype takes
-    seconds for it, and is as slow with small ones.
+    Smaller matrices, a quarter of the size, are used if one product takes longer: a processor without instructions for
+    the dtype takes seconds for it, and is equally slow with small matrices.
     """
     import torch
 
@@ -339,7 +345,7 @@ def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_S
 
 
 def measure_memory() -> float:
-    """Return the bytes per second, read and written, of the best of the copies done in a while."""
+    """Return the bytes per second, read and written, of the fastest copy in a short time."""
     import torch
 
     source = torch.zeros(_COPIED, dtype=torch.uint8)
@@ -348,10 +354,10 @@ def measure_memory() -> float:
 
 
 def best_seconds(call: Callable[[], object], seconds: float, repeats: int = 1) -> float:
-    """Return the least seconds of a call on this process's device, of those made in so many `seconds`.
+    """Return the least seconds of a call on this process's device, among calls made within `seconds`.
 
     Args:
-        repeats: calls between two looks at the clock.
+        repeats: calls between two readings of the clock.
     """
     from megarl.system.device import synchronize
 
@@ -367,9 +373,9 @@ def best_seconds(call: Callable[[], object], seconds: float, repeats: int = 1) -
 
 
 def measure_cores() -> tuple[float, float, float]:
-    """Measure (FLOP/s in bf16, in fp32, bytes copied per second, read and written) of one core.
+    """Measure one core: FLOP/s in bf16 and in fp32, and bytes copied per second (read plus written).
 
-    One thread: threads that wait for each other are many times slower where other programs want the cores, too.
+    A single thread is used: threads that wait for each other are many times slower when other programs use the cores.
     """
     import torch
 

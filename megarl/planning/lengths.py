@@ -1,4 +1,4 @@
-"""The distribution of sample lengths in tokens: log-normal, as responses of language models roughly are."""
+"""The distribution of sample lengths in tokens: log-normal, approximately as for language models' responses."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _NORMAL = NormalDist()
 
 
 def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
-    """Refuse an assumed mean, 0 for none, above the longest response.
+    """Refuse an assumed mean above the longest response; a mean of 0 stands for none.
 
     Raises:
-        ConfigError: with `where` it was given, and what is `allowed`.
+        ConfigError: names the place `where` it was given, and what is `allowed`.
     """
     if mean > longest:
-        what = "responses are longer on average than the longest one"
+        what = "the mean response cannot be longer than the longest one"
         raise ConfigError(what, where=where, found=f"{mean:g}", allowed=allowed)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The distribution of a response's tokens, log-normal and cut off.
+    """The distribution of response lengths, log-normal and cut off.
 
     Attributes:
-        mean: tokens, if none were cut off.
-        sigma: standard deviation of the logarithm; 0: all have `mean` tokens.
-        longest: tokens of a response, at most.
+        mean: mean tokens without the cut.
+        sigma: standard deviation of the logarithm; 0: all responses have `mean` tokens.
+        longest: most tokens of a response.
     """
 
     mean: float
@@ -41,19 +41,19 @@ class Lengths:
     longest: int
 
     def sample(self, seed: tuple[int, ...], groups: int, samples: int) -> list[list[int]]:
-        """Return the tokens of the samples of so many groups, which follow from the seed."""
+        """Return the tokens of the samples of `groups` groups, determined by the seed."""
         found = np.random.default_rng(seed).lognormal(self._mu, self.sigma, (groups, samples))
         return np.clip(np.rint(found), 1, self.longest).astype(int).tolist()
 
     @classmethod
     def of(cls, mean: float, longest_seen: float, samples: int, longest: int) -> Lengths:
-        """Return the lengths with this mean, and this mean of the longest of `samples`.
+        """Return the lengths with this mean and this mean of the longest of `samples`.
 
-        The largest of n log-normal values lies about where the distribution has e^-gamma / n above it.
+        The largest of n log-normal values is approximately where the distribution has e^-gamma / n above it.
         """
         z = _largest_of(samples)
         spread = math.log(max(1.0, longest_seen / mean))
-        # log(max / mean) = sigma z - sigma^2 / 2: the smaller root, or the vertex where no sigma has it
+        # log(max / mean) = sigma z - sigma^2 / 2: the smaller root, or the vertex if there is no root
         sigma = z - math.sqrt(max(0.0, z * z - 2 * spread))
         return cls(mean, sigma, longest)
 
@@ -64,21 +64,21 @@ class Lengths:
 
     @cached_property
     def expected(self) -> float:
-        """Mean of what is left after the cut."""
+        """Mean tokens after the cut."""
         return self._moment(1)
 
     @cached_property
     def variation(self) -> float:
-        """Standard deviation over mean, after the cut."""
+        """Standard deviation divided by mean, after the cut."""
         return math.sqrt(max(0.0, self._moment(2) / self.expected**2 - 1))
 
     @property
     def variance(self) -> float:
-        """Tokens squared, after the cut."""
+        """Variance in tokens squared, after the cut."""
         return (self.variation * self.expected) ** 2
 
     def above(self, tokens: float) -> float:
-        """Share of the responses that have more than so many tokens."""
+        """Return the share of responses with more than `tokens` tokens."""
         if tokens >= self.longest:
             return 0.0
         if not self.sigma:
@@ -86,7 +86,7 @@ class Lengths:
         return 1.0 if tokens <= 0 else 1 - _NORMAL.cdf((math.log(tokens) - self._mu) / self.sigma)
 
     def longest_of(self, samples: float) -> float:
-        """Return the approximate mean of the longest of so many responses."""
+        """Return the approximate mean length of the longest of `samples` responses."""
         if samples < 2:
             return self.expected
         return min(self.longest, math.exp(self._mu + self.sigma * _largest_of(samples)))
@@ -102,5 +102,5 @@ class Lengths:
 
 
 def _largest_of(samples: float) -> float:
-    """Return the point that a standard normal number exceeds with probability e^-gamma / n."""
+    """Return the value that a standard normal variable exceeds with probability e^-gamma / n."""
     return _NORMAL.inv_cdf(1 - math.exp(-_EULER) / max(samples, 2))

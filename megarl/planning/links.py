@@ -1,4 +1,4 @@
-"""Seconds that collectives take: a ring over the slowest link of a group."""
+"""Seconds of collectives: a ring over the slowest link of a group."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ from megarl.planning.hardware import Hardware
 
 @dataclass(frozen=True)
 class Links:
-    """The links of some hardware, as far as they are assumed to be reached.
+    """The links of some hardware, with the assumed shares of their rates.
 
-    A group of n ranks whose numbers are `stride` apart is inside a domain of fast links where n x stride fits into it.
+    A group of n ranks with a distance of `stride` between neighbours lies inside a domain of fast links if n x stride
+    fits into it.
     """
 
     hardware: Hardware
     given: PlanAssumptions
 
     def inside(self, size: int, stride: int = 1) -> bool:
-        """Tell whether all ranks of a group are joined by fast links."""
+        """Return whether fast links join all ranks of a group."""
         return size * stride <= self.hardware.joined
 
     def rate(self, *, inside: bool) -> float:
-        """Return the bytes per second of a device."""
+        """Return a device's bytes per second."""
         hardware, given = self.hardware, self.given
         if inside:
             return hardware.node_gb_s * 1e9 * given.node_share
         return hardware.net_gbit / 8 * 1e9 * given.link_share
 
     def hop(self, *, inside: bool) -> float:
-        """Return seconds until a message begins to arrive."""
+        """Return the seconds until a message begins to arrive."""
         return (self.given.node_hop_us if inside else self.given.hop_us) / 1e6 / self.hardware.pace
 
     def ring(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0, sums: bool = False) -> float:
-        """Return seconds of collectives in which a rank sends `sent` bytes in all. [L1]
+        """Return the seconds of ring collectives in which a rank sends `sent` bytes in total. [L1]
 
         Args:
-            sent: bytes of a rank, over all of these collectives.
+            sent: bytes that a rank sends over all of these collectives.
             size: ranks of the group; 1: nothing is sent.
-            stride: distance between them.
-            steps: collectives, each of which passes size - 1 steps of a ring.
-            sums: these are sums over the ranks, not gathers or scatters.
+            stride: distance between neighbouring ranks.
+            steps: number of collectives, each of which passes size - 1 steps of the ring.
+            sums: the collectives sum over the ranks, rather than gather or scatter.
         """
         if size == 1:
             return 0.0
@@ -49,9 +50,9 @@ class Links:
         return sent / (self.rate(inside=inside) * share) + steps * (size - 1) * self.hop(inside=inside)
 
     def exchange(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0) -> float:
-        """Return seconds of all-to-alls in which a rank sends `sent` bytes to the others together. [L2]
+        """Return the seconds of all-to-alls in which a rank sends `sent` bytes to the others together. [L2]
 
-        Messages to ranks of the same domain go over its links, at the same time as the rest.
+        Messages to ranks of the same domain use its links at the same time as other messages use the network.
         """
         if size == 1:
             return 0.0

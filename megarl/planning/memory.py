@@ -1,7 +1,7 @@
 """The memory that one rank of a team needs on its device, estimated from sizes.
 
 An estimate is a list of moments (the actor's update, generation, ...), and each moment a list of terms (`terms.py`).
-docs/planning.md has the tables of what was measured.
+docs/planning.md compares estimates with measurements.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from megarl.system.offload_schedule import (
 
 SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
 PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
-"""On a CPU the embedded engine re-orders weights up to this size once, where it decodes at least so many tokens."""
-# Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
+"""On a CPU the embedded engine repacks weights up to this size once, if it decodes at least this many tokens."""
+# Bytes per generated token: Python numbers that ranks exchange, and the fields of a batch.
 _TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
-_TOKEN_CERTAIN = 12.0  # of them for certain: embedded generation begins with token ids (int64) and log-probs (fp32)
+_TOKEN_CERTAIN = 12.0  # certain part: embedded generation begins with token ids (int64) and log-probs (fp32)
 _LOGIT_COPIES = {"forward_kl": 7, "forward_kl_topk": 7, "reverse_kl": 7, "jsd": 13}
-"""Float32 tensors of a chunk's logits in the backward pass of a divergence over the vocabulary, rounded up."""
+"""Number of float32 tensors with the size of a chunk's logits in the backward pass of a divergence, rounded up."""
 
 
 @dataclass(frozen=True)
 class GpuRoom:
-    """A GPU that a server may be on.
+    """A GPU that may also run a server.
 
     Attributes:
-        server_share: share of the free memory that a server takes when it starts, where the recipe names none.
+        server_share: share of the free memory that a server takes at its start, if the recipe does not set it.
     """
 
     bytes: float
@@ -72,10 +72,10 @@ class GpuRoom:
 
 @dataclass(frozen=True)
 class Memory:
-    """An estimate.
+    """A memory estimate.
 
     Attributes:
-        free: bytes of the device that are free when a server starts on it; 0: none does, or the device is not known.
+        free: bytes that are free when a server starts on the device; 0: no server does, or the device is not known.
     """
 
     moments: tuple[Moment, ...]
@@ -83,26 +83,26 @@ class Memory:
 
     @property
     def peak(self) -> Moment:
-        """The fullest moment."""
+        """The moment with the largest estimate."""
         return max(self.moments, key=lambda moment: moment.bytes)
 
     @property
     def needed(self) -> Moment:
-        """The moment that needs most for certain."""
+        """The moment with the largest certain need."""
         return max(self.moments, key=lambda moment: moment.least)
 
     def terms(self) -> list[Term]:
-        """Return every term once, in order."""
+        """Return every distinct term, in order."""
         return list(dict.fromkeys(term for moment in self.moments for term in moment.terms))
 
 
 def update_passes(
     config: RunConfig, facts: ModelFacts, role: str, parallel: ParallelConfig, dp: int, job: str
 ) -> Passes:
-    """Return one optimizer step's passes of a role through its model on a rank, if every sample has the maximum length.
+    """Return the passes of one optimizer step of a role on a rank, if every sample has the maximum length.
 
-    As many micro-batches as the budget needs get equally many of a rank's sequences; a longer one is one by itself.
-    In `megarl sft` the responses are the examples', whose lengths are not known here.
+    The rank's sequences are divided equally over as many micro-batches as the token budget needs; a longer sequence is
+    a micro-batch by itself. In `megarl sft` the responses are the examples', whose lengths are not known here.
     """
     section = getattr(config, role)
     budget = section.engine.micro_batch_tokens
@@ -112,20 +112,20 @@ def update_passes(
         tokens = min(budget, share * limit)
         return Passes(tokens / parallel.cp, tokens / parallel.cp, longest, max(1, share * longest // tokens))
     if config.preference is not None:
-        together = 1 if config.preference.labelled else 2  # the two samples of a pair are in one micro-batch
+        together = 1 if config.preference.labelled else 2  # the two samples of a pair are in the same micro-batch
         longest = min(config.preference.max_tokens or facts.max_positions, facts.max_positions)
         share = -(-(section.mini_batch_size or config.data.batch_size) // dp)
         count = -(-share // max(1, budget // (together * longest)))
         tokens = min(together * longest * -(-share // count), max(budget, together * longest)) / parallel.cp
         return Passes(tokens, tokens, longest, count)
     sampling = config.rollout.sampling
-    if config.robot is not None and facts.vision is not None:  # as many policy calls as the budget takes
+    if config.robot is not None and facts.vision is not None:  # as many policy calls as the budget allows
         longest, slots = call_columns(config.robot, facts.vision), config.robot.chunk * config.robot.dim
         calls = max(1, budget // longest)
         share = -(-(section.mini_batch_size or config.data.batch_size) * sampling.n // dp)
         return Passes(calls * longest / parallel.cp, calls * slots / parallel.cp, longest, share)
     response = config.response_tokens(sampling)
-    # The last token of a response is read by nothing.
+    # No later token is predicted from the last token of a response.
     longest = max(1, config.data.max_prompt_tokens + response - 1)
     share = -(-(section.mini_batch_size or config.data.batch_size) * sampling.n // dp)
     count = -(-share // max(1, budget // longest))
@@ -136,8 +136,7 @@ def update_passes(
 def update_needs(
     config: RunConfig, facts: ModelFacts, role: str, parallel: ParallelConfig, dp: int, *, gpu: bool, job: str = "train"
 ) -> Needed:
-    """Return the bytes that the passes of an update take in addition to the model's state, on the stage that needs
-    most."""
+    """Return the bytes of an update's passes beyond the model's state, on the stage that needs the most."""
     formulas = Activations(
         facts,
         parallel,
@@ -152,8 +151,10 @@ def update_needs(
 
 
 def logit_copies(config: RunConfig) -> float:
-    """Return the float32 tensors of a chunk's logits that are there at once where a policy is taught by distributions:
-    of both models, of the terms of the divergence, and of their gradients."""
+    """Return how many float32 copies of a chunk's logits exist at once in distillation from distributions.
+
+    They are the logits of both models, the terms of the divergence, and their gradients.
+    """
     fields, name = distillation_fields(config.algorithm), config.algorithm.distillation.estimator
     if "teacher_hidden" in fields:
         chosen = chosen_divergence(config.algorithm.distillation)
@@ -163,8 +164,9 @@ def logit_copies(config: RunConfig) -> float:
 
 
 def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term]:
-    """Return the teacher's hidden states of a step's samples, which a rank has in host memory: twice where the teacher
-    is, while they are put in order."""
+    """Return the teacher's hidden states of a step's samples in a rank's host memory; on the teacher's ranks twice,
+    while they are reordered.
+    """
     if "teacher_hidden" not in distillation_fields(config.algorithm) or not {Role.TEACHER, Role.ACTOR} & {*team.roles}:
         return []
     sampling, hidden = config.rollout.sampling, _known(sizes, Role.TEACHER).hidden
@@ -177,8 +179,7 @@ def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term
 def cache_bytes(
     config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, dp: int, job: str = "train"
 ) -> tuple[float, float]:
-    """Return the bytes of keys and values of one sequence of full length, and of all that `rollout.max_running` lets
-    run."""
+    """Return the bytes of keys and values of one full-length sequence, and of the `rollout.max_running` sequences."""
     if job == "train":
         sampling, rows = config.rollout.sampling, config.data.batch_size
     else:
@@ -191,14 +192,16 @@ def cache_bytes(
 
 
 def _held_out(config: RunConfig) -> int | None:
-    """Return the most held-out prompts that are answered at once; None: all there are, which is not known here."""
+    """Return the most held-out prompts that are generated at once; None: all of them, whose number is not known
+    here.
+    """
     return min((n for n in (config.data.val_batch_size, config.data.max_val_samples) if n is not None), default=None)
 
 
 def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, SamplingConfig]]:
-    """Return (key of the number of prompts, samples of one call on a rank, those that are certain, sampling) of `job`.
+    """Return (key of the number of prompts, samples of one call on a rank, certain samples, sampling) of `job`.
 
-    Of held-out prompts one is certain: how many their files hold is not known here.
+    For held-out prompts only one sample is certain, since the size of their files is not known here.
     """
     found = []
     if job == "train":
@@ -212,8 +215,9 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
 
 
 def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
-    """Return the tokens and log-probs of the samples that one call generates: buffers of full length, and then the
-    responses."""
+    """Return the tokens and log-probs of the samples of one generation call: full-length buffers, then the
+    responses.
+    """
     if config.robot is not None:
         return []
     certain = _TOKEN_CERTAIN if config.rollout.engine == "embedded" else 0.0
@@ -230,49 +234,49 @@ def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
 
 
 def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Return the bytes of weights on every GPU of a server, without its cache."""
+    """Return the bytes of weights on each GPU of a server, without its cache."""
     servers = config.rollout.sglang
     split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
     return parameter_bytes(facts, split, config.rollout_dtype)
 
 
 def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
-    """Return the terms of a rank of a server that this run starts, on a GPU, without its cache."""
+    """Return the terms of a rank of a GPU server that this run starts, without its cache."""
     servers = config.rollout.sglang
     if config.rollout.engine != "sglang" or servers.urls:
         return []
     size = server_bytes(config, _known(sizes, Role.ROLLOUT))
-    # Further arguments may quantise the weights, or hold them elsewhere.
+    # Extra arguments may quantise the weights, or place them elsewhere.
     least = 0.0 if servers.extra_args else size / BYTES[config.rollout_dtype] if config.sync.fp8 else size
     keys = "rollout.sglang.tp_size, rollout.sglang.ep_size"
     return [Term(_SERVER_WEIGHTS, size, keys, least)]
 
 
 def _server_cache(config: RunConfig, sizes: Sizes, share: float, free: float) -> Term:
-    """Return the keys and values of a server that takes its share of what is free on its GPU when it starts."""
+    """Return the keys and values of a server that takes its share of the memory that is free at its start."""
     servers, facts = config.rollout.sglang, _known(sizes, Role.ROLLOUT)
     size = max(0.0, (servers.memory_fraction or share) * free - server_bytes(config, facts))
     if servers.max_total_tokens is not None:
         size = min(size, servers.max_total_tokens * key_value_bytes(facts, servers.tp_size, config.rollout_dtype))
-    # Further arguments may say something else, and without a share it is SGLang's choice.
+    # Extra arguments may change the share, and without a share SGLang chooses it.
     least = 0.0 if servers.extra_args or servers.memory_fraction is None else size
     return Term(SERVER_CACHE, size, "rollout.sglang.memory_fraction, rollout.sglang.max_total_tokens", least)
 
 
 def beside_servers(moment: Moment) -> float:
-    """Return the bytes of a moment that are no server's, where what adapts to the room there is has its least."""
+    """Return the bytes of a moment used by everything except the servers, with elastic allocations at their minimum."""
     return held(term for term in moment.terms if term.what not in (_SERVER_WEIGHTS, SERVER_CACHE))
 
 
 def device_memory(
     config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str = "train", room: GpuRoom | None = None
 ) -> Memory:
-    """Estimate of what the fullest rank of a team holds on its device.
+    """Estimate what the fullest rank of a team holds on its device.
 
     Args:
-        sizes: sizes of the models; the policy's are known, and stand for those that are not.
-        team: its layout divides its workers.
-        room: room of the device; None: not known, and the cache of a server on it is left out.
+        sizes: sizes of the models; the policy's are known, and stand in for unknown ones.
+        team: a team whose layout divides its workers.
+        room: the device's memory; None: not known, and the cache of a server on it is left out.
     """
     servers = _server_weights(config, sizes) if gpu and Role.ROLLOUT in team.roles else []
     shared = servers if config.rollout.colocated else []
@@ -315,12 +319,12 @@ def device_memory(
 
 
 def offloaded_bytes(config: RunConfig, sizes: Sizes, team: TeamPlan) -> float:
-    """Return the bytes of a rank's copies in host memory of what leaves its GPU."""
+    """Return the bytes of a rank's copies in host memory of what is offloaded from its GPU."""
     return _Models(config, sizes, team, [], gpu=True).offloaded()
 
 
 def _with_sync(moments: list[Moment], sync: WeightSyncMemory | None, publishing: list[Term]) -> list[Moment]:
-    """Add what weight updates take: to every moment what stays, and the moment of an update, with `publishing`."""
+    """Add the memory of weight updates: permanent parts to every moment, and a moment of its own for the update."""
     if sync is None:
         return moments
     stays = sync.always()
@@ -331,19 +335,21 @@ def _with_sync(moments: list[Moment], sync: WeightSyncMemory | None, publishing:
 def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
     """Return the terms of generation in addition to weights."""
     if config.robot is not None:
-        return []  # a policy call is one pass
+        return []  # a robot's policy call is a single pass without a cache
     responses = response_terms(config, team.replicas, job)
     if config.rollout.engine != "embedded":
         return responses
     copies = _decoding_weights(config, _known(sizes, Role.ROLLOUT), team, job, gpu=gpu)
     row, rows = cache_bytes(config, _known(sizes, Role.ROLLOUT), team.parallel, team.replicas, job)
-    # Fewer sequences run when the cache does not fit, so that one of them is what it needs.
+    # Fewer sequences run if the cache does not fit, so only one is certain.
     keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
     return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *copies, *responses]
 
 
 def _encoder_terms(config: RunConfig, team: TeamPlan, *, gpu: bool) -> list[Term]:
-    """Return the parameters of an encoder of videos, which stay where episodes are played, and its clips."""
+    """Return a video encoder's parameters, which stay on the ranks that play episodes, and the clips that it
+    processes.
+    """
     held, passing = encoder_bytes(config, gpu=gpu)
     if not held or Role.ROLLOUT not in team.roles:
         return []
@@ -355,8 +361,9 @@ def _encoder_terms(config: RunConfig, team: TeamPlan, *, gpu: bool) -> list[Term
 
 
 def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
-    """Copy of the weights that the embedded engine decodes with: in another dtype, or in the order that a CPU's
-    products read."""
+    """Return the copy of the weights with which the embedded engine decodes: in another dtype, or repacked for
+    a CPU.
+    """
     size = parameter_bytes(facts, team.parallel, config.rollout_dtype)
     sampling = config.rollout.sampling if job == "train" else config.validation_sampling
     packed = not gpu and size <= PACK_LIMIT_BYTES and sampling.max_new_tokens >= PACK_STEPS
@@ -367,9 +374,9 @@ def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job:
 
 
 def _known(sizes: Sizes, role: Role) -> ModelFacts:
-    """Return the sizes of a model, or the policy's where its own are not known."""
+    """Return the sizes of a model, or the policy's if its own are not known."""
     facts = sizes.get(role) or sizes[Role.ACTOR]
-    assert facts is not None, "the policy's sizes are known where memory is estimated"
+    assert facts is not None, "the policy's sizes must be known"
     return facts
 
 
@@ -377,7 +384,7 @@ class _Models:
     """The parts of a team's models, by role, and of servers on their devices.
 
     Args:
-        servers: weights on the team's devices, if any.
+        servers: server weights on the team's devices, if any.
     """
 
     def __init__(self, config: RunConfig, sizes: Sizes, team: TeamPlan, servers: list[Term], *, gpu: bool) -> None:
@@ -397,12 +404,12 @@ class _Models:
                     size = BYTES[dtype] * facts.vocab * _known(sizes, Role.TEACHER).hidden / team.parallel.tp
                     self._always.append(term("the teacher's output embedding (last stage)", size, layout))
             elif role is Role.REFERENCE and config.reference_is_base and Role.ACTOR in team.roles:
-                continue  # the actor's own parameters
+                continue  # the reference uses the actor's parameters
             elif role in (Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL):
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 size = parameter_bytes(facts, team.parallel, dtype, value_head=role is Role.REWARD_MODEL)
                 if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
-                    one = config.actor.engine.offload and gpu  # at a time
+                    one = config.actor.engine.offload and gpu  # one model at a time is on the device
                     what += f" (the largest of {several})" if one else f" ({several}, all as large as the largest)"
                     size *= 1 if one else several
                 self.state[name] = {PARAMETERS: term(what, size, layout)}
@@ -426,7 +433,7 @@ class _Models:
         ]
 
     def offloaded(self) -> float:
-        """Return the bytes of copies in host memory: what leaves the device in some phase, and is kept."""
+        """Return the bytes of host copies: what leaves the device in some phase and must be kept."""
         return sum(
             part.bytes * self._several.get(name, 1)
             for name, parts in self.state.items()
@@ -435,8 +442,9 @@ class _Models:
         )
 
     def when_servers_start(self, job: str) -> float:
-        """Return the bytes on the device at this time; what stays there all the time has no Adam moments before the
-        first step."""
+        """Return the bytes on the device when servers start. Optimizer state that stays there has no Adam moments
+        before the first step.
+        """
         if job in ("eval", "generate"):
             return self.state[ACTOR][PARAMETERS].bytes
         learners = [role for role in (ACTOR, CRITIC) if role in self.state and not self._offloads[role]]
@@ -454,7 +462,9 @@ def learned_parts(
     layout: str,
     lora: LoraConfig | None = None,
 ) -> dict[str, Term]:
-    """Return the parameters, gradients and optimizer state of a model that learns. `layout`: the key of its layout."""
+    """Return the parameters, gradients and optimizer state of a trained model. `layout` is the recipe key of its
+    layout.
+    """
     state = state_bytes(facts, parallel, engine, dtype, dp, value_head=role == CRITIC, lora=lora)
     return {name: term(f"{role} {name}", size, f"the model's size, {layout}") for name, size in state.items()}
 
@@ -462,7 +472,7 @@ def learned_parts(
 def _learning_terms(
     role: str, config: RunConfig, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str = "train"
 ) -> list[Term]:
-    """Return the terms of the update of a role in addition to its state."""
+    """Return the terms of a role's update in addition to its state."""
     parallel, dp, engine = team.parallel, team.replicas, getattr(config, role).engine
     longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
     keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"
@@ -483,12 +493,13 @@ def _learning_terms(
         counted = sequence + most * patch_tokens(facts, parallel, engine, learns=True)
         sequences = min(passes.tokens * parallel.cp / sequence, max(1.0, engine.micro_batch_tokens // counted))
         recompute = engine.recompute == "full"
-        flying = min(parallel.pp, passes.count)  # micro-batches that the first stage holds, where the encoder is
+        # number of micro-batches that the first stage holds, which has the encoder
+        flying = min(parallel.pp, passes.count)
         size = flying * sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)
         keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute, data.max_pixels, data.limit_images"
-        # Prompts have fewer patches than fit, and samples of a group share theirs.
+        # Prompts have fewer patches than the limit, and samples of a group share theirs.
         terms.append(Term("the vision encoder at work, at most", size, keys, 0.0))
     if needed.head and role == ACTOR:
         terms.append(term("logits of one chunk", needed.head, "actor.engine.logits_chunk_tokens", rough=True))
-    # How long supervised examples are is not known here, so that no part of these is certain.
+    # The length of supervised examples is not known here, so none of these bytes are certain.
     return [replace(part, least=0.0) for part in terms] if job == "sft" else terms

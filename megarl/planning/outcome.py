@@ -14,17 +14,17 @@ ROOM_KEYS = (
     "rollout.sglang.memory_fraction, rollout.sglang.max_total_tokens, rollout.sglang.tp_size, "
     "rollout.sampling.max_new_tokens"
 )
-"""The origin of a server's room for keys and values."""
+"""Recipe keys that determine a server's room for keys and values."""
 
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A node of the graph, or what lies between steps.
+    """A node of the graph, or work between steps.
 
     Attributes:
-        name: the node's id; `weights`, `moves` and `other` are no nodes.
-        parts: by formula.
-        begins: seconds after the step began.
+        name: the node's id; `weights`, `moves` and `other` are not nodes.
+        parts: costs by formula.
+        begins: seconds after the start of the step.
     """
 
     name: str
@@ -43,13 +43,13 @@ class ServerRoom:
     """The room of an engine or a server for keys and values. [K1]
 
     Attributes:
-        ranks: devices of each engine.
-        weights: bytes of weights of a device.
-        bytes: bytes of a device, for keys and values.
-        tokens: that fit into one engine.
-        slots: samples that it decodes side by side; 1 where not even one fits.
+        ranks: devices per engine.
+        weights: bytes of weights per device.
+        bytes: bytes per device for keys and values.
+        tokens: tokens that fit into one engine.
+        slots: samples that it decodes at the same time; 1 if not even one fits.
         longest: tokens of the longest sample, prompt included.
-        certain: the recipe says how much of a device a server takes; else it is SGLang's choice.
+        certain: the recipe sets how much of a device a server takes; otherwise SGLang chooses it.
     """
 
     engines: int
@@ -63,7 +63,7 @@ class ServerRoom:
 
     @property
     def fits(self) -> bool:
-        """True when the longest sample fits."""
+        """Whether the longest sample fits."""
         return self.tokens >= self.longest
 
 
@@ -72,16 +72,16 @@ class StepPlan:
     """The expected costs of a recipe's step.
 
     Attributes:
-        devices: that it occupies, servers' included.
-        phases: in the order of the graph.
+        devices: devices in use, including those of servers.
+        phases: phases in the order of the graph.
         step_s: seconds of a step. [S1]
-        tokens: tokens of a step, prompts and responses. [S2]
-        generated: those of them that are generated.
+        tokens: prompt and response tokens of a step. [S2]
+        generated: generated tokens among them.
         flops: FLOPs of the policy in a step. [F2]
         filled: the fullest device of each team in each of its moments. [M1]
         room: room of the engine or servers for keys and values.
-        checkpoint: bytes and seconds of the machines' disks, and seconds that training stands still. [C1]
-        sft: one step of supervised fine-tuning, whose examples are taken to be as long as samples; none: there is none.
+        checkpoint: bytes, seconds of the machines' disks, and seconds that training waits. [C1]
+        sft: costs of one step of supervised fine-tuning, with examples as long as samples; empty without such a phase.
     """
 
     hardware: Hardware
@@ -104,12 +104,12 @@ class StepPlan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds of each phase, by its name."""
+        """The seconds of each phase, by name."""
         return {phase.name: phase.seconds for phase in self.phases}
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt and response tokens of a step over its seconds. [S2]"""
+        """Prompt and response tokens of a step divided by its seconds. [S2]"""
         return self.tokens / self.step_s
 
     @property
@@ -129,7 +129,7 @@ class StepPlan:
 
     @property
     def fullest(self) -> Filled:
-        """The device that holds most. [M1]"""
+        """The device with the most bytes. [M1]"""
         return max(self.filled, key=lambda one: one.bytes)
 
 
@@ -138,9 +138,9 @@ class Filled:
     """A device at a moment of the step.
 
     Attributes:
-        team: whose device.
-        moment: the memory that is held, by term.
-        gpu: the device is one.
+        team: team that the device belongs to.
+        moment: the memory in use, by term.
+        gpu: whether the device is a GPU.
     """
 
     team: str
@@ -149,16 +149,16 @@ class Filled:
 
     @property
     def bytes(self) -> float:
-        """The bytes of all terms, where flexible ones have their least: whether the moment fits goes by them."""
+        """The bytes of all terms, elastic ones at their minimum; they decide whether the moment fits."""
         return held(self.moment.terms)
 
     @property
     def parts(self) -> list[tuple[Term, float]]:
-        """The terms with their bytes as they are shown, the largest first."""
+        """The terms with the bytes that are shown, the largest first."""
         parts = [(part, taken(part, gpu=self.gpu)) for part in self.moment.terms]
         return sorted(parts, key=lambda part: -part[1])
 
     @property
     def taken(self) -> float:
-        """The bytes of all terms as they are shown, and as a dry run shows them."""
+        """The bytes of all terms as a dry run shows them."""
         return sum(size for _, size in self.parts)

@@ -41,10 +41,10 @@ class Cost:
     """The seconds of a phase by one formula of docs/planning.md.
 
     Attributes:
-        formula: its tag there.
-        what: they go to.
-        seconds: seconds of the fullest rank, in one step.
-        bytes: that this rank sends, reads or writes for it; 0: it is no matter of bytes.
+        formula: tag of the formula.
+        what: kind of work.
+        seconds: seconds of the fullest rank in one step.
+        bytes: bytes that this rank sends, reads or writes for it; 0: the cost does not depend on bytes.
     """
 
     formula: str
@@ -53,7 +53,7 @@ class Cost:
     bytes: float = 0.0
 
     def times(self, number: float) -> Cost:
-        """Return the cost of so many of them."""
+        """Return the cost of `number` repetitions."""
         return Cost(self.formula, self.what, self.seconds * number, self.bytes * number)
 
 
@@ -65,7 +65,9 @@ def _trained_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head:
 
 @lru_cache(maxsize=4096)
 def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, value_head: bool) -> float:
-    """Do as `_trained_parameters`, of a model without adapters. `engine`: only its `distributed_optimizer` counts."""
+    """Return `owned_parameters` of a model without adapters, cached; `engine` matters only by
+    `distributed_optimizer`.
+    """
     return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
 
 
@@ -79,8 +81,8 @@ class ModelPass:
     """One model in one layout on one team.
 
     Attributes:
-        value_head: it gives one value per token.
-        lora: adapters are trained in place of its weights.
+        value_head: the model has one value per token in place of a vocabulary.
+        lora: adapters are trained instead of the weights.
     """
 
     facts: ModelFacts
@@ -112,12 +114,12 @@ class ModelPass:
 
     @property
     def _split_residual(self) -> int:
-        """Ranks that share the residual stream of a sequence."""
+        """Number of ranks that share the residual stream of a sequence."""
         return self.parallel.tp if self.parallel.sp or self.facts.is_moe else 1
 
     @property
     def _pairs(self) -> int:
-        """Pairs of a query and a key that are computed for each one that counts; the kernels of a GPU skip others."""
+        """Factor of (query, key) pairs that are computed over those that count; GPU kernels skip the others."""
         return 2 if self.parallel.cp > 1 and not (self.hardware.gpu and self.dtype == "bf16") else 1
 
     @property
@@ -125,8 +127,11 @@ class ModelPass:
         return BYTES[self.dtype]
 
     def micro_batches(self, share: Share) -> int:
-        """Return the micro-batches of a replica's samples: whole samples up to the budget of tokens, at least one.
-        Those of a prompt count its images once where they are together. [T8]"""
+        """Return the micro-batches of a replica's samples: whole samples up to the token budget, at least one each.
+        [T8]
+
+        A prompt's samples count its images once if they are in the same micro-batch.
+        """
         budget, images = self.engine.micro_batch_tokens, 0.0
         if share.patches:
             images = share.patches * patch_tokens(self.facts, self.parallel, self.engine, learns=self._sees_to_learn)
@@ -139,16 +144,16 @@ class ModelPass:
         return count
 
     def forward(self, share: Share) -> list[Cost]:
-        """Return one forward pass over samples, with their log-probs or values."""
+        """Return the costs of one forward pass over samples, with log-probs or values."""
         return self._passes(share, train=False)
 
     def update(self, share: Share, epochs: int, updates: int) -> list[Cost]:
-        """Return all updates of a step.
+        """Return the costs of all updates of a step.
 
         Args:
-            share: share of one update.
+            share: samples of one update.
             epochs: passes over the samples.
-            updates: optimizer steps in each of them.
+            updates: optimizer steps per pass.
         """
         times = epochs * updates
         every = [*self._passes(share, train=True), *self._reduce(share), self._optimizer()]
@@ -161,7 +166,7 @@ class ModelPass:
         found = [part.times(count) for part in parts]
         waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
         if waits:
-            # Where processes take turns on a core, those that wait leave it to the others.
+            # If processes take turns on a core, a waiting process leaves the core to the others.
             hardware = self.hardware.while_others_wait(self.parallel.pp)
             if hardware is not self.hardware:
                 parts = replace(self, hardware=hardware)._micro_batch(one, train=train)
@@ -188,8 +193,11 @@ class ModelPass:
         return "tower" not in self.facts.frozen
 
     def _encoder(self, share: Share, passes: float, *, train: bool) -> float:
-        """Return the seconds of the encoder, whole on each tensor-parallel rank: with stages those by which the first
-        one takes longer than the last one does, which has the head."""
+        """Return the seconds of the encoder, which each tensor-parallel rank computes whole.
+
+        With pipeline stages, only the seconds by which the first stage (with the encoder) exceeds the last one (with
+        the head).
+        """
         encoder, given, peak = self.facts.encoder, self.given, self.hardware.peak(self.dtype)
         if encoder is None or not share.patches:
             return 0.0
@@ -203,10 +211,10 @@ class ModelPass:
         return seconds if self.parallel.pp == 1 else max(0.0, seconds - self._head_seconds(share, train=train))
 
     def _head_work(self, share: Share, *, train: bool) -> float:
-        """Return the FLOPs of the head, of all ranks that share it."""
+        """Return the FLOPs of the head, over all ranks that share it."""
         tokens = share.samples * share.response
         each = 2 * self.facts.hidden if self.value_head else self._counter.per_head_token
-        # Logits of more than one chunk are not kept for the backward pass.
+        # Logits of several chunks are not kept for the backward pass, so they are computed again.
         chunks = tokens / self.parallel.cp > self.engine.logits_chunk_tokens and not self.value_head
         return (3 - self._frozen(train) + chunks if train else 1) * tokens * each
 
@@ -215,7 +223,7 @@ class ModelPass:
         return self._head_work(share, train=train) / (self.parallel.tp * self.parallel.cp) / rate
 
     def _frozen(self, train: bool) -> int:
-        """Return the products of an update that weights without a gradient do not have."""
+        """Return how many matrix products of an update are not needed for weights without a gradient."""
         return 1 if train and (self.lora is not None or "language_model" in self.facts.frozen) else 0
 
     def _products(self, share: Share, passes: float, *, train: bool) -> list[Cost]:
@@ -246,13 +254,13 @@ class ModelPass:
         return 2 * tokens * (dense + active) / self.parallel.pp
 
     def _scores(self, share: Share) -> float:
-        """Return the FLOPs of attention over the context, in all layers."""
+        """Return the FLOPs of attention over keys and values, over all layers."""
         whole = self._counter.forward([share.length], head_tokens=0)
         whole += self._counter.unevenness(share.length, share.variance)
         return share.samples * (whole - share.length * self._counter.per_token) * self._pairs
 
     def _filled(self, rows: float) -> float:
-        """Share of the rate of large products that one of so many rows reaches."""
+        """Return the share of the rate of large products that a product of `rows` rows reaches."""
         return rows / (rows + self.given.gemm_half_rows)
 
     def _elementwise(self, share: Share, passes: float) -> float:
@@ -260,7 +268,7 @@ class ModelPass:
         width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
         split = 2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width
         elements = share.tokens / parallel.cp * (4 * facts.hidden / self._split_residual + split / parallel.tp)
-        if not self.hardware.gpu:  # attention writes its probabilities
+        if not self.hardware.gpu:  # CPU attention writes its probabilities
             square = share.length**2 + share.variance
             elements += self._pairs * share.samples * facts.heads / parallel.tp * square / parallel.cp
         elements *= facts.layers / parallel.pp
@@ -268,12 +276,12 @@ class ModelPass:
             logits = share.samples * share.response * facts.vocab / (parallel.tp * parallel.cp)
             elements += (
                 self.given.logit_elements * logits * (3 if passes > 1 else 1) / passes
-            )  # recompute=full adds none
+            )  # for recompute=full there is nothing to add
         return elements * passes / 3 * self._each_element
 
     @property
     def _each_element(self) -> float:
-        """Seconds of the work on an element that is kept, in forward and backward together."""
+        """Seconds of the work on one kept element, in forward and backward together."""
         moved = self.given.element_bytes / (self.hardware.memory_tb_s * 1e12 * self.given.memory_share)
         return max(moved, self.given.element_flops / self.hardware.peak("fp32"))
 
@@ -284,12 +292,16 @@ class ModelPass:
         return milliseconds / parallel.pp / 1e3 / self.hardware.pace
 
     def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Return Megatron's two all-reduces of a layer in each direction, or as many gathers and scatters with sp."""
+        """Return the cost of Megatron's two all-reduces per layer and direction, or with sp as many gathers and
+        scatters.
+        """
         facts, parallel = self.facts, self.parallel
         tp = parallel.tp
         whole = share.tokens / parallel.cp * facts.hidden * self._element
-        sums = 2 * facts.layers - (facts.layers - facts.dense_layers if facts.is_moe else 0)  # experts: T6
-        # Forward and backward each; recomputing adds a forward; with sp a backward pass gathers its input again.
+        # those of experts are in T6
+        sums = 2 * facts.layers - (facts.layers - facts.dense_layers if facts.is_moe else 0)
+        # One each in forward and backward; recomputation adds a forward; with sp a backward pass gathers its input
+        # again.
         times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)
         sent = times * sums / parallel.pp * 2 * (tp - 1) / tp * whole
         split = self._split_residual > 1
@@ -297,8 +309,9 @@ class ModelPass:
         return Cost("T4", "tensor and sequence parallel", seconds, sent)
 
     def _context(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Return the cost of gathering the keys and values of a layer and scattering their gradients; recomputing
-        gathers again."""
+        """Return the cost of gathering keys and values per layer and scattering their gradients; recomputation gathers
+        again.
+        """
         facts, parallel = self.facts, self.parallel
         cp, times = parallel.cp, passes - 1 if train else 1
         keys = share.tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * self._element
@@ -307,10 +320,10 @@ class ModelPass:
         return Cost("T5", "context parallel", seconds, sent)
 
     def _experts(self, share: Share, forwards: int, *, train: bool) -> list[Cost]:
-        """Return the costs of sending tokens to their experts and back; with etp the ranks of an expert gather them and
-        scatter their sums.
+        """Return the costs of sending tokens to experts and back; with etp an expert's ranks gather them and scatter
+        the sums.
 
-        Before them go how many there are, and with them the router's weights, which have their gradient.
+        The numbers of tokens are sent first, and the router's weights, which have a gradient, with the tokens.
         """
         facts, parallel = self.facts, self.parallel
         if not facts.is_moe:
@@ -325,7 +338,7 @@ class ModelPass:
         return [Cost("T6", "experts: all-to-all", seconds, sent + gathered)]
 
     def _pipeline(self, share: Share, *, train: bool) -> Cost:
-        """Return the cost of a stage's messages to the next one, and of the gradient to the one before."""
+        """Return the cost of a stage's messages to the next one, and of the gradient back."""
         parallel = self.parallel
         if parallel.pp == 1:
             return Cost("T7", "between stages", 0.0)
@@ -344,8 +357,9 @@ class ModelPass:
         return _trained_parameters(self.facts, self.parallel, self.value_head)
 
     def _reduce(self, share: Share) -> list[Cost]:
-        """Return the gradients of one update, scattered in fp32, and parameters gathered; without sharding both in
-        fp32."""
+        """Return the cost of reducing gradients: scattered in fp32 and parameters gathered, or without sharding
+        all-reduced in fp32.
+        """
         parallel, engine = self.parallel, self.engine
         dense, expert = self._trained
         each = GRADIENT + (self._element if engine.distributed_optimizer else GRADIENT)
@@ -362,7 +376,7 @@ class ModelPass:
         )
         what = "reduction of gradients"
         if engine.overlap_grad_reduce and seconds:
-            # The scatter is hidden, as far as there is a backward pass to hide it; the gather follows the update.
+            # The backward pass, if there is one, hides part of the scatter; the gather follows the update.
             hidden = seconds * GRADIENT / each * self.given.overlap_share
             backward = total(self._passes(share, train=True)) * 2 / 3
             seconds -= min(hidden, backward)
@@ -370,8 +384,10 @@ class ModelPass:
         return [Cost("T9", what, seconds, sent)] if seconds else []
 
     def _optimizer(self) -> Cost:
-        """Return the cost of AdamW, which reads gradient, master, moments, and writes master, moments, parameter; in
-        fp32 the parameter is the master."""
+        """Return the cost of AdamW, which reads gradient, master and moments, and writes master, moments and parameter.
+
+        In fp32 the parameter is its own master.
+        """
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         sizes = self.facts, self.parallel, engine, self.replicas
         if self.lora is None:

@@ -1,4 +1,4 @@
-"""The begin and end of the nodes of a step, given their seconds."""
+"""When the nodes of a step begin and end, given their seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Schedule:
     """The assignment of nodes to workers, and their dependencies.
 
     Attributes:
-        nodes: id, team and dependencies of each node, in the graph's order.
-        actor: the team of the actor.
+        nodes: (id, team, dependencies) of each node, in the graph's order.
+        actor: the actor's team.
         rollout: the team that generates samples.
         ahead: generation runs ahead of training.
     """
@@ -38,16 +38,15 @@ class Schedule:
         return cls(nodes, actor.name, rollout.name, config.async_.max_staleness > 0)
 
     def run(self, seconds: Mapping[str, float], between: float, pause: float) -> tuple[dict[str, float], float]:
-        """Return (the begin of each node, seconds of a step). [S1]
+        """Return the begin of each node, and the seconds of a step. [S1]
 
-        A team works on one node at a time, in the graph's order, and a node begins when those that it waits for have
-        ended; then comes what lies between steps. Where generation runs ahead, the team that is busy longest sets the
-        pace.
+        A team works on one node at a time, in the graph's order; a node begins when the nodes that it depends on have
+        ended. Then comes the work between steps. If generation runs ahead, the team that is busy longest sets the pace.
 
         Args:
             seconds: seconds of the nodes that take any.
             between: seconds of the actor's team after the last node.
-            pause: those of them in which the rollout team waits, too.
+            pause: seconds of `between` in which the rollout team waits, too.
         """
         free: dict[str, float] = {}
         busy: dict[str, float] = {}

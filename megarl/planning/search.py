@@ -1,7 +1,7 @@
-"""The layouts and placements of a recipe on some hardware, ranked by the seconds of a step that formulas give.
+"""Ranks the layouts and placements of a recipe on some hardware by the step time that formulas give.
 
-For each placement and layout the fastest way to spend memory that fits is found; what cannot fit, because parameters,
-gradients and optimizer state do not, is left out at once.
+For each placement and layout it finds the fastest way to use memory that fits. Layouts whose parameters, gradients and
+optimizer state do not fit are left out at once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megarl.planning.step import StepFormulas
 from megarl.planning.workload import Workload
 from megarl.system.errors import ConfigError
 
-_FRACTIONS = 20  # memory_fraction is a multiple of 1 / 20
+_FRACTIONS = 20  # memory_fraction is a multiple of 1/20
 _MOST = 0.9
 
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A choice that fits."""
+    """A choice that fits into memory."""
 
     choice: Choice
     config: RunConfig
@@ -50,8 +50,8 @@ class SearchResult:
 
     Attributes:
         best: fastest first.
-        compared: layouts in placements that were looked at.
-        without_room: those of them that were found not to fit into memory; slower ones were not held against it.
+        compared: number of layouts in placements that were considered.
+        without_room: how many of them do not fit into memory; the memory of slower layouts was not checked.
     """
 
     best: tuple[FoundPlan, ...]
@@ -61,7 +61,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A choice and what its step takes."""
+    """A choice and the seconds of its step."""
 
     step_s: float
     choice: Choice
@@ -69,17 +69,17 @@ class _Timed:
 
 
 class Search:
-    """The comparison of the choices of one recipe.
+    """Compares the choices of one recipe.
 
     Args:
-        hardware: all of whose devices are used.
+        hardware: hardware whose devices are all used.
     """
 
     def __init__(
         self, config: RunConfig, graph: TaskGraph, sizes: Sizes, hardware: Hardware, given: PlanAssumptions
     ) -> None:
         facts = sizes[Role.ACTOR]
-        assert facts is not None, "the policy's sizes are known where a step is planned"
+        assert facts is not None, "the policy's sizes must be known"
         self._config, self._graph, self._sizes, self._hardware, self._given = config, graph, sizes, hardware, given
         self._facts = facts
         self.space = Space(config, roles_of(graph), facts, hardware)
@@ -87,13 +87,13 @@ class Search:
         self._memo: dict[tuple[object, ...], list[Cost]] = {}
         self._caches: dict[tuple[object, ...], float] = {}
         self._nearest: tuple[float, Choice, Filled | None] | None = None
-        self._only_samples = False  # that servers have no room for is what some choice lacks, and nothing else
+        self._only_samples = False  # whether some choice only lacked room for samples in servers
 
     def run(self, top: int = 10) -> SearchResult:
-        """Return the fastest choices that fit, at most one of each placement and layout.
+        """Return the fastest choices that fit, at most one per placement and layout.
 
         Raises:
-            ConfigError: none divides the recipe, or none fits into memory.
+            ConfigError: no layout divides the recipe, or none fits into memory.
         """
         best: list[_Timed] = []
         compared = without_room = 0
@@ -118,9 +118,10 @@ class Search:
         return SearchResult(made, compared, without_room)
 
     def floor(self, spread: Spread) -> float:
-        """Return seconds that no layout of a placement is below. [S4]
+        """Return a lower bound on the step seconds of all layouts of a placement. [S4]
 
-        Products of training at their peak, and what servers take that have all the room they can use.
+        It counts training's matrix products at their peak, and generation by servers with the most room that they can
+        use.
         """
         given, config = self._given, self._config
         rate = self._hardware.peak(config.model.dtype) * max(given.gemm_share, given.expert_share)
@@ -136,16 +137,16 @@ class Search:
 
     @cached_property
     def _training_flops(self) -> float:
-        """The FLOPs of the actor's updates of a step, without the head."""
+        """The FLOPs of the actor's updates in a step, without the head."""
         work, config = Workload.of(self._config, self._given), self._config
         once = FlopCounter.of(self._facts).forward([work.prompt + work.lengths.expected], head_tokens=0)
         return 3 * config.actor.ppo_epochs * work.number * once
 
     def _fastest(self, spread: Spread, parallel: ParallelConfig, bound: float) -> _Timed | None:
-        """Return the fastest choice of a placement and layout that fits; one that is no faster than `bound` need not
-        fit.
+        """Return the fastest choice of a placement and layout that fits; choices that are no faster than `bound` may be
+        skipped.
 
-        Recomputing more takes longer, so that it is looked at only where less of it does not fit.
+        More recomputation takes longer, so it is considered only if less does not fit.
         """
         if not self._state_fits(spread, parallel):
             return None
@@ -164,13 +165,14 @@ class Search:
         return None
 
     def _retimed(self, choice: Choice, formulas: StepFormulas) -> _Timed:
-        """Return a choice of the same placement and layout as `formulas`."""
+        """Return the timed `choice`, which has the placement and layout of `formulas`."""
         other = formulas.again(choice.apply_engine(formulas.config, self.space.trains))
         return _Timed(other.step_seconds(), choice, other)
 
     def _state_fits(self, spread: Spread, parallel: ParallelConfig) -> bool:
-        """Tell whether the actor's parameters, gradients and optimizer state fit: they are on the device together
-        whatever is chosen."""
+        """Return whether the actor's parameters, gradients and optimizer state fit; every choice has them on the device
+        together.
+        """
         replicas = spread.trainers() // parallel.model_parallel_size
         engine, dtype = self._config.actor.engine, self._config.model.dtype
         lora = self._config.model.lora
@@ -183,7 +185,7 @@ class Search:
         return False
 
     def _timed(self, spread: Spread, parallel: ParallelConfig) -> Iterator[_Timed]:
-        """Yield every choice of a placement and layout without recomputation, with what its step takes."""
+        """Yield every choice of a placement and layout without recomputation, with the seconds of its step."""
         first: StepFormulas | None = None
         fractions: dict[bool, float | None] = {}
         for tokens, offload in self.space.budgets(spread):
@@ -191,7 +193,7 @@ class Search:
             if first is None:
                 config = choice.apply(self._config, self._hardware, self.space.trains)
                 first = self._formulas(config, place(self._graph, config))
-                first.step_seconds()  # so that what is the same for all of them is found once
+                first.step_seconds()  # compute what all choices share once
             if offload not in fractions:
                 again = first.again(choice.apply_engine(first.config, self.space.trains))
                 fractions[offload] = self._fraction(again)
@@ -205,10 +207,10 @@ class Search:
         return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, *known)
 
     def _fraction(self, formulas: StepFormulas) -> float | None:
-        """Return `memory_fraction` of servers on the trainer's devices, of what other parts leave during
+        """Return `memory_fraction` for servers on the trainer's devices, from the memory that other parts leave in
         generation.
 
-        None: servers do not share devices. 0: nothing is left for weights and a cache of one sample.
+        None: servers do not share devices. 0: there is no room for weights and the cache of one sample.
         """
         if not formulas.config.rollout.colocated:
             return None
@@ -236,7 +238,7 @@ class Search:
         return formulas.room.fits
 
     def _note(self, choice: Choice, formulas: StepFormulas) -> None:
-        """Remember what came nearest to fitting; where the state fits, the rest counts."""
+        """Remember the choice that came nearest to fitting; if its state fits, only the rest counts."""
         fullest = max(formulas.filled(), key=lambda one: one.bytes)
         if self._nearest is None or self._nearest[2] is None or fullest.bytes < self._nearest[0]:
             self._nearest = (fullest.bytes, choice, fullest)
@@ -254,18 +256,18 @@ class Search:
             found=f"{hardware.describe()}: {hardware.devices} devices; {self._facts.layers} layers, "
             f"{self._facts.heads} heads, {self._facts.kv_heads} key/value heads; {said}",
             allowed="replicas of tp * pp * cp devices, whose number divides all batches",
-            fix="other batch sizes, or another number of devices",
+            fix="change the batch sizes, or the number of devices",
         )
 
     def _without_room(self, compared: int) -> ConfigError:
         if self._only_samples:
             return ConfigError(
-                f"in none of {compared} layouts servers have room for the longest sample",
+                f"servers have no room for the longest sample in any of {compared} layouts",
                 where="--search",
                 found="too little room for keys and values",
                 fix=f"change one of: {ROOM_KEYS}",
             )
-        assert self._nearest is not None, "what does not fit was noted"
+        assert self._nearest is not None, "a choice that does not fit was noted"
         size, choice, fullest = self._nearest
         if fullest is None:
             what = "parameters, gradients and optimizer state of the actor"
@@ -276,18 +278,18 @@ class Search:
             keys = "; ".join(dict.fromkeys(one.keys for one in largest)) + "; or more devices"
         parallel = describe_layout(choice.parallel, choice.spread.trainers())
         return ConfigError(
-            f"none of {compared} layouts fits into memory; the nearest ({parallel}, {choice.spread.describe()}) holds "
+            f"none of {compared} layouts fits into memory; the nearest ({parallel}, {choice.spread.describe()}) needs "
             f"{size / 1e9:,.1f} GB: {what}",
             where="--search",
             found=f"{size / 1e9:,.1f} GB",
             allowed=f"{self.limit / 1e9:,.1f} GB: usable_memory {self._given.usable_memory:g} of "
             f"{self._hardware.memory_gb:g} GB",
-            fix=f"what would help: {keys}",
+            fix=f"change one of: {keys}",
         )
 
 
 def describe_layout(parallel: ParallelConfig, devices: int) -> str:
-    """Return a layout in a few words, without what is 1."""
+    """Return a short text of a layout, without sizes of 1."""
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp, "ep": parallel.ep}
     sizes |= {"etp": parallel.etp, "dp": devices // parallel.model_parallel_size}
     said = " ".join(f"{name}{size}" for name, size in sizes.items() if size not in (None, 1) or name == "dp")

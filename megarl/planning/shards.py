@@ -18,19 +18,21 @@ from megarl.dag.stage import Role
 
 BYTES = {"fp32": 4, "bf16": 2}
 GRADIENT = 4
-"""Bytes of a gradient: buffers are float32 whatever the parameters are."""
+"""Bytes of a gradient: gradient buffers are always float32."""
 MOMENT_BYTES = 8
-"""Of a parameter: Adam has two float32 moments of it, from the first step on."""
+"""Bytes per parameter of Adam's two float32 moments, which exist from the first step on."""
 MASTER_BYTES = {"fp32": 0, "bf16": 4}
-"""Of a parameter: a float32 master where parameters are shorter."""
+"""Bytes per parameter of a float32 master copy, which shorter dtypes have."""
 
 #: Sizes of each role's model; None: not known here.
 Sizes = Mapping[Role, ModelFacts | None]
 
 
 def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
-    """Return the key of the layout of a role's model. In a job without a task graph, whose team walks no nodes, that is
-    the actor's for all."""
+    """Return the recipe key of the layout of a role's model.
+
+    In a job without a task graph the actor's layout holds for all roles.
+    """
     own = bool(team.nodes) and getattr(config, role.value).parallel is not None
     return f"{role.value if own else 'actor'}.parallel"
 
@@ -40,15 +42,14 @@ def stage_parameters(
 ) -> tuple[float, float]:
     """Return the (dense, expert) parameters that the fullest rank holds.
 
-    Tensor parallelism divides every matrix but the router, and biases; norms and routers are on all of its ranks, and
-    so is what a robot policy sees with. The vocabulary is padded to equal rows. Pipeline stages have the same number of
-    layers; the first has the embedding and the vision towers, the last the final norm and the head, which a tied model
-    holds twice when it has several stages. Where layers differ (some with experts, some without) a stage is taken to
-    have the mean.
+    Tensor parallelism divides every matrix except the router, and biases; norms, routers and a robot policy's vision
+    parts are on all of its ranks. The vocabulary is padded to equal rows. Pipeline stages have equally many layers; the
+    first has the embedding and the vision towers, the last the final norm and the head, which a tied model holds twice
+    if it has several stages. If layers differ (some with experts, some without), a stage is taken to have the mean.
 
     Args:
         value_head: one value per token in place of a vocabulary.
-        trained: count only parameters that learn.
+        trained: count only parameters that are trained.
     """
     visual = sum(size for part, size in facts.visual_parts.items() if not trained or part not in facts.frozen)
     if trained and "language_model" in facts.frozen:
@@ -72,15 +73,16 @@ def stage_parameters(
 
 
 def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:
-    """Return the keys and values of one token on a rank, in all layers: a head is never divided, but copied."""
+    """Return the bytes of keys and values of one token on a rank, over all layers. A head is copied, never divided."""
     heads = facts.kv_heads / min(tp, facts.kv_heads)
     return 2 * facts.layers * heads * facts.head_dim * BYTES[dtype]
 
 
 @lru_cache(maxsize=4096)
 def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
-    """Return the elements of each part of the model that a rank holds: of one layer, and of one expert. A search asks
-    often."""
+    """Return the elements of each part of the model on a rank, per layer and per expert. Cached, as a search asks
+    often.
+    """
     size = facts.dimensions
     found: dict[Part, int] = dict.fromkeys(("embedding", "layer", "dense", "moe", "expert", "final"), 0)
     for rule in ARCHITECTURES[facts.model_type].tensors:
@@ -97,8 +99,7 @@ def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
 
 
 def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig) -> tuple[float, float]:
-    """Return the (dense, expert) parameters of adapters that a rank holds: a stage has its share of the layers, as for
-    weights."""
+    """Return the (dense, expert) parameters of adapters on a rank; a stage has its share of the layers."""
     size = {**facts.dimensions, "rank": lora.rank}
     sparse = facts.copies["router"] / facts.layers
     per_layer = {
@@ -118,8 +119,9 @@ def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraCo
 def trained_parameters(
     facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig | None, *, value_head: bool = False
 ) -> tuple[float, float]:
-    """Return the (dense, expert) parameters of the fullest rank that have gradients: with adapters only these and a
-    value head."""
+    """Return the (dense, expert) parameters of the fullest rank that have gradients; with adapters only these and a
+    value head.
+    """
     if lora is None:
         return stage_parameters(facts, parallel, value_head=value_head, trained=True)
     dense, expert = adapter_parameters(facts, parallel, lora)
@@ -140,10 +142,9 @@ def owned_parameters(
     value_head: bool = False,
     lora: LoraConfig | None = None,
 ) -> float:
-    """Return the parameters whose optimizer state the fullest rank holds: with the distributed optimizer a share of its
-    own.
+    """Return how many parameters the fullest rank has optimizer state of; the distributed optimizer divides them.
 
-    Dense parameters are shared among the ranks that have the same ones, which are dp * cp; experts among fewer.
+    Dense parameters are divided among the dp * cp ranks that have the same ones; experts among fewer.
     """
     dense, expert = trained_parameters(facts, parallel, lora, value_head=value_head)
     if not engine.distributed_optimizer:
@@ -175,12 +176,12 @@ def state_bytes(
 
 
 def step_bytes(engine: EngineConfig, dtype: str) -> int:
-    """Return the bytes of optimizer state per parameter: its moments, and its master."""
+    """Return the bytes of optimizer state per parameter: moments and master."""
     return MOMENT_BYTES - (2 if engine.exp_avg_dtype == "bf16" else 0) + MASTER_BYTES[dtype]
 
 
 def checkpoint_bytes(facts: ModelFacts, dtype: str, lora: LoraConfig | None = None) -> float:
-    """Return the bytes of a checkpoint of a model that learns: its parameters, or adapters, and optimizer state."""
+    """Return the bytes of a trained model's checkpoint: parameters, or adapters, and optimizer state."""
     held, trained = float(facts.parameters), float(facts.trained_parameters)
     if lora is not None:
         held = trained = sum(adapter_parameters(facts, ParallelConfig(), lora))

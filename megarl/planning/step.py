@@ -1,7 +1,7 @@
-"""One step of a recipe in closed form: seconds by phase, tokens per second, memory, weights on their way.
+"""One step of a recipe in closed form: seconds by phase, tokens per second, memory, weight updates.
 
-`plan_step` is what `megarl plan` shows and its search ranks by; every number says by which formula of docs/planning.md
-it was found.
+`megarl plan` shows the result of `plan_step`, and its search ranks by it. Every number names its formula of
+docs/planning.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megarl.planning.vision import image_flops
 from megarl.planning.workload import Share, Workload, token_bytes
 from megarl.system.errors import ConfigError
 
-#: Results that do not depend on the memory use of engines and servers.
+#: Results that do not depend on how engines and servers use memory.
 _KEPT = (
     *("work", "policy", "schedule", "decoder", "server_weights", "handed", "keys", "weights"),
     *("_moved", "_home", "_links", "_spread"),
@@ -42,12 +42,12 @@ _KEPT = (
 
 
 def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | None]:
-    """Return the sizes of the models that a graph works with; None: not known here.
+    """Return the sizes of the models in a graph; None: not known here.
 
     Raises:
-        ConfigError: nothing here describes the policy.
+        ConfigError: the policy's sizes are not known here.
     """
-    facts = known_facts(config.model, "download it first, or describe it by model.hf_config")
+    facts = known_facts(config.model, "download the model first, or describe it by model.hf_config")
     sizes: dict[Role, ModelFacts | None] = {Role.ACTOR: facts, Role.ROLLOUT: facts}
     for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL):
         if role in graph.roles:
@@ -59,15 +59,16 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
 
 
 def server_devices(config: RunConfig) -> int:
-    """Return the devices of servers that are not the trainer's, those that run already included."""
+    """Return the number of servers' own devices, including servers that already run."""
     servers = config.rollout.sglang
     own = config.rollout.engine == "sglang" and not servers.colocated
     return servers.count * servers.ranks if own else 0
 
 
 def occupied(config: RunConfig, placement: Placement) -> int:
-    """Return the devices that a run occupies: workers and servers of their own, to which workers that only ask lend
-    theirs."""
+    """Return the number of devices that a run occupies: workers, and servers' own devices except those lent by
+    workers.
+    """
     workers, rollout = sum(team.devices for team in placement.teams), config.rollout
     asking = placement.asking if rollout.engine == "sglang" else 0
     return workers - asking + max(0 if rollout.sglang.urls else asking, server_devices(config))
@@ -78,9 +79,9 @@ class StepFormulas:
     """The formulas for one recipe.
 
     Attributes:
-        placement: its teams; their layouts divide their workers.
-        memo: passes and generation that were found before, of the same recipe in other layouts.
-        caches: the same of servers' caches.
+        placement: its teams, whose layouts divide their workers.
+        memo: passes and generation computed before, for the same recipe in other layouts.
+        caches: server caches computed before.
     """
 
     config: RunConfig
@@ -93,21 +94,21 @@ class StepFormulas:
     caches: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def again(self, config: RunConfig) -> StepFormulas:
-        """Return the formulas for a recipe that differs only in how engines and servers spend memory."""
+        """Return the formulas for a recipe that differs only in how engines and servers use memory."""
         other = replace(self, config=config)
         other.__dict__.update({name: self.__dict__[name] for name in _KEPT if name in self.__dict__})
         return other
 
     @cached_property
     def work(self) -> Workload:
-        """Samples of a step."""
+        """The samples of a step."""
         return Workload.of(self.config, self.given, self.policy.encoder)
 
     @cached_property
     def policy(self) -> ModelFacts:
-        """Sizes of the policy."""
+        """The sizes of the policy."""
         facts = self.sizes[Role.ACTOR]
-        assert facts is not None, "the policy's sizes are known where a step is planned"
+        assert facts is not None, "the policy's sizes must be known"
         return facts
 
     @cached_property
@@ -129,7 +130,7 @@ class StepFormulas:
         return team
 
     def model(self, role: Role) -> ModelPass:
-        """Pass of a role's model."""
+        """Return a `ModelPass` for the seconds of a role's passes."""
         team, engine = self._team(role), self._section(role).engine
         facts = self.sizes.get(role) or self.policy
         return ModelPass(
@@ -148,7 +149,7 @@ class StepFormulas:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The engine that samples responses."""
+        """The engine that generates responses."""
         config, facts = self.config, self.policy
         if config.rollout.engine == "sglang":
             servers = config.rollout.sglang
@@ -160,7 +161,7 @@ class StepFormulas:
 
     @cached_property
     def room(self) -> ServerRoom:
-        """Room for keys and values. [K1]"""
+        """The room for keys and values. [K1]"""
         decoder, work = self.decoder, self.work
         token = decoder.key_bytes / decoder.pp
         if self.config.rollout.engine == "embedded":
@@ -176,13 +177,13 @@ class StepFormulas:
 
     @cached_property
     def _spread(self) -> tuple[object, ...]:
-        """The values that distinguish one assignment of teams and servers from another."""
+        """Values that identify an assignment of teams and servers."""
         servers = self.config.rollout.sglang
         teams = ((team.name, repr(team.parallel), team.devices) for team in self.placement.teams)
         return (servers.tp_size, servers.ep_size, servers.colocated, *teams)
 
     def _cache_of_servers(self) -> float:
-        """Return the bytes for keys and values of a device of a server, which do not depend on what an update takes."""
+        """Return a server device's bytes for keys and values, which do not depend on the memory of an update."""
         offloads = (self.config.actor.engine.offload, self.config.critic.engine.offload)
         key = (*self._spread, *offloads, self.config.rollout.sglang.memory_fraction)
         if key not in self.caches:
@@ -190,7 +191,7 @@ class StepFormulas:
         return self.caches[key]
 
     def _find_cache(self) -> float:
-        """Return the cache bytes of a run's own servers, or of those that run already on devices of their own."""
+        """Return the cache bytes of the run's own servers, or of servers that already run on their own devices."""
         moments = [one for team in self.placement.teams for one in self.memory[team.name].moments]
         found = [part.bytes for moment in moments for part in moment.terms if part.what == SERVER_CACHE]
         share = self.config.rollout.sglang.memory_fraction or self.given.server_memory
@@ -207,8 +208,9 @@ class StepFormulas:
         return server_bytes(self.config, self.policy)
 
     def _own_room(self, token: float) -> ServerRoom:
-        """Return the cache of embedded engines, whose rows have the maximum length. `token`: bytes of a token on a
-        rank."""
+        """Return the cache of embedded engines, whose rows have the maximum length. `token` is the bytes of a token on
+        a rank.
+        """
         config, decoder, team = self.config, self.decoder, self._team(Role.ROLLOUT)
         engines = team.replicas * team.parallel.cp
         row = self._longest * token
@@ -223,12 +225,13 @@ class StepFormulas:
         return ServerRoom(engines, ranks, weights, slots * row, tokens, float(slots), self._longest)
 
     def rounds(self) -> float:
-        """Return how many times the samples of a step are generated, since some are filtered out. [G4]"""
+        """Return how many times the samples of a step are generated, because some groups are filtered out. [G4]"""
         filters = any(node.declared.refills for node in self.graph)
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
     def _generation(self, node: Node) -> list[Cost]:
-        room, all_of_them = self.room, node.declared.resamples  # else one greedy response to every prompt
+        # otherwise this adds one greedy response to every prompt
+        room, all_of_them = self.room, node.declared.resamples
         decoder = self.decoder
         layout = (decoder.tp, decoder.pp, decoder.ep, decoder.etp, decoder.vpp)
         key = ("generate", all_of_them, layout, room.engines, room.slots)
@@ -243,7 +246,7 @@ class StepFormulas:
 
     @cached_property
     def keys(self) -> dict[str, tuple[object, ...]]:
-        """The values that distinguish the layout of each node that makes passes of a model from other layouts."""
+        """For each node with passes of a model: values that identify its layout."""
         found: dict[str, tuple[object, ...]] = {}
         for node in self.graph:
             kind = node.declared.kind
@@ -253,7 +256,7 @@ class StepFormulas:
         return found
 
     def node(self, id: str) -> list[Cost]:
-        """Return seconds of a node; none: it makes no pass of a model."""
+        """Return the costs of a node; empty if it makes no pass of a model."""
         node = self.graph[id]
         kind, role = node.declared.kind, node.role
         if kind is Kind.MODEL_INFERENCE and role is Role.ROLLOUT:
@@ -273,19 +276,19 @@ class StepFormulas:
         return self.memo[key]
 
     def _section(self, role: Role) -> ActorConfig | CriticConfig:
-        """Return the settings of a role's passes; frozen models have the actor's."""
+        """Return the section with the settings of a role's passes; frozen models use the actor's."""
         return self.config.critic if role is Role.CRITIC else self.config.actor
 
     @cached_property
     def weights(self) -> list[Cost]:
-        """New weights for what generates samples elsewhere. [W1]"""
+        """Return the costs of publishing weights to other processes that generate. [W1]"""
         config, given, room = self.config, self.given, self.room
         actor, team = self._team(Role.ACTOR), self._team(Role.ROLLOUT)
         sglang = config.rollout.engine == "sglang"
         if not sglang and team.name == actor.name:
             return []
         size = self.policy.parameters * BYTES[config.rollout_dtype] / room.ranks
-        # A trainer whose replica lies inside a domain hands all of it to servers there.
+        # A trainer replica inside one domain sends all weights to servers there.
         near = config.rollout.colocated or self.hardware.nodes == 1
         inside = near and self._links.inside(actor.parallel.model_parallel_size)
         fixed = given.push_fixed_s + (room.engines * given.server_push_ms / 1e3 if sglang else 0.0)
@@ -295,7 +298,7 @@ class StepFormulas:
         ]
 
     def moves(self) -> list[Cost]:
-        """Return the costs of what leaves the device while others work, and comes back. [T11]"""
+        """Return the costs of parts that leave the device while others work, and return. [T11]"""
         rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
         return [
             Cost("T11", f"{role.value} to host memory and back", size / rate, size)
@@ -305,8 +308,9 @@ class StepFormulas:
 
     @cached_property
     def _moved(self) -> dict[Role, float]:
-        """Bytes that go to host memory or come from it in a step, by model: optimizer state both ways, of frozen models
-        the parameters, which only come."""
+        """Bytes per step to and from host memory, by model: optimizer state both ways, parameters of frozen models only
+        back.
+        """
         found: dict[Role, float] = {}
         dtype = self.config.model.dtype
         for team in self.placement.teams:
@@ -324,7 +328,7 @@ class StepFormulas:
 
     @cached_property
     def handed(self) -> dict[str, list[Cost]]:
-        """The costs of fetching from other teams, for the team of each node, before it begins. [H1]"""
+        """The costs of fetching samples from other teams, by the node before which they are fetched. [H1]"""
         rate = self._links.rate(inside=self.hardware.nodes == 1)
         found: dict[str, list[Cost]] = {id: [] for id in self.graph.order()}
         for id in found if self.placement.separate else ():
@@ -344,7 +348,7 @@ class StepFormulas:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def between(self) -> dict[str, list[Cost]]:
-        """Return the costs between steps, by the name of their phase."""
+        """Return the costs between steps, by phase name."""
         other = [Cost("S1", "metrics, files, Python", self.given.step_s)]
         return {"moves": self.moves(), "weights": self.weights, "other": other}
 
@@ -364,22 +368,23 @@ class StepFormulas:
         return found, step
 
     def step_seconds(self) -> float:
-        """Return seconds of a step, without all the rest."""
+        """Return only the seconds of a step."""
         between = self.between()
         seconds = {id: total(self.handed[id]) + total(self.node(id)) for id in self.graph.order()}
         tail = sum(map(total, between.values()))
         return self.schedule.run(seconds, tail, total(between["weights"]))[1]
 
     def flops(self) -> float:
-        """Return the FLOPs of a step as `perf/flops` counts them: policy, critic and reference, not a teacher
-        or a reward model. [F2]"""
+        """Return the FLOPs of a step as `perf/flops` counts them: policy, critic and reference, not teacher or reward
+        model. [F2]
+        """
         counter, work = FlopCounter.of(self.policy), self.work
         mean = work.lengths.expected
         uneven = counter.unevenness(work.prompt + mean, work.lengths.variance)
         decoding = counter.generate([work.prompt], [[mean] * work.samples]) + work.samples * uneven
         decoding *= work.groups * self.rounds()
-        passes = {True: 0.0, False: 0.0}  # with a vocabulary or without
-        seen = self.rounds()  # passes of a vision encoder, over each image once
+        passes = {True: 0.0, False: 0.0}  # passes of models with a vocabulary (True), and with a value head (False)
+        seen = self.rounds()  # passes of the vision encoder, once per image
         for node in self.graph:
             if node.role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE):
                 times = {
@@ -397,7 +402,7 @@ class StepFormulas:
         return found
 
     def sft(self) -> list[Cost]:
-        """Return the costs of one step of the cold start; none: the recipe has none."""
+        """Return the costs of one step of the cold start; empty if the recipe has none."""
         if not self.config.sft.steps:
             return []
         model, work = self.model(Role.ACTOR), self.work
@@ -407,7 +412,7 @@ class StepFormulas:
         return model.update(share, 1, 1)
 
     def checkpoint(self) -> tuple[float, float, float]:
-        """Return (bytes, seconds of writing, seconds that training stands still). [C1]"""
+        """Return the bytes of a checkpoint, the seconds to write it, and the seconds that training waits. [C1]"""
         config = self.config
         size = still = 0.0
         writers: dict[str, int] = {}
@@ -466,14 +471,14 @@ def plan_step(
     """Plan a step of a recipe on some hardware.
 
     Args:
-        graph: its task graph, of `megarl.recipes.build.build_task_graph`.
+        graph: its task graph, from `megarl.recipes.build.build_task_graph`.
         sizes: sizes of its models, from `model_sizes`.
-        hardware: devices, from `read_hardware`, or `this_cpu`.
+        hardware: devices, from `read_hardware` or `this_cpu`.
         given: the assumptions; None: the defaults for the kind of device.
 
     Raises:
-        ConfigError: a robot's recipe, whose simulators no formula knows; teams that cannot be; or a layout that does
-            not divide them.
+        ConfigError: a robot's recipe, whose simulators no formula covers; invalid teams; or a layout that does not
+            divide them.
     """
     if config.robot is not None:
         raise robot_problem()
@@ -484,21 +489,21 @@ def plan_step(
 
 
 def robot_problem() -> ConfigError:
-    """Return the error that says why a robot's recipe is not planned."""
+    """Return the error that a robot's recipe cannot be planned."""
     return ConfigError(
-        "formulas know language models, and most of a robot's step is its simulators' and its vision tower's",
+        "the formulas cover language models, but most of a robot's step is spent in simulators and vision towers",
         where="robot",
         found="a robot's recipe",
         allowed="recipes of language models",
-        fix="measure it: megarl bench envs, and the timings of a short run",
+        fix="measure instead: megarl bench envs, and the timings of a short run",
     )
 
 
 def refuse_uneven(devices: int, parallel: ParallelConfig, team: str) -> None:
-    """Refuse a team whose workers make no whole replicas.
+    """Refuse a team whose workers are not whole replicas.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they are not.
     """
     if not makes_replicas(devices, parallel):
         experts = parallel.expert_tp * parallel.ep * parallel.pp
@@ -507,5 +512,5 @@ def refuse_uneven(devices: int, parallel: ParallelConfig, team: str) -> None:
             where=f"team {team}",
             found=f"{devices} workers",
             allowed=f"a multiple of tp * pp * cp = {parallel.model_parallel_size} and of etp * ep * pp = {experts}",
-            fix="megarl train RECIPE --dry-run names the keys",
+            fix="megarl train RECIPE --dry-run names the keys to change",
         )

@@ -1,8 +1,7 @@
-"""The terms of an estimate of memory: a refusal names what takes the most, and the key that changes it.
+"""The terms of a memory estimate: an error names the largest terms, and the recipe keys that change them.
 
-A term is rough when its size depends on how the libraries work or on what samples turn out to be (their lengths, the
-experts that they meet): measured runs lay within a factor of 1.5 of it, and only what is left after that division is
-held against a machine.
+A term is rough if its size depends on how libraries work or on the samples (their lengths, the experts that they use).
+Measured runs were within a factor of 1.5 of rough terms, so only the size divided by this factor counts as certain.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ class Term:
 
     Attributes:
         keys: the settings that change it.
-        least: bytes that it takes for certain.
-        shrinks: it adapts to the room there is, down to `least`.
+        least: bytes that it certainly takes.
+        shrinks: it is elastic: it adapts to the free memory, down to `least`.
     """
 
     what: str
@@ -37,14 +36,14 @@ def term(what: str, size: float, keys: str, *, rough: bool = False) -> Term:
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory that is held at the same time."""
+    """The memory in use at the same time."""
 
     name: str
     terms: tuple[Term, ...]
 
     @property
     def bytes(self) -> float:
-        """The estimate."""
+        """The estimated bytes."""
         return sum(term.bytes for term in self.terms)
 
     @property
@@ -53,16 +52,17 @@ class Moment:
         return sum(term.least for term in self.terms)
 
     def largest(self, count: int = 3) -> list[Term]:
-        """Return the terms that weigh most in `least`."""
+        """Return the terms with the largest `least`."""
         return sorted(self.terms, key=lambda term: -term.least)[:count]
 
 
 def taken(part: Term, *, gpu: bool) -> float:
-    """Return the bytes of a term as they are shown: on a GPU the least of what adapts to the room there is; a run on a
-    CPU takes all that it asks for, where the machine has it."""
+    """Return the bytes of a term for display: on a GPU the minimum of an elastic term; on a CPU all that it
+    requests.
+    """
     return part.least if gpu and part.shrinks else part.bytes
 
 
 def held(terms: Iterable[Term]) -> float:
-    """Return the bytes of terms, where what adapts to the room there is has its least."""
+    """Return the bytes of terms, with elastic terms at their minimum."""
     return sum(part.least if part.shrinks else part.bytes for part in terms)

@@ -1,4 +1,4 @@
-"""The work and the activations of what a model sees with, by the sizes of pictures (docs/planning.md)."""
+"""The FLOPs and activations of vision parts, by image sizes (docs/planning.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def image_flops(encoder: VisionEncoder, images: Iterable[float]) -> float:
     Args:
         images: number of patches of each image.
     """
-    merged = encoder.merge**2  # patches of a feature, which is what mergers multiply
+    merged = encoder.merge**2  # patches after merging, on which the mergers' products work
     each = sum(
         2.0 * math.prod(shape) / (merged if part_of(f"visual.{name}") == "merger" else 1)
         for name, (_, shape) in encoder.tensors.items()
@@ -39,7 +39,7 @@ def image_flops(encoder: VisionEncoder, images: Iterable[float]) -> float:
 
 
 def picture_flops(vision: VisionShape) -> float:
-    """Return the FLOPs of one forward pass of a robot policy's towers and projector over one picture."""
+    """Return the FLOPs of one forward pass of a robot policy's towers and projector over one image."""
     total = 0.0
     for tower in vision.towers:
         tokens = tower.patches + tower.class_token + tower.registers
@@ -52,10 +52,11 @@ def picture_flops(vision: VisionShape) -> float:
 
 
 def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
-    """Return the most patches that a prompt or an episode can have: its tokens, or all of its images, are a limit."""
+    """Return the most patches that a prompt or an episode can have, limited by its tokens or by its images."""
     if config.data.image_key is None:
         return 0.0
-    shown = config.response_tokens(config.rollout.sampling) if config.has_turns else 0  # by the environment
+    # images that the environment shows
+    shown = config.response_tokens(config.rollout.sampling) if config.has_turns else 0
     most = float((config.data.max_prompt_tokens + shown) * encoder.merge**2)
     if config.data.limit_images is None or config.data.max_pixels is None:
         return most
@@ -63,12 +64,15 @@ def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
 
 
 def patch_bytes(encoder: VisionEncoder, element: int, *, recompute: bool) -> float:
-    """Return the bytes that an encoder keeps of one patch until its gradient is there.
+    """Return the bytes that an encoder keeps of one patch until its gradient is computed.
 
-    Its pixels, and of a block: queries, keys and values before and after their rotation, what goes into the four maps
-    and the norms, and the wide layer before and after its activation, which has a gate in Qwen2.5-VL, as its norms have
-    parts. With `recompute` the input of every block, and all of one of them. Of a merger its two products' inputs, and
-    the first one's result.
+    They are its pixels, and per block: queries, keys and values before and after rotation, the inputs of the four maps
+        and
+    the norms, and the wide layer before and after its activation (with a gate in Qwen2.5-VL, whose norms also keep
+    parts).
+    With `recompute` only every block's input and all of one block. A merger keeps the inputs of its two products and
+    the
+    first product's result.
     """
     block = _block_numbers(encoder)
     kept = encoder.blocks * encoder.width + block if recompute else encoder.blocks * block
@@ -82,10 +86,10 @@ def _block_numbers(encoder: VisionEncoder) -> int:
 
 
 def patch_tokens(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, *, learns: bool) -> float:
-    """Return the tokens that take as much memory in a micro-batch as one patch; 0.0: the model sees no images.
+    """Return how many tokens take as much memory in a micro-batch as one patch; 0.0 for a model without images.
 
-    Both on a rank of the first stage, where the encoder is, whole on each tensor-parallel rank, and a part of the
-    decoder. An encoder that does not learn keeps nothing, and has one block at a time.
+    Both are on the first pipeline stage, which has the encoder (whole on each tensor-parallel rank) and a part of the
+    decoder. A frozen encoder keeps nothing, and uses the memory of one block at a time.
     """
     encoder, element = facts.encoder, 2
     if encoder is None:

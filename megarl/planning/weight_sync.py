@@ -1,11 +1,11 @@
-"""The device memory that bringing weights to servers takes, and that colocated servers take beside weights and cache.
+"""Device memory of weight updates to servers, and of colocated servers in addition to weights and cache.
 
-    always, from the first update on     a sender's two buffers, NCCL's connections between ranks that exchange slices
-    always, from the start of servers    contexts and graphs of those on the device, and contexts of those on others
-                                         that map memory of this one
-    during an update                     a bucket on its way into a server, a tensor that is verified
+always, from the first update on     a sender's two buffers, NCCL's connections between ranks that exchange slices
+always, from the start of servers    contexts and graphs of those on the device, and contexts of those on others
+                                     that map memory of this one
+during an update                     a bucket on its way into a server, a tensor that is verified
 
-Contexts, graphs and connections come from no measurement of this project, so that no part of them is certain.
+The sizes of contexts, graphs and connections are not measured by this project, so none of them count as certain.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megarl.planning.terms import Term, term
 CONTEXT_BYTES = 0.5e9
 """A process's CUDA context on one GPU, with its kernels."""
 SERVER_BYTES = 3e9
-"""A server's context, workspaces and CUDA graphs, which stay when its weights and cache have left."""
+"""A server's context, workspaces and CUDA graphs, which stay when its weights and cache are released."""
 PAIR_BYTES = 0.05e9
 """NCCL's connection of two ranks that exchange slices."""
 _HASHING = 0.1e9
-_ON_DEVICE = ("auto", "tensor", "distributed")  # transports whose buffers are there
+_ON_DEVICE = ("auto", "tensor", "distributed")  # transports with buffers on the device
 
 
 class WeightSyncMemory:
-    """Uses of memory on the fullest rank of the actor's team, on GPUs.
+    """Memory of weight updates on the fullest rank of the actor's team, on GPUs.
 
     Args:
-        team: the actor's.
+        team: the actor's team.
     """
 
     def __init__(self, config: RunConfig, facts: ModelFacts, team: TeamPlan) -> None:
@@ -39,11 +39,12 @@ class WeightSyncMemory:
         parallel = team.parallel
         experts = parallel.expert_tp * parallel.ep * parallel.pp if facts.is_moe else 0
         self._replica = max(parallel.tp * parallel.pp, experts)  # ranks that hold the model once
-        self._here = min(self._replica, -(-team.devices // config.cluster.nnodes))  # of them on one machine
+        # how many of them are on one machine
+        self._here = min(self._replica, -(-team.devices // config.cluster.nnodes))
 
     @property
     def _largest(self) -> float:
-        """Bytes of the embedding on the wire."""
+        """Bytes of the embedding in the dtype that is sent."""
         return self.facts.vocab * self.facts.hidden * BYTES[self._dtype]
 
     @property
@@ -51,13 +52,15 @@ class WeightSyncMemory:
         return self.config.model.dtype if self.config.sync.dtype == "model" else self.config.sync.dtype
 
     def buffers(self) -> tuple[float, float]:
-        """Return the bytes of a sender's two buffers: an embedding that is larger than a bucket has one of its own."""
+        """Return the bytes of a sender's two buffers. An embedding that is larger than a bucket has a bucket of its
+        own.
+        """
         share = max(self.facts.parameters * BYTES[self._dtype] / self._here, self._largest)
         bucket = self.config.sync.bucket_mb * 1e6
         return (share, 0.0) if share <= bucket else (max(bucket, self._largest), min(bucket, share - self._largest))
 
     def always(self) -> list[Term]:
-        """Return what stays on the device all the time."""
+        """Return the terms that stay on the device."""
         found: list[Term] = []
         if self.config.sync.transport in _ON_DEVICE:
             size = sum(self.buffers())
@@ -68,7 +71,7 @@ class WeightSyncMemory:
         servers = self.config.rollout.sglang
         if self.config.rollout.colocated:
             found.append(Term("a server's context and graphs", SERVER_BYTES, "rollout.sglang.colocated", 0.0))
-            # Every rank of a server maps the buffers of all senders that feed it.
+            # Every rank of a server maps the buffers of all senders that send to it.
             others = max(self._here, servers.ranks) - 1
             if others and self.config.sync.transport in ("auto", "tensor"):
                 what = f"contexts of {others} server ranks on other GPUs"
@@ -77,7 +80,7 @@ class WeightSyncMemory:
         return found
 
     def passing(self) -> list[Term]:
-        """Return what an update takes in addition, while it lasts."""
+        """Return the terms that an update adds while it lasts."""
         found: list[Term] = []
         if self.config.rollout.colocated and max(self._here, self.config.rollout.sglang.ranks) > 1:
             found.append(Term("a bucket on its way into a server", max(self.buffers()), "sync.bucket_mb", 0.0))
@@ -89,7 +92,7 @@ class WeightSyncMemory:
 
 
 def weights_travel(config: RunConfig, team: TeamPlan) -> bool:
-    """Tell whether processes other than the team's generate with its weights; preference recipes train without any."""
+    """Return whether other processes than the team's generate with its weights; preference recipes generate nothing."""
     if Role.ACTOR not in team.roles:
         return False
     if Role.ROLLOUT in team.roles:

@@ -17,13 +17,15 @@ from megarl.planning.vision import image_patches
 from megarl.system.errors import ConfigError
 
 _NUMBER = 8  # a token id is int64; a log-prob or a value is float32
-_WIDE = 8192  # hidden size of a teacher that nothing here describes: that of the largest dense models
+_WIDE = 8192  # hidden size of a teacher of unknown size: that of the largest dense models
 
 
 def token_bytes(config: RunConfig, field: str) -> int:
-    """Return about the bytes of one token in a batch field: those of one number, but where a teacher gives more."""
+    """Return the approximate bytes per token of a batch field: one number, except for a teacher's distributions or
+    states.
+    """
     if field == "teacher_topk" and (chosen := chosen_divergence(config.algorithm.distillation)) is not None:
-        return _NUMBER * (chosen.settings.topk + 1)  # an id and a log-prob, both float32
+        return _NUMBER * (chosen.settings.topk + 1)  # an id and a log-prob per entry, both float32
     if field == "teacher_hidden":
         return BYTES[config.model.dtype] * max(map(_hidden_size, config.teacher.paths.values()), default=_WIDE)
     return _NUMBER
@@ -32,7 +34,7 @@ def token_bytes(config: RunConfig, field: str) -> int:
 def _hidden_size(path: str) -> int:
     try:
         facts = model_facts(ModelConfig(path=path))
-    except ConfigError:  # the checks of teacher.path say what is wrong with it
+    except ConfigError:  # the checks of teacher.path report the error
         facts = None
     return _WIDE if facts is None else facts.hidden
 
@@ -42,11 +44,11 @@ class Share:
     """The samples of the fullest replica.
 
     Attributes:
-        samples: number of them.
-        response: mean tokens of their responses.
-        variance: variance of the tokens of a response, for costs that are quadratic in them.
-        patches: of the images of a prompt.
-        group: samples that have the same images.
+        samples: number of samples.
+        response: mean response tokens.
+        variance: variance of response tokens, for costs that are quadratic in them.
+        patches: patches of the images of a prompt.
+        group: number of samples that share the same images.
     """
 
     samples: float
@@ -63,7 +65,7 @@ class Share:
 
     @property
     def tokens(self) -> float:
-        """The tokens of all samples."""
+        """Tokens of all samples."""
         return self.samples * self.length
 
 
@@ -72,11 +74,11 @@ class Workload:
     """The samples of one step.
 
     Attributes:
-        groups: prompts.
-        samples: samples of a group.
+        groups: number of prompts.
+        samples: samples per group.
         even: replicas get equal tokens (`placement.share=tokens`).
-        patches: of the images of a prompt, or of an episode.
-        apart: samples of a group see images of their own, which an environment shows.
+        patches: patches of the images of a prompt, or of an episode.
+        apart: samples of a group have different images, which an environment shows.
     """
 
     groups: int
@@ -93,10 +95,10 @@ class Workload:
         tokens.
 
         Args:
-            encoder: of a model that sees images.
+            encoder: the vision encoder of a model with images.
 
         Raises:
-            ConfigError: responses are assumed to be longer than they may be.
+            ConfigError: the assumed responses are longer than allowed.
         """
         sampling = config.rollout.sampling
         longest = config.response_tokens(sampling)
@@ -115,23 +117,23 @@ class Workload:
 
     @property
     def seen(self) -> int:
-        """Times that the images of a prompt or an episode are seen in one pass over all samples."""
+        """How often the images of a prompt or an episode pass through the encoder in one pass over all samples."""
         return self.number if self.apart else self.groups
 
     @property
     def number(self) -> int:
-        """Samples of a step."""
+        """Number of samples of a step."""
         return self.groups * self.samples
 
     @property
     def tokens(self) -> float:
-        """The prompt and response tokens of a step."""
+        """Prompt and response tokens of a step."""
         return self.number * (self.prompt + self.lengths.expected)
 
     def share(self, replicas: int, groups: int | None = None) -> Share:
-        """Return the share of the fullest of `replicas` of `groups` prompts (None: all of a step).
+        """Return the share of the fullest of `replicas` replicas of `groups` prompts (None: all of a step).
 
-        The tokens of n samples vary by v / sqrt(n) of their mean, and the largest of R such sums lies about
+        The tokens of n samples vary by v / sqrt(n) of their mean, and the largest of R such sums is approximately
         sqrt(2 ln R) standard deviations above it.
         """
         number = (groups or self.groups) * self.samples / replicas

@@ -1,4 +1,4 @@
-"""Scores of responses: included rewards, users' functions, and the runner that overlaps them with other work."""
+"""Scores of responses: included rewards, users' functions, and a runner that scores while other work continues."""
 
 from megarl.rewards import classifier as _classifier
 from megarl.rewards import exact_match as _exact_match
@@ -13,7 +13,7 @@ from megarl.rewards.parts import Rewards
 from megarl.rewards.registry import REWARDS
 from megarl.rewards.runner import reward_metrics
 
-#: Modules of the included rewards, which register on import.
+#: Modules of the included rewards; importing a module registers its reward.
 INCLUDED = (_classifier, _exact_match, _format, _gsm8k, _http, _judge, _math, _numeric, _reward_model)
 
 __all__ = ["INCLUDED", "REWARDS", "Rewards", "reward_metrics"]

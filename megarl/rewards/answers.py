@@ -1,4 +1,4 @@
-"""Reference answers of included rewards: text or a number, or a list of which any counts."""
+"""Reference answers of included rewards: text or a number, or a list of alternatives."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from pydantic import Field
 
 F = TypeVar("F", bound=Callable[..., Any])
 Answers = Literal["one", "any"]
-#: Names of other kinds of values, for messages.
+#: Names of other types of values, for messages.
 _KINDS = {"dict": "an object", "list": "a list", "bool": "true or false", "NoneType": "null"}
 
 
-#: The setting `answers` of a reward that compares with a reference answer.
-ANSWERS: Any = Field("one", description="one: an answer is text or a number; any: or a list, of which one is enough")
+#: The setting `answers` of rewards that compare with a reference answer.
+ANSWERS: Any = Field(
+    "one",
+    description="one: an answer is text or a number; any: an answer may also be a list, and "
+    "matching one entry is enough",
+)
 
 
 def answer_texts(value: Any, answers: Answers) -> list[str]:
-    """Return the reference answers of one row as text: exactly one, or with `any` one or more.
+    """Return the reference answers of a row as text: exactly one, or with `any` one or more.
 
     Raises:
         ValueError: an answer is neither non-blank text nor a finite number.
@@ -36,12 +40,14 @@ def answer_texts(value: Any, answers: Answers) -> list[str]:
         kind = _KINDS.get(type(value).__name__, f"a value of type {type(value).__name__}")
         raise ValueError("the list is empty" if value == [] and answers == "any" else f"it is {kind}")
     if not math.isfinite(value):
-        raise ValueError("it is no finite number")
+        raise ValueError("it is not a finite number")
     return [str(value)]
 
 
 def meeting_any(function: F) -> F:
-    """Decorate the reward `function(sample, *, ...)` with the setting `answers`: the best result over them counts."""
+    """Decorate the reward `function(sample, *, ...)` with the setting `answers`: the best result over the answers
+    counts.
+    """
     signature = inspect.signature(function)
     setting = inspect.Parameter("answers", inspect.Parameter.KEYWORD_ONLY, default="one")
 

@@ -1,4 +1,4 @@
-"""A reward model in the reward process: a sequence classifier in Hugging Face form."""
+"""A reward model in the reward process: a sequence classifier in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from megarl.system.errors import ConfigError
 
 
 class ClassifierSettings(Settings):
-    """The classifier, and what it is shown of a sample."""
+    """The classifier, and the form in which it reads samples."""
 
     path: str = Field(description="Hugging Face folder or hub name of a sequence classifier, such as RUN_DIR/hf")
     form: Literal["text", "chat"] = Field(
         "text",
-        description="text: prompt and response as the policy's tokenizer writes them, for a model of its family; "
-        "chat: the conversation in the classifier's chat template",
+        description="input of the classifier. text: prompt and response as the policy's tokenizer writes them, for a "
+        "model of the same family; chat: the conversation in the classifier's chat template",
     )
-    end: bool = Field(True, description="end with the classifier's end token where the text does not")
-    label: NonNegativeInt = Field(0, description="number of the label whose logit is the score")
-    max_tokens: PositiveInt | None = Field(None, description="longer samples fail; null: the classifier's limit")
-    batch_size: PositiveInt = Field(8, le=65536, description="samples of one forward pass")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="of the weights")
-    device: str = Field("cpu", description="cpu, or a GPU of the worker such as cuda:0, with memory to spare")
+    end: bool = Field(True, description="append the classifier's end token when the text does not end with it")
+    label: NonNegativeInt = Field(0, description="index of the label whose logit is the score")
+    max_tokens: PositiveInt | None = Field(
+        None, description="most tokens of a sample; longer samples fail; null: the classifier's limit"
+    )
+    batch_size: PositiveInt = Field(8, le=65536, description="samples per forward pass")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of the weights")
+    device: str = Field("cpu", description="cpu, or a GPU of the worker with enough free memory, such as cuda:0")
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the problem of a folder without a model."""
+        """Return the error for a folder that holds no model, if there is one."""
         from megarl.models.hf import check_folder
 
         try:
@@ -43,14 +45,14 @@ class ClassifierSettings(Settings):
 
 @REWARDS.register("classifier", settings=ClassifierSettings, batch=True, process=True)
 def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
-    """Return the classifier's logit of each sample, or why it has none.
+    """Return the classifier's logit of each sample, or the failure of the sample.
 
     Args:
-        samples: as reward functions get them.
-        settings: those of `ClassifierSettings`.
+        samples: samples as reward functions get them.
+        settings: the settings of `ClassifierSettings`.
 
     Raises:
-        ConfigError: there is no such classifier, label or chat template.
+        ConfigError: the classifier, the label or the chat template does not exist.
     """
     import torch
 
@@ -58,7 +60,7 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
     model, tokenizer = _load(os.path.expanduser(options.path), options.dtype, options.device)
     if options.label >= model.config.num_labels:
         raise ConfigError(
-            "the classifier has no such label",
+            "the classifier does not have this label",
             where=f"{KWARGS}.label",
             found=options.label,
             allowed=f"0 to {model.config.num_labels - 1}",
@@ -70,11 +72,11 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
             found="chat",
             fix="set it to text",
         )
-    texts = [shown_text(one, tokenizer, form=options.form, end=options.end) for one in samples]
+    texts = [shown_text(item, tokenizer, form=options.form, end=options.end) for item in samples]
     tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     limit = options.max_tokens or getattr(model.config, "max_position_embeddings", None)
     results: list[Any] = [
-        ScoringFailure(f"has {len(ids)} tokens, and the classifier takes {limit}")
+        ScoringFailure(f"has {len(ids)} tokens, and the classifier accepts at most {limit}")
         if limit and len(ids) > limit
         else 0.0
         for ids in tokens
@@ -98,10 +100,10 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
 
 @lru_cache(maxsize=2)
 def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Return model and tokenizer, once per process.
+    """Return model and tokenizer, loaded once per process.
 
     Raises:
-        ConfigError: transformers does not load them, or weights of the score are missing.
+        ConfigError: transformers cannot load them, or weights of the score are missing.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -110,7 +112,7 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(path, dtype=kind, output_loading_info=True)
         model, tokenizer = model.to(device).eval(), AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # whatever transformers, safetensors or CUDA raise
+    except Exception as error:  # transformers, safetensors and CUDA raise many types of errors
         raise ConfigError(
             f"the classifier cannot be loaded: {type(error).__name__}: {error}",
             where=f"{KWARGS}.path",
@@ -119,7 +121,7 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
         ) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
-            "the weights of a classifier are not all there; a language model has no score",
+            "weights of the classifier are missing; a language model has no score",
             where=f"{KWARGS}.path",
             found=f"{path} without {', '.join(missing[:3])}",
             fix="name a reward model, such as the result of algorithm.pipeline=reward_model",
@@ -128,19 +130,19 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
 
 
 def shown_text(sample: Sample, tokenizer: Any, *, form: str, end: bool) -> str:
-    """Return what a reward model is shown of a sample.
+    """Return the text of a sample as a reward model reads it.
 
     Args:
-        sample: with `prompt`, `response` and, for the form chat, `messages` of the prompt (None where it is text).
-        tokenizer: the reward model's; with a chat template for the form chat.
-        form: text or chat, as `ClassifierSettings.form`.
-        end: append its end token where the text does not end with it.
+        sample: has `prompt`, `response` and, for the form chat, the prompt's `messages` (None if it is text).
+        tokenizer: the reward model's tokenizer; with a chat template for the form chat.
+        form: text or chat, as in `ClassifierSettings.form`.
+        end: append the end token when the text does not end with it.
     """
     if form == "text":
         text = f"{sample['prompt']}{sample['response']}"
     else:
-        said = sample.get("messages") or [{"role": "user", "content": sample["prompt"]}]
-        told = [*said, {"role": "assistant", "content": sample["response"]}]
-        text = tokenizer.apply_chat_template(told, tokenize=False)
+        answer = sample.get("messages") or [{"role": "user", "content": sample["prompt"]}]
+        conversation = [*answer, {"role": "assistant", "content": sample["response"]}]
+        text = tokenizer.apply_chat_template(conversation, tokenize=False)
     last = tokenizer.eos_token
     return str(text + last if end and last and not text.rstrip().endswith(last) else text)

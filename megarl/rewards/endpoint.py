@@ -1,4 +1,4 @@
-"""Requests of rewards to servers: retries, deadlines, many at the same time, and why there was no answer."""
+"""Requests of rewards to servers: concurrency, retries, deadlines, and the reason when there is no score."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from megarl.system.credentials import mask
 from megarl.system.errors import ConfigError
 
 T = TypeVar("T")
-_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses that another attempt may change
-_LARGEST = 64 << 20  # bytes of an answer
+_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses for which another attempt may succeed
+_LARGEST = 64 << 20  # largest reply in bytes
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
 
 
 class EndpointSettings(Settings):
-    """The server that scores, and how long it is waited for."""
+    """The server that scores, and the limits of its requests."""
 
     url: str = Field(description="address of the server")
     api_key_env: str | None = Field(
-        None, description="environment variable of the workers that holds the bearer token; null: none is sent"
+        None, description="environment variable of the workers that holds the bearer token; null: no token is sent"
     )
     concurrency: PositiveInt = Field(
-        8, le=1024, description="simultaneous requests of each data-parallel rank (and of each of reward.workers)"
+        8, le=1024, description="simultaneous requests per data-parallel rank (and per process of reward.workers)"
     )
     request_timeout_s: Seconds = Field(60.0, description="deadline of one attempt")
     retries: NonNegativeInt = Field(
-        3, le=100, description="further attempts after no answer, an unusable one, or status 429 or 5xx"
+        3, le=100, description="further attempts after no reply, an unusable reply, or status 429 or 5xx"
     )
     deadline_s: Seconds = Field(
-        240.0, description="deadline of a batch, at which samples without a score have failed; below reward.timeout_s"
+        240.0, description="deadline of a batch, at which samples without a score fail; below reward.timeout_s"
     )
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the problem of an address that is none."""
+        """Return the error for an invalid address, if there is one."""
         why = url_problem(self.url.partition("?")[0] if self.posts_to_url() else self.url, f"{path}.api_key_env")
         if why is None:
             return []
         return [
             ConfigError(
-                f"not an address of a server: {why}",
+                f"invalid address of a server: {why}",
                 where=f"{path}.url",
                 found=mask(self.url),
                 allowed="http://HOST:PORT/... or https://...",
@@ -63,29 +63,31 @@ class EndpointSettings(Settings):
         ]
 
     def posts_to_url(self) -> bool:
-        """Return whether `url` is the whole address, which may have a query; else a path is added to it."""
+        """Return whether requests go to `url` itself, which may then have a query; otherwise a path is appended
+        to it.
+        """
         return False
 
     def server(self, url: str) -> ScoreServer:
-        """Return the server at `url`, asked as these settings say."""
+        """Return a client of the server at `url` with these settings."""
         return ScoreServer(url, self.api_key_env, self.request_timeout_s, self.retries)
 
     def require_key(self) -> None:
-        """Raise a ConfigError if the variable with the key is not set here."""
+        """Raise a ConfigError if the environment variable of the key is not set here."""
         if self.api_key_env is not None:
             _key(self.api_key_env)
 
 
 class NoAnswer(Exception):
-    """A server gave no usable answer; the text is the reason, which names the server."""
+    """A server gave no usable reply. The text is the reason and names the server."""
 
 
 @dataclass(frozen=True)
 class ScoreServer:
-    """A server that takes and answers JSON.
+    """A server that receives and returns JSON.
 
     Attributes:
-        url: where requests are posted.
+        url: address to which requests are posted.
         api_key_env, timeout_s, retries: as in `EndpointSettings`.
     """
 
@@ -95,19 +97,19 @@ class ScoreServer:
     retries: int
 
     def ask(self, body: Any, read: Callable[[Any], T], deadline: float, before: Callable[[], None] = lambda: None) -> T:
-        """Post `body`; return what `read` makes of the answer.
+        """Post `body` and return the result of `read` for the reply.
 
         Args:
             body: plain values.
-            read: raises ValueError, KeyError, IndexError or TypeError for an answer that is of no use.
-            deadline: of all attempts, on the monotonic clock.
+            read: raises ValueError, KeyError, IndexError or TypeError for an unusable reply.
+            deadline: deadline of all attempts, on the monotonic clock.
             before: called before each attempt; may raise NoAnswer.
 
         Raises:
             NoAnswer: every attempt failed, or the deadline passed.
-            ConfigError: the variable with the key is not set.
+            ConfigError: the environment variable of the key is not set.
         """
-        data, wait, last = json.dumps(body).encode(), _FIRST_WAIT_S, "the deadline had passed before it was asked"
+        data, wait, last = json.dumps(body).encode(), _FIRST_WAIT_S, "the deadline passed before the first request"
         attempts = 0
         while attempts <= self.retries and (left := deadline - time.monotonic()) > 0:
             before()
@@ -121,14 +123,14 @@ class ScoreServer:
             except (OSError, http.client.HTTPException) as error:
                 last = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
             except (ValueError, KeyError, IndexError, TypeError) as error:
-                last = f"an answer of no use, {type(error).__name__}: {error}"
+                last = f"an unusable reply, {type(error).__name__}: {error}"
             time.sleep(max(0.0, min(wait, deadline - time.monotonic())) if attempts <= self.retries else 0.0)
             wait = min(2 * wait, _LONGEST_WAIT_S)
         tries = f"{attempts} attempt{'s' if attempts != 1 else ''}"
         raise NoAnswer(f"got no score from {mask(self.url)} after {tries}: {last}")
 
     def _post(self, data: bytes, timeout_s: float) -> bytes:
-        """Return the answer, all of which comes in time."""
+        """Return the reply to a post, or raise if it is not complete in time."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.api_key_env is not None:
             headers["Authorization"] = f"Bearer {_key(self.api_key_env)}"
@@ -139,17 +141,19 @@ class ScoreServer:
                 parts.append(part)
                 size += len(part)
                 if time.monotonic() > end:
-                    raise TimeoutError("timed out in the middle of the answer")
+                    raise TimeoutError("timed out in the middle of the reply")
                 if size > _LARGEST:
                     raise ValueError(f"more than {_LARGEST >> 20} MB")
         return b"".join(parts)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Redirects are answers without a score: the key belongs to one server, and what is posted would be lost."""
+    """Treats redirects as replies without a score: the key is meant for one server, and the posted data would
+    be lost.
+    """
 
     def redirect_request(self, *arguments: Any) -> None:
-        """Follow none."""
+        """Follow no redirect."""
 
 
 @cache
@@ -161,10 +165,10 @@ def _key(variable: str) -> str:
     value = os.environ.get(variable)
     if not value:
         raise ConfigError(
-            "the environment of this worker has no such variable",
+            "this environment variable is not set in the worker",
             where=f"{KWARGS}.api_key_env",
             found=variable,
-            fix=f"export {variable} where workers start, or set another one",
+            fix=f"export {variable} where workers start, or name another variable",
         )
     return value
 
@@ -172,13 +176,13 @@ def _key(variable: str) -> str:
 def ask_all(
     requests: Sequence[T], ask: Callable[[T], list[Any]], count: Callable[[T], int], concurrency: int
 ) -> list[Any]:
-    """Return the results of all samples in order; those of a request without an answer are a `ScoringFailure` each.
+    """Return the results of all samples in order. Samples of a request without a reply get a `ScoringFailure` each.
 
     Args:
-        requests: each of some samples.
-        ask: request -> a result per sample of it, or raises NoAnswer.
-        count: number of samples of a request.
-        concurrency: requests at the same time.
+        requests: requests, each with one or more samples.
+        ask: sends a request and returns one result per sample, or raises NoAnswer.
+        count: returns the number of samples of a request.
+        concurrency: number of simultaneous requests.
     """
 
     def one(request: T) -> list[Any]:
@@ -192,7 +196,7 @@ def ask_all(
 
 
 def _said(error: urllib.error.HTTPError, limit: int = 300) -> str:
-    """Return where a redirect leads, or the start of an error's text as far as it comes."""
+    """Return where a redirect points, or the beginning of an error's text, as much as was received."""
     if 300 <= error.code < 400:
         return f"it redirects to {mask(str(error.headers.get('Location')))}, and redirects are not followed"
     try:

@@ -1,4 +1,4 @@
-"""Form of a response: reasoning in <think> tags, the answer in a box or in <answer> tags."""
+"""The form of a response: reasoning in <think> tags, the answer in a box or in <answer> tags."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character, or a brace 
 class FormatSettings(Settings):
     """Required parts of a response."""
 
-    think: bool = Field(True, description="one `<think>...</think>` at the start that is not empty")
+    think: bool = Field(True, description="require one non-empty `<think>...</think>` at the start")
     boxed: bool = Field(True, description=r"a closed `\boxed{...}` that is not empty in what follows")
-    answer: bool = Field(False, description="what follows is one `<answer>...</answer>` that is not empty")
+    answer: bool = Field(False, description="require that the rest is one non-empty `<answer>...</answer>`")
 
 
 @REWARDS.register("format", settings=FormatSettings)
@@ -62,7 +62,8 @@ def last_boxed(text: str) -> str | None:
     if not starts:
         return None
     last: tuple[int, int] | None = None
-    open_braces: list[int] = []  # start of the content of each open brace: one pass, however many boxes never close
+    # for each open brace the start of its content: a single pass, however many boxes never close
+    open_braces: list[int] = []
     for token in _BRACE.finditer(text, min(starts) - 1):
         if token.group() == "{":
             open_braces.append(token.end())

@@ -17,10 +17,11 @@ _MARK = "####"
 
 
 class GSM8KSettings(Settings):
-    """The choice of the number of a response that counts."""
+    """Which number of a response counts."""
 
     method: Literal["strict", "flexible"] = Field(
-        "strict", description="strict: the number after the last `####` that one follows; flexible: the last number"
+        "strict",
+        description="strict: the number after the last `####` that has one; flexible: the last number of the response",
     )
     answers: Answers = ANSWERS
 
@@ -51,14 +52,14 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
     if method not in ("strict", "flexible"):
         raise ValueError(f"method must be strict or flexible, not {method!r}")
     reference = read_reference(str(sample["answer"]))
-    found = _read(_marked(sample["response"]) if method == "strict" else _last(sample["response"]))
-    if found is None:
+    answer_text = _read(_marked(sample["response"]) if method == "strict" else _last(sample["response"]))
+    if answer_text is None:
         return {"overall": 0.0, "extracted": ""}
-    return {"overall": float(_equal(found, reference)), "extracted": str(found[0])}
+    return {"overall": float(_equal(answer_text, reference)), "extracted": str(answer_text[0])}
 
 
 def _marked(text: str) -> str | None:
-    """Return the first number of the line after the last `####` that has one: an empty mark at the end is no answer."""
+    """Return the first number on the line of the last `####` that has a number; a `####` without one is ignored."""
     for part in reversed(text.split(_MARK)[1:]):
         line = part.lstrip().partition("\n")[0]
         numbers = find_numbers(line)
@@ -68,9 +69,9 @@ def _marked(text: str) -> str | None:
 
 
 def _is_after_minus(line: str, number: str) -> bool:
-    """Return whether a minus and white space precede the first number of a line, with nothing to subtract from.
+    """Return whether a minus and a blank precede the first number of a line, with nothing in front to subtract from.
 
-    `find_numbers` reads such a minus as an operator, which it is in the middle of a text.
+    `find_numbers` reads such a minus as an operator, as is right in the middle of a text.
     """
     if number.startswith(("-", "+", "\u2212")):
         return False
@@ -86,7 +87,7 @@ def _last(text: str) -> str | None:
 
 
 def _read(written: str | None) -> tuple[Fraction, bool] | None:
-    """Return the number as written, without percent sign, and whether it had one."""
+    """Return the number without its percent sign, and whether it had one; None without a number."""
     if written is None:
         return None
     bare = written.removesuffix("%").removesuffix("\\").rstrip()
@@ -97,5 +98,5 @@ def _read(written: str | None) -> tuple[Fraction, bool] | None:
 def _equal(found: tuple[Fraction, bool], reference: tuple[Fraction, bool]) -> bool:
     if found[0] == reference[0]:
         return True
-    scale = {True: 100, False: 1}  # exactly one of them is a percentage: 20% is 0.2, too
+    scale = {True: 100, False: 1}  # one of them is a percentage: 20% also equals 0.2
     return found[1] != reference[1] and found[0] * scale[reference[1]] == reference[0] * scale[found[1]]

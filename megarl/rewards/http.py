@@ -1,4 +1,4 @@
-"""Scores of a server: a reward model that is served, or any program that scores samples."""
+"""Scores from a server: a served reward model, or any program that scores samples."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from megarl.system.errors import ConfigError
 
 
 class HttpSettings(EndpointSettings):
-    """The form of requests to a server that scores samples."""
+    """The format of requests to a server that scores samples."""
 
     protocol: Literal["json", "sglang"] = Field(
         "json",
-        description="json: posts {samples: [{FIELD: value}]} and reads {scores: [...]}, a number or {overall, part, "
-        "...} of each sample; sglang: /classify of SGLang's server of a reward model (--is-embedding)",
+        description="json: post {samples: [{FIELD: value}]} and read {scores: [...]}, with a number or {overall, "
+        "part, ...} per sample; sglang: /classify of an SGLang server with a reward model (--is-embedding)",
     )
     fields: list[str] = Field(
-        ["prompt", "response", "answer"], min_length=1, description="what json sends of a sample; `row` has all columns"
+        ["prompt", "response", "answer"],
+        min_length=1,
+        description="fields of a sample that json sends; `row` has all columns",
     )
-    end: str = Field("", description="text after prompt and response (sglang), such as the model's end token")
-    batch_size: PositiveInt = Field(32, le=65536, description="samples of one request")
+    end: str = Field("", description="text appended after prompt and response (sglang), such as the model's end token")
+    batch_size: PositiveInt = Field(32, le=65536, description="samples per request")
 
     def posts_to_url(self) -> bool:
-        """Return whether `url` is the whole address; SGLang's goes on with /classify."""
+        """Return whether requests go to `url` itself; for SGLang /classify is appended."""
         return self.protocol == "json"
 
     def sample_names(self) -> list[str]:
@@ -44,14 +46,14 @@ class HttpSettings(EndpointSettings):
     names=HttpSettings.sample_names,
 )
 def http(samples: list[Sample], **settings: Any) -> list[Any]:
-    """Return the server's score of each sample, or why it has none.
+    """Return the server's score of each sample, or the failure of the sample.
 
     Args:
-        samples: as reward functions get them.
-        settings: those of `HttpSettings`.
+        samples: samples as reward functions get them.
+        settings: the settings of `HttpSettings`.
 
     Raises:
-        ConfigError: samples have no such field, or the variable with the key is not set.
+        ConfigError: samples lack a field, or the environment variable of the key is not set.
     """
     options = HttpSettings(**settings)
     url = options.url.rstrip("/")
@@ -74,13 +76,13 @@ def http(samples: list[Sample], **settings: Any) -> list[Any]:
 def _field(sample: Sample, name: str) -> Any:
     if name not in sample:
         raise ConfigError(
-            f"samples have no {name!r}", where=f"{KWARGS}.fields", found=name, allowed=sorted(map(str, sample))
+            f"samples have no field {name!r}", where=f"{KWARGS}.fields", found=name, allowed=sorted(map(str, sample))
         )
     return sample[name]
 
 
 def _scores(answer: Any, count: int) -> list[Any]:
-    """Return the scores in a server's answer; ValueError where they are none."""
+    """Return the scores in a server's reply; raise ValueError for a reply of another form."""
     scores = answer.get("scores") if isinstance(answer, dict) else answer
     if not isinstance(scores, list) or len(scores) != count:
         found = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer!r:.200}"
@@ -89,9 +91,9 @@ def _scores(answer: Any, count: int) -> list[Any]:
 
 
 def _sglang(answer: Any, count: int) -> list[float]:
-    """Return the scores in an answer of SGLang, one object with `embedding` per text."""
+    """Return the scores in an SGLang reply, which has one object with `embedding` per text."""
     given = _scores(answer if isinstance(answer, list) else [answer], count)
-    scores = [one["embedding"] for one in given]
+    scores = [entry["embedding"] for entry in given]
     if any(not isinstance(score, list) or len(score) != 1 for score in scores):
-        raise ValueError(f"the served model gives {len(scores[0])} numbers, and a reward model gives one")
+        raise ValueError(f"the served model returns {len(scores[0])} numbers, but a reward model returns one")
     return [score[0] for score in scores]

@@ -1,4 +1,4 @@
-"""Images on their way to reward functions: PNG in base64 between processes, images of PIL in the function."""
+"""Images for reward functions: base64 PNG between processes, PIL images in the function."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def encoded(images: Sequence[Sequence[tuple[int, npt.NDArray[np.uint8]]]]) -> list[list[str]]:
-    """Return the images of each sample as text.
+    """Return the images of each sample as base64 text.
 
     Args:
-        images: of each sample: digest, and pixels uint8 [height, width, 3]. Images of equal digests are encoded once.
+        images: per sample: (digest, pixels uint8 [height, width, 3]). Images with equal digests are encoded once.
     """
     known: dict[int, str] = {}
-    for own in images:
-        for digest, pixels in own:
+    for encoded_images in images:
+        for digest, pixels in encoded_images:
             if digest not in known:
                 known[digest] = base64.b64encode(png(pixels)).decode("ascii")
-    return [[known[digest] for digest, _ in own] for own in images]
+    return [[known[digest] for digest, _ in encoded_images] for encoded_images in images]
 
 
 def packed(samples: Sequence[Any]) -> dict[str, Any]:
-    """Return a message with samples in which each image is once, however many samples have it (`unpacked`)."""
+    """Return a message with the samples in which each distinct image is stored once; `unpacked` inverts it."""
     table: dict[str, int] = {}
     numbered = [
         {**one, IMAGES: [table.setdefault(text, len(table)) for text in one[IMAGES]]} if IMAGES in one else one
@@ -41,7 +41,7 @@ def packed(samples: Sequence[Any]) -> dict[str, Any]:
 
 
 def unpacked(message: dict[str, Any]) -> list[Any]:
-    """Return the samples of a message that `packed` has made."""
+    """Return the samples of a message that `packed` made."""
     table = message[IMAGES]
     return [
         {**one, IMAGES: [table[number] for number in one[IMAGES]]} if IMAGES in one else one
@@ -59,7 +59,7 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def with_images(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with images of PIL in the place of their texts; equal texts are one image."""
+    """Return the samples with PIL images in place of base64 text; equal texts become the same image."""
     known: dict[str, Any] = {}
     return [
         {**one, IMAGES: [_decoded(text, known) for text in one[IMAGES]]} if IMAGES in one else one for one in samples

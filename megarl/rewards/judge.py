@@ -1,4 +1,4 @@
-"""A language model that judges responses, at an OpenAI-compatible endpoint."""
+"""A language model that judges responses, served by an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -36,50 +36,54 @@ Reference answer:
 {% endif %}
 Give a short reason, and a score from {{ low }} (worst) to {{ high }} (best)."""
 _OBJECT = re.compile(r"\{[^{}]*\}")
-_CALLS = "calls"  # file of the cache: one byte per call
+_CALLS = "calls"  # file in the cache that counts calls, with one byte per call
 _WARNING = threading.Lock()
 
 
 class JudgeSettings(EndpointSettings):
-    """The judge, what it is asked, and what that may cost."""
+    """The judge, its prompt, and the limits of its cost."""
 
-    url: str = Field(description="address of the endpoint up to /v1; /chat/completions is added")
+    url: str = Field(description="address of the endpoint up to /v1; /chat/completions is appended")
     model: str = Field(description="name of the model that judges")
     prompt: str | None = Field(
         None,
-        description="Jinja text of the message to the judge; sees the sample (response, prompt, answer, row, ...), "
-        "`conversation`, low and high; null: conversation, response, answer, and how to judge",
+        description="Jinja template of the message to the judge; it can use the sample (response, prompt, answer, "
+        "row, ...), `conversation`, low and high; null: conversation, response, answer, and instructions",
     )
-    system: str | None = Field(None, description="system message to the judge")
-    low: float = Field(0.0, description="worst score of the judge; the reward is 0 there")
-    high: float = Field(10.0, description="best score of the judge; the reward is 1 there")
+    system: str | None = Field(None, description="system message for the judge")
+    low: float = Field(0.0, description="worst score of the judge, which becomes reward 0")
+    high: float = Field(10.0, description="best score of the judge, which becomes reward 1")
     structured: bool = Field(
-        True, description="ask for JSON by a schema (response_format); false: the prompt has to ask for it"
+        True, description="request JSON with a schema (response_format); false: the prompt has to ask for JSON"
     )
-    max_tokens: PositiveInt = Field(512, description="tokens of a verdict, at most")
-    temperature: float = Field(0.0, ge=0, le=2, description="of the judge")
-    cache: str | None = Field(None, description="folder of verdicts: what a run has judged is not asked again")
+    max_tokens: PositiveInt = Field(512, description="most tokens of a verdict")
+    temperature: float = Field(0.0, ge=0, le=2, description="sampling temperature of the judge")
+    cache: str | None = Field(
+        None, description="folder that keeps verdicts, so that the same response is not judged twice"
+    )
     budget: PositiveInt | None = Field(
         None,
-        description="calls of all ranks and runs that share the cache, attempts included; samples beyond have failed",
+        description="most calls over all ranks and runs that share the cache, attempts included; further samples fail",
     )
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the problems of the address, the scale, the prompt and the budget."""
-        found = super().problems(path)
+        """Return the errors in the address, the scale, the prompt and the budget."""
+        errors = super().problems(path)
         if not self.low < self.high:
-            found.append(ConfigError("the scale is empty", where=f"{path}.high", found=self.high, allowed="above low"))
+            errors.append(ConfigError("the scale is empty", where=f"{path}.high", found=self.high, allowed="above low"))
         if self.budget is not None and self.cache is None:
-            what = "calls are counted in the cache, and there is none"
-            found.append(ConfigError(what, where=f"{path}.budget", found=self.budget, fix=f"set {path}.cache"))
+            what = "calls are counted in the cache, and reward.kwargs.cache is not set"
+            errors.append(ConfigError(what, where=f"{path}.budget", found=self.budget, fix=f"set {path}.cache"))
         try:
             _template(self.prompt or _PROMPT)
         except ValueError as error:
-            found.append(ConfigError(f"broken template: {error}", where=f"{path}.prompt"))
-        return found
+            errors.append(ConfigError(f"broken template: {error}", where=f"{path}.prompt"))
+        return errors
 
     def sample_names(self) -> set[str]:
-        """Return the names that the prompt reads in every sample; what it tests for (`is defined`) may be missing."""
+        """Return the names that the prompt needs in every sample; names that it tests with `is defined` may be
+        missing.
+        """
         import jinja2
         from jinja2 import meta, nodes
 
@@ -101,14 +105,14 @@ class JudgeSettings(EndpointSettings):
     names=JudgeSettings.sample_names,
 )
 def judge(samples: list[Sample], **settings: Any) -> list[Any]:
-    """Return the judge's score of each sample, from 0 to 1, or why it has none.
+    """Return the judge's score of each sample, from 0 to 1, or the failure of the sample.
 
     Args:
-        samples: as reward functions get them.
-        settings: those of `JudgeSettings`.
+        samples: samples as reward functions get them.
+        settings: the settings of `JudgeSettings`.
 
     Raises:
-        ConfigError: the prompt reads what a sample does not have, or the variable with the key is not set.
+        ConfigError: the prompt uses a field that a sample lacks, or the environment variable of the key is not set.
     """
     options = JudgeSettings(**settings)
     server = options.server(f"{options.url.rstrip('/')}/chat/completions")
@@ -126,33 +130,33 @@ def judge(samples: list[Sample], **settings: Any) -> list[Any]:
 
 
 def _verdict(item: tuple[str, dict[str, Any]], server: ScoreServer, options: JudgeSettings, deadline: float) -> float:
-    """Return the reward of one request, from the cache where it is known."""
+    """Return the reward for one request, from the cache if it has the verdict."""
     key, body = item
-    kept = None if options.cache is None else Path(options.cache).expanduser() / key[:2] / f"{key}.json"
-    score = None if kept is None else _read(kept, options)
+    cached = None if options.cache is None else Path(options.cache).expanduser() / key[:2] / f"{key}.json"
+    score = None if cached is None else _read(cached, options)
     if score is None:
         read = partial(_score, low=options.low, high=options.high)
         score = server.ask(body, read, deadline, partial(_count_call, options))
-        if kept is not None:
+        if cached is not None:
             try:
-                write_atomically(kept, json.dumps({"score": score}))
+                write_atomically(cached, json.dumps({"score": score}))
             except OSError as error:
-                with _WARNING:  # of threads that fail at the same time one warns
+                with _WARNING:  # of several threads that fail at the same time only one warns
                     _warn_not_kept(str(options.cache), error.strerror or str(error))
     return (score - options.low) / (options.high - options.low)
 
 
 @cache
 def _warn_not_kept(folder: str, why: str) -> None:
-    """Warn, once per cause, of verdicts that will be asked for again."""
-    log.warning("reward.kwargs.cache: verdicts of the judge are not kept in %s: %s", folder, why)
+    """Warn, once per cause, that verdicts cannot be cached and will be requested again."""
+    log.warning("reward.kwargs.cache: cannot save verdicts of the judge in %s: %s", folder, why)
 
 
 def _count_call(options: JudgeSettings) -> None:
-    """Take one call off the budget, if there is one.
+    """Count one call against the budget, if there is one.
 
     Raises:
-        NoAnswer: nothing is left, or calls cannot be counted.
+        NoAnswer: the budget is used up, or calls cannot be counted.
     """
     if options.budget is None or options.cache is None:
         return
@@ -163,7 +167,7 @@ def _count_call(options: JudgeSettings) -> None:
         raise NoAnswer(f"got no score: {calls} cannot count the judge's calls: {error.strerror or error}") from error
     if not left:
         raise NoAnswer(
-            f"got no score: the judge's budget of {options.budget} calls is spent ({calls} counts them); raise "
+            f"got no score: the judge's budget of {options.budget} calls is used up ({calls} counts them); raise "
             "reward.kwargs.budget"
         )
 
@@ -171,7 +175,7 @@ def _count_call(options: JudgeSettings) -> None:
 def _append(calls: Path, budget: int) -> bool:
     """Count one call, and return whether it is within the budget.
 
-    Several ranks may find the same size. Appending is atomic, so that the places of their bytes decide who may call.
+    Several ranks may read the same file size. Appending is atomic, so the positions of their bytes decide who may call.
     """
     calls.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -185,7 +189,7 @@ def _append(calls: Path, budget: int) -> bool:
 
 
 def _read(kept: Path, options: JudgeSettings) -> float | None:
-    """Return a score of the cache; None where there is none that can be read, or it is not on the scale."""
+    """Return the cached score; None if there is none, it cannot be read, or it is outside the scale."""
     try:
         score = float(json.loads(kept.read_text())["score"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -194,12 +198,13 @@ def _read(kept: Path, options: JudgeSettings) -> float | None:
 
 
 def _score(answer: Any, low: float, high: float) -> float:
-    """Return the score in a chat completion; ValueError, KeyError, IndexError or TypeError where there is none."""
+    """Return the score in a chat completion; raise ValueError, KeyError, IndexError or TypeError if there is none."""
     text = answer["choices"][0]["message"]["content"]
-    found = [text, *reversed(_OBJECT.findall(text))]  # a verdict in other words: the last object counts
-    for one in found:
+    # the verdict may be inside other text: the last JSON object counts
+    candidates = [text, *reversed(_OBJECT.findall(text))]
+    for candidate in candidates:
         try:
-            verdict = json.loads(one)
+            verdict = json.loads(candidate)
         except ValueError:
             continue
         if isinstance(verdict, dict) and "score" in verdict:
@@ -211,7 +216,7 @@ def _score(answer: Any, low: float, high: float) -> float:
 
 
 def _body(options: JudgeSettings, question: str) -> dict[str, Any]:
-    """Return the request for one verdict."""
+    """Return the request body for one verdict."""
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     body: dict[str, Any] = {
         "model": options.model,
@@ -233,13 +238,13 @@ def _body(options: JudgeSettings, question: str) -> dict[str, Any]:
 
 
 def _key(url: str, options: JudgeSettings, body: dict[str, Any]) -> str:
-    """Return the name of a verdict in the cache: a hash of who is asked what, on which scale."""
-    asked = json.dumps([url, options.low, options.high, body], sort_keys=True)
-    return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    """Return the name of a verdict in the cache: a hash of server, model, request and scale."""
+    request = json.dumps([url, options.low, options.high, body], sort_keys=True)
+    return hashlib.blake2b(request.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _template(text: str) -> Any:
-    """Return the compiled template; ValueError where it is none."""
+    """Return the compiled template; raise ValueError if it is invalid."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -250,11 +255,11 @@ def _template(text: str) -> Any:
 
 
 def _rendered(template: Any, sample: Sample, options: JudgeSettings) -> str:
-    """Return what the judge is asked about a sample."""
+    """Return the message to the judge about a sample."""
     import jinja2
 
-    said = sample.get("messages")
-    turns = [f"{one['role']}: {one['content']}" for one in said] if said else [str(sample["prompt"])]
+    text = sample.get("messages")
+    turns = [f"{one['role']}: {one['content']}" for one in text] if text else [str(sample["prompt"])]
     scale = {"low": f"{options.low:g}", "high": f"{options.high:g}"}
     try:
         return str(template.render({**sample, "conversation": "\n".join(turns), **scale}))

@@ -22,7 +22,7 @@ from megarl.rewards.mathematics import boxed, equal, unboxed
 from megarl.rewards.mathematics.values import DIGITS, context
 from megarl.rewards.registry import REWARDS
 
-_TAIL = 600  # characters at the end of an unboxed response that are searched for the answer
+_TAIL = 600  # characters at the end of a response without a box that are searched for the answer
 
 
 class _TimeLimit(BaseException):
@@ -30,14 +30,14 @@ class _TimeLimit(BaseException):
 
 
 class MathSettings(Settings):
-    """The choice of the expression of a response that counts, and the time limit of its comparison."""
+    """Which expression of a response counts, and the time limit of the comparison."""
 
     method: Literal["strict", "flexible", "answer"] = Field(
         "strict",
-        description=r"strict: the last `\boxed{}`; flexible: without one, the last expression; answer: the last "
-        "`<answer>...</answer>`",
+        description="strict: the last `\\boxed{}`; flexible: the last expression if there is no box; answer: the "
+        "last `<answer>...</answer>`",
     )
-    timeout_s: float = Field(5.0, gt=0, description="CPU seconds per sample; what takes longer is wrong")
+    timeout_s: float = Field(5.0, gt=0, description="CPU seconds per sample, after which the answer counts as wrong")
     answers: Answers = ANSWERS
 
 
@@ -46,7 +46,7 @@ def _import(_: MathSettings) -> None:
 
 
 def read_reference(answer: str) -> str:
-    """Return the reference in the compared form, without its box; raise ValueError when it is empty."""
+    """Return the reference without its box, in the form that is compared; raise ValueError when it is empty."""
     gold = (boxed(answer) or answer).strip()
     if not gold:
         raise ValueError("the reference answer is empty")
@@ -93,14 +93,14 @@ def math(
         candidates = unboxed(sample["response"][-_TAIL:])
     try:
         with _time_limit(timeout_s):
-            found = any(equal(gold, candidate) for candidate in candidates)
+            expression = any(equal(gold, candidate) for candidate in candidates)
     except _TimeLimit:
         return {"overall": 0.0, "timeout": 1.0, "extracted": extracted}
-    return {"overall": float(found), "timeout": 0.0, "extracted": extracted}
+    return {"overall": float(expression), "timeout": 0.0, "extracted": extracted}
 
 
 def _tagged(response: str) -> str | None:
-    """Return what stands in the last `<answer>...</answer>`, without a box around it; None: there is no such tag."""
+    """Return the content of the last `<answer>...</answer>`, without a box around it; None without such a tag."""
     _, opened, rest = response.rpartition("<answer>")
     content, closed, _ = rest.partition("</answer>")
     return (boxed(content) or content) if opened and closed else None
@@ -120,8 +120,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         if lost.exc_type is not _TimeLimit:
             report(lost)
 
-    # The alarm repeats: Python drops exceptions raised inside a finaliser or a callback of the garbage collector, and
-    # would report them as an error.
+    # The alarm repeats, because Python drops exceptions raised inside a finaliser or a garbage collector's callback.
     sys.unraisablehook = unraisable
     signal.setitimer(signal.ITIMER_PROF, seconds, 0.02)
     try:

@@ -9,7 +9,7 @@ _MAX_DIGITS = 64  # a longer number is noise, and a huge exponent would build a 
 _SIGNS = "-+\u2212"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,2}})?"
-# Possessive quantifiers (*+) give no white space back, so a run of it is read once, not once for each way to split it.
+# Possessive quantifiers (*+) never backtrack, so a run of white space is read once, not once per way to split it.
 _AFTER_SIGN = rf"(?P<num>{_UNSIGNED})(?:\s*+/\s*+(?P<den>{_UNSIGNED}))?\s*+(?P<pct>\\?%)?"
 _NUMBER = re.compile(rf"(?P<sign>[{_SIGNS}]?)\s*+\$?+\s*+{_AFTER_SIGN}")
 _WITHOUT_SIGN = re.compile(_AFTER_SIGN)

@@ -14,18 +14,20 @@ from megarl.rewards.registry import REWARDS
 
 
 class NumericSettings(Settings):
-    """The choice of the number of a response that counts, and its tolerance."""
+    """Which number of a response counts, and its tolerance."""
 
-    tolerance: float = Field(1e-6, ge=0, description="largest error, times max(1, |answer|)")
+    tolerance: float = Field(1e-6, ge=0, description="largest accepted error, as a multiple of max(1, |answer|)")
     extract: Literal["whole", "first", "last"] = Field(
-        "whole", description="whole: the response is nothing but the number; first or last: that number of it"
+        "whole",
+        description="whole: the response is nothing but the number; first or last: the first or last number "
+        "in the response",
     )
-    evaluated: bool = Field(False, description="refuse a response written as a quotient")
+    evaluated: bool = Field(False, description="refuse a response that is written as a quotient")
     answers: Answers = ANSWERS
 
 
 def read_reference(answer: str) -> Fraction:
-    """Return the number of a reference answer; raise ValueError when it is none."""
+    """Return the number of a reference answer; raise ValueError when it is not a number."""
     value = parse_number(answer)
     if value is None:
         raise ValueError(f"the reference answer is not a number: {answer!r}")

@@ -1,12 +1,12 @@
 """Several rewards at once: the score of a sample is the weighted sum of its parts.
 
-    reward:
-      parts:
-        accuracy: {name: math, weight: 0.9}
-        form: {name: format, weight: 0.1}
+reward:
+  parts:
+    accuracy: {name: math, weight: 0.9}
+    form: {name: format, weight: 0.1}
 
-Each function has its own runner, as if the recipe named only that one, and all of them score at the same time. A recipe
-with `reward.name` has one, whose results stay as they are.
+Each function has its own runner, as if the recipe named only that function, and all functions score at the same time. A
+recipe with `reward.name` has one function, whose results are returned unchanged.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
 
 _LABEL = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
-#: Parts of a result with a meaning of their own, which no part of the recipe may be called.
+#: Keys of a result with a fixed meaning, which cannot be names of parts.
 _MEANINGS = frozenset({"overall", "acc", EXTRACTED_KEY})
 
 
 @dataclass(frozen=True, eq=False)
 class Submitted:
-    """A batch that is being scored, by part, and how many samples it has."""
+    """A batch that is being scored: one handle per part, and the number of samples."""
 
     handles: Mapping[str, RewardHandle]
     samples: int
 
     def done(self) -> bool:
-        """Return whether all of its scores are there."""
+        """Return whether all scores of the batch are available."""
         return all(handle.done() for handle in self.handles.values())
 
 
 class Rewards:
-    """The scoring of batches with the functions of a recipe.
+    """Scores batches with the functions of a recipe.
 
     Args:
         cfg: the `reward` section.
 
     Raises:
-        ConfigError: a function cannot be found or loaded, or does not take its arguments; names the part.
+        ConfigError: a function cannot be found or loaded, or does not accept its arguments; the error names the part.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
@@ -71,14 +71,15 @@ class Rewards:
 
     @property
     def asks_images(self) -> bool:
-        """Whether a function takes the images of samples."""
+        """Whether a function uses the images of samples."""
         return any(runner.asks_images for runner in self._runners.values())
 
     def submit(self, samples: list[Sample], images: Sequence[list[str]] | None = None) -> Submitted:
-        """Start scoring; as `RewardRunner.submit`.
+        """Start scoring a batch, as `RewardRunner.submit`.
 
         Args:
-            images: of each sample, as `megarl.rewards.images.encoded` makes them; only functions that ask get them.
+            images: images of each sample, as `megarl.rewards.images.encoded` makes them; passed to functions that use
+                them.
         """
         seen = samples if images is None else [{**one, IMAGES: own} for one, own in zip(samples, images, strict=True)]
         return Submitted(
@@ -87,14 +88,14 @@ class Rewards:
         )
 
     def result(self, handle: Submitted) -> list[Result]:
-        """Wait for a batch; return one dict per sample: the weighted sum as `overall`, and its parts.
+        """Wait for a batch; return one dict per sample with the weighted sum as `overall`, and the parts.
 
-        The score of a part has the part's name, what its function returns beside it is `part/name`. `acc` and
-        `extracted`, which validation reads, are those of the first part. A sample of which one part failed has the
-        score `reward.on_error`. The part that a model of the run gives is missing: `with_model_scores` adds it.
+        A part's score has the part's name; further values that its function returns are called `part/name`. `acc` and
+        `extracted`, which validation reads, come from the first part. A sample for which a part failed has the score
+        `reward.on_error`. `with_model_scores` adds the part that the role `reward_model` scores.
 
         Raises:
-            RewardError, ConfigError: as `RewardRunner.result`.
+            RewardError, ConfigError: as in `RewardRunner.result`.
         """
         by_part = {}
         for label, runner in self._runners.items():
@@ -127,21 +128,21 @@ class Rewards:
 
 
 def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequence[float]) -> list[Result]:
-    """Return the results of samples with what a model of the run gives them.
+    """Return the samples' results with the scores of the role `reward_model` added.
 
     Args:
-        cfg: the `reward` section, with a part by the role `reward_model`.
-        results: of the other parts, as `Rewards.result` returns them; empty dicts where there are none.
-        scores: of the model; NaN: the sample has failed and gets `reward.on_error`.
+        cfg: the `reward` section, with a part that the role `reward_model` scores.
+        results: results of the other parts, as `Rewards.result` returns them; empty dicts when there are none.
+        scores: scores of the model; NaN marks a failed sample, which gets `reward.on_error`.
     """
     label = cfg.of_model
-    assert label is not None, "the recipe names the model's reward"
+    assert label is not None, "the recipe must name the reward reward_model"
     found = []
     for result, score in zip(results, scores, strict=True):
         if ERROR_KEY in result:
             found.append(result)
         elif math.isnan(score):
-            assert cfg.on_error != "raise", "the model's role refuses the sample"
+            assert cfg.on_error != "raise", "the reward model cannot score the sample"
             found.append({"overall": float(cfg.on_error), ERROR_KEY: 1.0})
         elif not label:
             found.append({"overall": score})
@@ -153,7 +154,7 @@ def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequ
 
 
 def raise_part_problems(cfg: RewardConfig) -> None:
-    """Refuse names of parts that no metric can have, and a single reward beside parts.
+    """Refuse names of parts that metrics cannot have, and a recipe with both a single reward and parts.
 
     Raises:
         ConfigError: names the key.
@@ -171,11 +172,11 @@ def raise_part_problems(cfg: RewardConfig) -> None:
     models = [label for label, one in cfg.functions.items() if one.name == BY_MODEL]
     if len(models) > 1:
         raise ConfigError(
-            "a run has one reward model, and several parts name it",
+            "several parts name the reward model, but a run has only one",
             where="reward.parts",
             found=", ".join(models),
-            allowed=f"one part with the name {BY_MODEL}",
-            fix="leave one, or serve the other model and use the reward http",
+            allowed=f"one part called {BY_MODEL}",
+            fix="keep one of them, or serve the other model and use the reward http",
         )
     default = type(cfg).model_fields["name"].default
     if cfg.parts and (cfg.name != default or cfg.kwargs):
@@ -190,7 +191,7 @@ def raise_part_problems(cfg: RewardConfig) -> None:
 
 @contextmanager
 def located(label: str) -> Iterator[None]:
-    """Give the errors of a part, which name `reward.name` or `reward.kwargs`, its own keys; "" is no part."""
+    """Make errors raised inside the block name the keys of the part `label`; an empty label changes nothing."""
     try:
         yield
     except ConfigError as error:

@@ -1,12 +1,12 @@
-"""A supervised pool of reward processes: dead ones are replaced, hanging ones killed, and the sample is named.
+"""A supervised pool of reward processes: dead processes are replaced, hanging ones killed, and the sample is named.
 
-(`concurrent.futures` gives neither: a killed worker breaks the whole pool, and a running call cannot be stopped.)
+(With `concurrent.futures` a killed worker breaks the whole pool, and a running call cannot be stopped.)
 
-A process that the kernel kills for lack of memory (SIGKILL) may have been the victim of another: its samples are scored
-once more, each group by itself while no other process scores, before they are blamed.
+A process that the kernel kills for lack of memory (SIGKILL) may be the victim of another process. Its samples are
+scored again before they are blamed: prompt group by prompt group, while no other process scores.
 
-A process's output is plain data that is validated here (`megarl.rewards.scoring`), because it may run code that the
-policy wrote: invalid output fails its sample, and the process is replaced.
+A process's output is plain data that is validated here (`megarl.rewards.scoring`), because the process may run code
+that the policy wrote. Invalid output fails its sample, and the process is replaced.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megarl.system.plain import Malformed, cut, flag, short, whole
 from megarl.system.processes import how_it_ended
 
 log = logging.getLogger(__name__)
-START_TIMEOUT_S = 120.0  # a user's file may import heavy packages
-_REFUSAL = 20_000  # characters of an error of the function's file
+START_TIMEOUT_S = 120.0  # a user's file may import large packages
+_REFUSAL = 20_000  # most characters of an error from the function's file
 _LESS_MEMORY = "use less memory: fewer reward.workers, a function that holds less, or a smaller data.batch_size"
-_CHUNKS_PER_WORKER = 4  # small enough to balance, large enough to amortise a message
+_CHUNKS_PER_WORKER = 4  # chunks small enough to balance the load, and large enough to pay for a message
 
 
 @dataclass
@@ -40,10 +40,10 @@ class _Batch:
     """The work of one call.
 
     Attributes:
-        outcomes: by position.
+        outcomes: outcomes by position in the batch.
         pending: positions that wait, chunk by chunk.
-        again: chunks of killed processes, which wait until nothing else is scored.
-        killed: positions that have been in such a chunk.
+        again: chunks of killed processes, which wait until no process scores.
+        killed: positions that were in such a chunk.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -53,7 +53,7 @@ class _Batch:
     killed: set[int] = field(default_factory=set)
 
     def groups(self, positions: list[int]) -> list[list[int]]:
-        """Split positions into the samples of each prompt (uid)."""
+        """Split positions into prompt groups (samples with equal uid)."""
         groups: dict[Any, list[int]] = {}
         for i in positions:
             groups.setdefault(self.samples[i].get("uid", i), []).append(i)
@@ -64,16 +64,16 @@ class ScorerPool:
     """A pool of `size` processes that score with one reward function.
 
     Args:
-        name, mode, kwargs: the function, see `load_scorer`; it is loaded in every process.
+        name, mode, kwargs: the function, as for `load_scorer`; every process loads it.
         size: number of processes.
-        sample_limit_s: the process of a sample that takes longer is killed; None: no such limit. For functions that
-            get one sample at a time only.
-        limit_result: result of a sample over its limit; None: it has failed.
+        sample_limit_s: seconds after which the process of a sample is killed; None: no limit. Only for functions that
+            get one sample at a time.
+        limit_result: result of a sample over its limit; None: the sample fails.
         program: module that the processes run; `noun`: its name in messages.
-        read: validates their results.
-        repeats: whether samples of a killed process are scored once more.
-        quiet: drop what processes write to standard output, and bound their error output for their whole life instead
-            of for each call.
+        read: validates the processes' results.
+        repeats: whether samples of a killed process are scored again.
+        quiet: drop the processes' standard output, and limit their error output for their whole life instead of per
+            call.
 
     Raises:
         ConfigError: the processes could not load the function.
@@ -99,7 +99,7 @@ class ScorerPool:
         self._mode, self._size, self._repeats, self._quiet = mode, size, repeats, quiet
         self._sample_limit_s, self._limit_result = sample_limit_s, limit_result
         self._workers: list[PoolProcess] = []
-        self.asks_images = False  # until a process has loaded the function
+        self.asks_images = False  # known once a process has loaded the function
         self._start_missing()
         try:
             self._await_ready(time.monotonic() + START_TIMEOUT_S)
@@ -108,10 +108,10 @@ class ScorerPool:
             raise
 
     def score(self, samples: list[Sample], timeout_s: float, stop_at_failure: bool) -> dict[int, Outcome]:
-        """Return the outcome by position; all positions have one, unless `stop_at_failure` stopped after a failure.
+        """Return the outcomes by position. Every position has one, unless `stop_at_failure` stopped after a failure.
 
         Raises:
-            ConfigError: an included reward cannot score as it is configured.
+            ConfigError: an included reward cannot score with its configuration.
         """
         deadline = time.monotonic() + timeout_s
         batch = _Batch(samples)
@@ -142,7 +142,9 @@ class ScorerPool:
             self._drop(worker)
 
     def _chunks(self, batch: _Batch) -> list[list[int]]:
-        """Split the positions. Sequential mode: short runs. Batch mode: a chunk per process, groups (uid) whole."""
+        """Split the positions into chunks: short runs in sequential mode; one chunk of whole prompt groups per process
+        in batch mode.
+        """
         number = len(batch.samples)
         if self._mode == "sequential":
             size = max(1, number // (self._size * _CHUNKS_PER_WORKER))
@@ -168,14 +170,16 @@ class ScorerPool:
                 self._on_loss(worker, batch, None)
         if self._sample_limit_s is not None:
             for worker in [w for w in self._workers if w.chunk and time.monotonic() > w.since + self._sample_limit_s]:
-                left = worker.left  # absent where the last message of a chunk is missing
+                left = worker.left  # no sample is left when the last message of a chunk is missing
                 late = ScoringFailure(f"did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}")
                 for blamed in left[:1]:
                     batch.outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
                 self._requeue(worker, left[1:], batch)
 
     def _with_news(self, wait_s: float) -> list[PoolProcess]:
-        """Return the processes that have written, ended, or accept more bytes; none after `wait_s` seconds."""
+        """Return the processes that have written, ended, or can receive more bytes; an empty list after `wait_s`
+        seconds.
+        """
         poll, by_handle = select.poll(), {worker.fileno(): worker for worker in self._workers}
         for handle, worker in by_handle.items():
             poll.register(handle, select.POLLIN | (select.POLLOUT if worker.unsent else 0))
@@ -185,7 +189,8 @@ class ScorerPool:
         """Handle a message of a process.
 
         Raises:
-            ConfigError: it could not load the function, or an included reward cannot score as it is configured.
+            ConfigError: the process could not load the function, or an included reward cannot score with its
+                configuration.
             Malformed: the message is invalid in this state.
         """
         kind = message.get("kind")
@@ -211,7 +216,9 @@ class ScorerPool:
             raise Malformed(f"a message {short(kind)} where none is due")
 
     def _take_back(self, worker: PoolProcess, index: int, outcomes: dict[int, Outcome]) -> None:
-        """Drop the answers from sample `index` on: code of that sample has answered in the name of its process."""
+        """Drop the outcomes from sample `index` on, because that sample's code sent replies in the name of its
+        process.
+        """
         for position in worker.chunk[index:]:
             outcomes.pop(position, None)
             worker.done.discard(position)
@@ -220,7 +227,7 @@ class ScorerPool:
         return worker.stops and any(isinstance(outcomes[i], ScoringFailure) for i in worker.done)
 
     def _on_loss(self, worker: PoolProcess, batch: _Batch, wrote: str | None) -> None:
-        """Replace a process that died, or wrote an invalid message."""
+        """Replace a process that died or sent an invalid message."""
         left = worker.left
         how = how_it_ended(worker.process) if wrote is None else ""
         killed = wrote is None and worker.process.returncode == -signal.SIGKILL
@@ -232,19 +239,19 @@ class ScorerPool:
         its = f"its {self._noun} process"
         reason = f"died with {its} ({how})" if wrote is None else f"lost {its}, which {wrote}"
         self._start_missing()
-        if not left or worker.broken:  # no sample is to blame
-            log.warning("a process of %s, which was idle, %s; it is replaced", name, wrote or f"died ({how})")
+        if not left or worker.broken:  # in these cases no sample is to blame
+            log.warning("an idle process of %s %s; it is replaced", name, wrote or f"died ({how})")
             batch.pending.extendleft([left] if left else [])
             return
         at_work, rest = (left[:1], left[1:]) if self._mode == "sequential" else (left, [])
         batch.pending.extendleft([rest] if rest else [])
         if killed and self._repeats and at_work[0] not in batch.killed:
-            log.warning("a process of %s was killed (%s); what it scored is scored once more, by itself", name, how)
+            log.warning("a process of %s was killed (%s); its samples are scored again, by themselves", name, how)
             batch.killed.update(at_work)
             batch.again.extend(batch.groups(at_work))
             return
         reason += ", for the second time" if at_work[0] in batch.killed else ""
-        reason += f" while that scored a batch of {len(left)}" if self._mode == "batch" else ""
+        reason += f"while it scored a batch of {len(left)}" if self._mode == "batch" else ""
         fix = f"{_LESS_MEMORY}, or set reward.on_error to a score for such samples" if killed else None
         batch.outcomes.update({i: ScoringFailure(reason, None, k > 0, fix) for k, i in enumerate(at_work)})
 
@@ -255,7 +262,7 @@ class ScorerPool:
         self._start_missing()
 
     def _expire(self, batch: _Batch, timeout_s: float) -> None:
-        """Fail the samples in work when the deadline has passed; waiting samples are not to blame."""
+        """Fail the samples that are being scored when the deadline passes; waiting samples are not blamed."""
         for worker in self._workers:
             for k, i in enumerate(worker.left):
                 at_work = k == 0 or self._mode == "batch"
@@ -276,8 +283,8 @@ class ScorerPool:
         while not all(worker.ready for worker in self._workers):
             if time.monotonic() >= deadline:
                 raise RewardError(
-                    f"processes of {self._noun} {self._setup['name']!r} did not start within {START_TIMEOUT_S:g} s: "
-                    "does importing it hang?"
+                    f"processes of {self._noun} {self._setup['name']!r} did not start within {START_TIMEOUT_S:g} s; "
+                    "importing the function may hang"
                 )
             self._collect(_Batch(), min(deadline, time.monotonic() + 1.0))
 

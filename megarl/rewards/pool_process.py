@@ -1,4 +1,4 @@
-"""One process of the reward pool, as the pool sees it; sending and receiving never block."""
+"""One process of the reward pool, on the pool's side. Sending and receiving never block."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megarl.rewards.scoring import Sample
 from megarl.system.parents import as_parent
 from megarl.system.plain import PlainInbox, pack
 
-_EXIT_S = 10.0  # from SIGTERM to the end of the guardian, which kills for up to 5 s
-_READ = 1 << 16  # bytes at a time
-#: Of a message of the process, which the scored code may control.
+_EXIT_S = 10.0  # from SIGTERM until the guardian has ended, which kills for up to 5 s
+_READ = 1 << 16  # bytes per read
+#: Largest header and body of a message from the process, which the scored code may control.
 _HEADER, _DEPTH = 8 << 20, 8
 
 
@@ -28,20 +28,20 @@ class PoolProcess:
     """One process and its current chunk.
 
     Args:
-        program: its module.
-        setup: its first message.
-        name: in messages.
-        quiet: drop its standard output.
+        program: module that the process runs.
+        setup: first message to the process.
+        name: name in messages.
+        quiet: drop the process's standard output.
 
     Attributes:
         process: the subprocess.
-        output: what it prints.
-        ready: whether it has loaded its function.
-        chunk: positions in the batch that it scores; none: it is idle.
+        output: prints the process's output.
+        ready: whether the process has loaded its function.
+        chunk: positions in the batch that it scores; empty: it is idle.
         done: positions with an outcome.
         stops: whether it skips the rest of the chunk after a failure.
         broken: whether it ended before it had received the whole chunk.
-        since: start time of the sample in work.
+        since: start time of the sample that it scores.
     """
 
     def __init__(self, program: str, setup: dict[str, Any], name: str, *, quiet: bool = False) -> None:
@@ -53,7 +53,8 @@ class PoolProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
                 stderr=subprocess.PIPE if quiet else subprocess.STDOUT,
-                start_new_session=True,  # a process group, killed as a whole with the function's children
+                # its own process group, which is killed as a whole with the function's children
+                start_new_session=True,
                 env={**os.environ, **as_parent(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
         pipe = self.process.stderr if quiet else self.process.stdout
@@ -73,12 +74,12 @@ class PoolProcess:
 
     @property
     def left(self) -> list[int]:
-        """Positions of the chunk that are not scored yet."""
+        """Positions of the chunk that have no outcome yet."""
         return [i for i in self.chunk if i not in self.done]
 
     @property
     def unsent(self) -> bool:
-        """Whether bytes are waiting to be sent: `flush` continues."""
+        """Whether bytes wait to be sent; `flush` sends them."""
         return bool(self._outbox)
 
     def give(self, chunk: list[int], samples: list[Sample], stop_at_failure: bool) -> None:
@@ -91,7 +92,9 @@ class PoolProcess:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as the process accepts now. If it is gone, a read reports that, with the cause."""
+        """Send as much as the process can receive now. If the process is gone, a later read reports that and
+        its cause.
+        """
         try:
             while self._outbox:
                 del self._outbox[: self._socket.send(self._outbox[: 1 << 20])]
@@ -102,11 +105,11 @@ class PoolProcess:
             self._outbox.clear()
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have arrived whole, from one read.
+        """Yield the messages that are complete after one read.
 
         Raises:
             EOFError: the connection is broken.
-            Malformed: the bytes are no message.
+            Malformed: the bytes are not a message.
         """
         try:
             data = self._socket.recv(_READ)
@@ -121,12 +124,12 @@ class PoolProcess:
             yield message[0]
 
     def kill(self) -> None:
-        """Kill the process and its children in any state."""
+        """Kill the process and its children, whatever their state."""
         self._socket.close()
-        self.process.terminate()  # its guardian, which finds children outside the group (megarl.system.reaper)
+        self.process.terminate()  # ends the guardian, which finds children outside the group (megarl.system.reaper)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_S)
-        with contextlib.suppress(OSError):  # the group is empty
+        with contextlib.suppress(OSError):  # raised when the group is empty
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()

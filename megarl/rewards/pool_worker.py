@@ -1,10 +1,10 @@
-"""One process of the reward pool: `python -m megarl.rewards.pool_worker FD`, driven over that socket by `pool.py`.
+"""One process of the reward pool: `python -m megarl.rewards.pool_worker FD`, controlled over that socket by `pool.py`.
 
 It loads the reward function itself, so a user's file never runs in a training process. It ends when its parent does.
 
-    parent    setup, then chunks: samples, stop_at_failure
-    process   ready (whether it asks for images), or refused (text); then per sample: scored (index, result or failure),
-              and idle after a chunk; or refused, where an included reward cannot score as it is configured
+parent    setup, then chunks: samples, stop_at_failure
+process   ready (whether it asks for images), or refused (text); then per sample: scored (index, result or failure),
+          and idle after a chunk; or refused, where an included reward cannot score as it is configured
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from megarl.system.plain import PlainInbox, pack
 from megarl.system.reaper import guarded
 
-#: Type of a work function: (samples, stop at the first failure) to (index, outcome) of each.
+#: A work function: (samples, stop at the first failure) -> (index, outcome) of each sample.
 Work = Callable[[list[Any], bool], Iterable[tuple[int, Any]]]
-_ANY = (1 << 32) - 1  # bytes: the parent is trusted
+_ANY = (1 << 32) - 1  # no limit in bytes, because the parent is trusted
 
 
 def main() -> None:
@@ -31,21 +31,23 @@ def main() -> None:
 
 
 def run(load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
-    """Serve until the parent closes the connection, with the function that `load` makes of the parent's setup.
+    """Score until the parent closes the connection, with the function that `load` returns for the parent's setup.
 
-    `load` also says whether the function asks for images.
+    `load` also returns whether the function uses images.
     """
     handle = int(sys.argv[1])
     guarded(handle)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the parent decides when it ends
     with socket.socket(fileno=handle) as parent, contextlib.suppress(OSError):
         serve(parent, load)
     sys.stdout.flush()
-    os._exit(0)  # the parent is gone; a clean interpreter shutdown is not needed
+    os._exit(0)  # the parent is gone, so no clean shutdown is needed
 
 
 def serve(parent: socket.socket, load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
-    """Load the function, report it, then score chunk after chunk, one message per sample, until the parent hangs up."""
+    """Load the function, report that, then score chunk after chunk with one message per sample until the parent hangs
+    up.
+    """
     from megarl.rewards.images import unpacked
     from megarl.rewards.scoring import plain_outcome
     from megarl.system.errors import UserError

@@ -1,9 +1,9 @@
-"""Import of users' code before a run, in a separate process: a file that does not import is found in a moment.
+"""Imports users' code in a separate process before a run, so that a file that cannot be imported is found at once.
 
-    python -m megarl.rewards.preflight MODULE:FUNCTION     # arguments as JSON on stdin; result or error on stdout
+python -m megarl.rewards.preflight MODULE:FUNCTION     # arguments as JSON on stdin; result or error on stdout
 
-Effects of the import (output, threads, loaded packages) stay in that process, and its children end with it. An import
-that takes longer than a few seconds is left to the workers.
+Effects of the import (output, threads, loaded packages) stay in that process, and its children end with it. If the
+import takes longer than a few seconds, the check is left to the workers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
 
 _LIMIT_S = 2.0
-#: For requests of keys: long enough for files that import torch on a busy machine.
+#: Limit for requests of keys, long enough for files that import torch on a busy machine.
 KEYS_LIMIT_S = 60.0
 _DEPTH, _LINES = 100, 20
 _PARTS = ("what", "where", "found", "allowed", "fix")
 
 
 def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S, *, images: bool = True) -> None:
-    """Import the functions of the reward and bind their arguments; included rewards need no check.
+    """Import the functions of the reward and bind their arguments; included rewards are not checked.
 
     Args:
-        reward: section of the recipe.
-        limit_s: seconds for the import of each.
-        images: functions that ask for images get them.
+        reward: the recipe's reward section.
+        limit_s: seconds for each import.
+        images: whether the run has images for functions that use them.
 
     Raises:
         ConfigError: the error that a worker would raise.
@@ -58,10 +58,11 @@ def _load(name: str, mode: Mode, kwargs: dict[str, Any], images: bool) -> None:
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
-    """Return the own keys of a reward in `reward.kwargs`; None: it takes any, or its import takes too long.
+    """Return the keys that a reward accepts in `reward.kwargs`; None if it accepts any, or if its import takes too
+    long.
 
     Raises:
-        UserError: it cannot be found.
+        UserError: the reward cannot be found.
     """
     if name in REWARDS.names() or ":" not in name:
         return own_keys(name)
@@ -69,16 +70,17 @@ def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
 
 
 def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: float, *, where: str) -> object:
-    """Return `work(**request)` as another process finds it; None if there was no answer in time.
+    """Return `work(**request)`, run in another process; None if there was no result in time.
 
     Args:
-        work: a function of a module; arguments and result are plain JSON.
+        work: a function of a module; its arguments and result are plain JSON.
+        limit_s: deadline of the call in seconds.
         where: the recipe key that names the loaded function.
 
     Raises:
-        ConfigError: `work` has raised it, or the process died while it loaded the file.
+        ConfigError: `work` raised it, or the process died while it loaded the file.
     """
-    environment = os.environ | as_parent() | {"PYTHONSAFEPATH": "1"}  # the last as in workers
+    environment = os.environ | as_parent() | {"PYTHONSAFEPATH": "1"}  # PYTHONSAFEPATH as in workers
     command = [sys.executable, "-m", __name__, f"{work.__module__}:{work.__name__}"]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
@@ -90,8 +92,8 @@ def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: flo
             return None
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # also children of the import
-    for line in reversed(stdout.splitlines()[-_LINES:]):  # a thread of the import may print after the answer
+                os.killpg(process.pid, signal.SIGKILL)  # also kills children that the import started
+    for line in reversed(stdout.splitlines()[-_LINES:]):  # a thread of the import may print after the result
         with contextlib.suppress(Malformed):
             error, value = _answered(line)
             if error is not None:
@@ -102,15 +104,15 @@ def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: flo
         f"loading this ends its process ({ending(code)})",
         where=where,
         found=request.get("name"),
-        fix="take out what ends a program while the file is imported, os._exit for example",
+        fix="remove what ends the program while the file is imported, such as os._exit",
     )
 
 
 def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
-    """Return the parts of an error, if there is one, and a value.
+    """Return the parts of an error (None without one) and the result in a line of output.
 
     Raises:
-        Malformed: the answer is invalid.
+        Malformed: the line is invalid.
     """
     message = parsed(line, _DEPTH)
     error = message.get("error")
@@ -122,8 +124,8 @@ def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
 
 
 def main() -> None:
-    """Do the work that `ask` names; its JSON result or its error is the last line of stdout."""
-    end_with_parents()  # the caller has given up by then, and the import may never end
+    """Run the function that `ask` names; print its JSON result or its error as the last line of stdout."""
+    end_with_parents()  # the import may never end, and the caller stops waiting at some time
     sys.path.append(os.getcwd())  # as in workers
     module, _, name = sys.argv[1].partition(":")
     parts: dict[str, object] | None = None
@@ -139,4 +141,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # threads that the import may have started do not keep the command waiting
+    os._exit(0)  # exit now, whatever threads the import has started

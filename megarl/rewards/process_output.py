@@ -1,4 +1,4 @@
-"""Prints what processes with foreign code print, up to a bound."""
+"""Prints the output of processes with foreign code, up to a limit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import IO
 
 from megarl.system.errors import printable
 
-LIMIT = 1 << 16  # bytes of a process until `renew`
+LIMIT = 1 << 16  # bytes per process until `renew`
 _CHUNK = 1 << 16
-_END_S = 1.0  # for the last lines; a process that left its group may hold the pipe for longer
+_END_S = 1.0  # wait for the last lines; a process that left its group may hold the pipe open for longer
 
 
 class ProcessOutput:
-    """A thread that prints what arrives at a pipe, with control characters as escapes. More than LIMIT is dropped, so
-    that a function that prints fills no disk, and is read all the same, so that it never blocks.
+    """A thread that prints what arrives at a pipe, with control characters as escapes.
+
+    Output beyond LIMIT is dropped, so that a function that prints fills no disk; it is still read, so that the function
+    never blocks.
 
     Args:
         pipe: the reading end.
-        name: of the process in messages.
+        name: name of the process in messages.
     """
 
     def __init__(self, pipe: IO[bytes], name: str) -> None:
@@ -29,11 +31,11 @@ class ProcessOutput:
         self._thread.start()
 
     def renew(self) -> None:
-        """Allow LIMIT bytes again."""
+        """Allow another LIMIT bytes."""
         self._left = LIMIT
 
     def close(self) -> None:
-        """Print the rest after the process has ended."""
+        """Print the remaining output after the process has ended."""
         self._thread.join(_END_S)
 
     def _copy(self) -> None:
@@ -43,9 +45,9 @@ class ProcessOutput:
                 if left > 0:
                     _print(data[:left].decode("utf-8", "backslashreplace"))
                 if left >= 0 > self._left:
-                    _print(f"\n{self._name}: what it prints beyond {LIMIT:,} bytes is dropped\n")
+                    _print(f"{self._name}: output beyond {LIMIT:,} bytes is dropped")
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+    with contextlib.suppress(OSError, ValueError):  # standard output is no longer read
         print(printable(text), end="", flush=True)

@@ -1,4 +1,4 @@
-"""Checks, before the run, of reference answers that a reward cannot use, and of whether any component reads answers."""
+"""Checks before the run that rewards can use the reference answers, and whether any component reads them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
     from megarl.config.run import RunConfig
 
-#: Names of the reference answer in sources: in a sample, or as a parameter of other trainers' functions.
+#: Names that the reference answer has in sources: in a sample, or as a parameter of other trainers' functions.
 _READS = re.compile(r"\b(answer|answers|ground_truth|ground_truths)\b")
 _SCORES = re.compile(r"\bscores\s*(:\s*\w+\s*)?=\s*False\b")
-#: The included environment, which leaves the score to the reward.
+#: The included environment that leaves the score to the reward.
 _TOOLS = "tools"
 
 
 def reads_answers(config: RunConfig) -> bool:
-    """Return whether reward or environment of the run reads reference answers, as far as their sources show."""
+    """Return whether the run's reward or environment reads reference answers, as far as their source code shows."""
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
     scored = uses_reward(config)
     read = any(_reward_reads(one.name) for one in config.reward.functions.values())
@@ -34,10 +34,10 @@ def reads_answers(config: RunConfig) -> bool:
 
 @contextlib.contextmanager
 def explained_scoring(config: RunConfig) -> Iterator[None]:
-    """Say what scoring needs, where rows are read that a run of preferences may not have.
+    """Within the block add to errors what scoring needs: a run that learns from preferences may lack rows with answers.
 
     Raises:
-        DataError: of a missing column inside the block, in a recipe that learns from preferences.
+        DataError: a column is missing, in a recipe that learns from preferences.
     """
     try:
         yield
@@ -49,13 +49,15 @@ def explained_scoring(config: RunConfig) -> Iterator[None]:
             where=error.where,
             found=error.found,
             allowed=error.allowed,
-            fix="scoring, as megarl eval does it, takes prompts with answers, which preferences do not have: set "
-            "data.val_files=[prompts with answers], or data.answer_key to the column that holds the answers",
+            fix="scoring, as in megarl eval, needs prompts with answers, which preferences do not have: set "
+            "data.val_files=[prompts with answers], or data.answer_key to the column of the answers",
         ) from error
 
 
 def uses_reward(config: RunConfig) -> bool:
-    """Return whether `reward` scores the samples; a user's environment does unless its class says otherwise."""
+    """Return whether `reward` scores the samples. With a user's environment it does, unless the environment's class
+    says otherwise.
+    """
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
     file = source_file(environment) if environment != _TOOLS else None
     return environment == _TOOLS or (
@@ -64,7 +66,7 @@ def uses_reward(config: RunConfig) -> bool:
 
 
 def gives_images(config: RunConfig) -> bool:
-    """Return whether a reward function that cannot do without images is called with them, or is not called."""
+    """Return whether every reward function that needs images gets them."""
     scores = config.preference is None and uses_reward(config)
     return config.data.image_key is not None or not scores
 
@@ -77,7 +79,7 @@ def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple
         answers: rows, each with its value at `key`.
 
     Raises:
-        DataError: names the row, the value and the usable form.
+        DataError: names the row, the value and the accepted form.
     """
     pairs = list(answers)
     for one in reward.functions.values():
@@ -108,10 +110,10 @@ def _check_answers_of(reward: RewardConfig, key: str | None, answers: Iterable[t
 def _fix(value: Any, key: str) -> str:
     if isinstance(value, dict) and value:
         inner = "ground_truth" if "ground_truth" in value else next(iter(value))
-        return f"name what is in it: data.answer_key: {key}.{inner}"
+        return f"name the field inside the column: data.answer_key: {key}.{inner}"
     if isinstance(value, list) and value:
-        return "set reward.kwargs.answers: any, if meeting one of them is enough"
-    return "correct the row, or take it out"
+        return "set reward.kwargs.answers: any, if matching one of them is enough"
+    return "correct the row, or remove it"
 
 
 def _reward_reads(name: str) -> bool:
@@ -119,6 +121,8 @@ def _reward_reads(name: str) -> bool:
 
 
 def _mentions(reference: str) -> bool:
-    """Return whether the source of a user's function or class names the answer; True without a source."""
+    """Return whether the source code of a user's function or class contains the answer's name; True without source
+    code.
+    """
     file = source_file(reference)
     return file is None or _READS.search(file.read_text("utf-8", "replace")) is not None

@@ -33,15 +33,15 @@ class RewardSpec(Spec):
 
     Attributes:
         package: required distribution that megarl does not install; None: none.
-        prepare: called with the settings, once in the process that scores, before the first sample.
-        names: settings -> the names that every sample must have; None: those that all samples have.
-        limit: name of the setting with its CPU seconds per sample, enforced by an alarm. An alarm needs the main thread
-            of a process, so such a reward gets its own process. Only for included rewards, since the process that
+        prepare: called with the settings, once in the scoring process, before the first sample.
+        names: returns the names that every sample must have for these settings; None: those that all samples have.
+        limit: name of the setting with the CPU seconds per sample, enforced by an alarm. An alarm needs the main thread
+            of a process, so such a reward gets its own process. Only for included rewards, because the process that
             starts others does not load a user's file.
         reference: reads a reference answer from its text, or raises a ValueError with the reason; None: the reward
             reads no answer. `meeting_any` adds lists.
-        batch: an included reward that takes the list of samples, and may return a `ScoringFailure` for one of them.
-        process: an included reward that works in a process of its own, as a user's function does.
+        batch: an included reward that takes the list of samples, and may return a `ScoringFailure` for a sample.
+        process: an included reward that runs in its own process, as a user's function does.
     """
 
     package: str | None = None
@@ -53,7 +53,7 @@ class RewardSpec(Spec):
     process: bool = False
 
 
-#: fn(sample, **settings) or, for a user's with `reward.mode: batch`, fn(samples, **settings)
+#: fn(sample, **settings), or for a user's function with `reward.mode: batch` fn(samples, **settings)
 REWARDS = Registry("reward", "reward.name", RewardSpec)
 
 
@@ -62,12 +62,12 @@ class Scorer:
     """A reward function with its settings, ready to call.
 
     Attributes:
-        name: as the configuration spells it; errors use it.
+        name: name in the configuration, for errors.
         function: `(samples: list[dict], **kwargs) -> list` in batch mode, `(sample: dict, **kwargs)` in sequential
             mode; a result is a number or a dict with `overall`.
         file: source file, to find the user's line in a traceback.
         kwargs: all settings of a function that declares them, else the given ones.
-        asks_images: it takes the images of samples.
+        asks_images: the function uses the images of samples.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Scorer:
 
 
 def mode_of(name: str, mode: Mode) -> Mode:
-    """Return the mode in which `reward.name` is called; an included reward has its own."""
+    """Return the mode in which the reward `name` is called; an included reward determines its own mode."""
     if name not in REWARDS.names():
         return mode
     return "batch" if REWARDS.spec(name).batch else "sequential"
@@ -89,7 +89,7 @@ def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Sett
     """Return `reward.kwargs` as the settings of the reward that declares `spec`.
 
     Raises:
-        ConfigError: a key is unknown, or a value does not fit.
+        ConfigError: a key is unknown, or a value is invalid.
     """
     settings, problems = settle(KWARGS, name, kwargs, spec.settings, lambda key: {}, name_key=REWARDS.key)
     raise_problems(problems)
@@ -102,24 +102,24 @@ def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
     """Return the CPU seconds per sample of an included reward that needs its own process; None for others.
 
     Raises:
-        ConfigError: `kwargs` are not its settings.
+        ConfigError: `kwargs` are invalid.
     """
     spec = REWARDS.spec(name) if name in REWARDS.names() else RewardSpec()
     return None if spec.limit is None else float(getattr(reward_settings(name, kwargs, spec), spec.limit))
 
 
 def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool = True) -> Scorer:
-    """Find the function that `name` refers to, and give it its settings.
+    """Find the function that `name` names, and give it its settings.
 
     Args:
         name: an included reward, `path/to/file.py:function`, or `package.module:function`.
-        mode: how the user's function is called; included ones take one sample at a time.
+        mode: how the user's function is called; included rewards usually take one sample at a time.
         kwargs: `reward.kwargs`.
         images: samples may have images.
 
     Raises:
-        UserError: unknown name, missing file or function, an error while importing, arguments it does not take, or
-            images that it asks for and the run has not.
+        UserError: unknown name, missing file or function, an error while importing, arguments that the function does
+            not accept, or images that it requires and the run lacks.
     """
     function = REWARDS.get(name)
     spec = REWARDS.declared(function)
@@ -142,14 +142,14 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool =
 
 
 def refuse_images(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a function that cannot be called without images, in a run that has none.
+    """Refuse a function that requires images, in a run that has none.
 
     Raises:
-        ConfigError: names the function, and the key that is missing.
+        ConfigError: names the function, and the missing key.
     """
     if signatures.requires_images(signature, kwargs):
         raise ConfigError(
-            f"{name} asks for images, and the recipe names no column of them",
+            f"{name} requires images, but the recipe names no column of images",
             where="data.image_key",
             found="null",
             fix="name the column, or give the parameter `images` a default",
@@ -157,10 +157,11 @@ def refuse_images(name: str, signature: inspect.Signature, kwargs: Mapping[str, 
 
 
 def own_keys(name: str) -> list[str] | None:
-    """Return the own keys of a reward in `reward.kwargs`, None when it takes any; a user's own is imported.
+    """Return the keys that a reward accepts in `reward.kwargs`; None when it accepts any. A user's function is
+    imported.
 
     Raises:
-        UserError: it cannot be found.
+        UserError: the reward cannot be found.
     """
     function = REWARDS.get(name)
     spec = REWARDS.declared(function)
@@ -176,11 +177,11 @@ def kwargs_error(
     """Return the error for a reward that cannot be called with its keyword arguments.
 
     Args:
-        name: of the reward.
+        name: name of the reward.
         kwargs: `reward.kwargs`.
-        signature: of its function; values of defaults may be missing if read from the source.
-        text: the function and its parameters as the user reads them.
-        error: why Python refuses the call.
+        signature: signature of its function; values of defaults may be missing if it was read from the source.
+        text: the function and its parameters as the user writes them.
+        error: Python's reason.
     """
     named = signatures.settings_of(signature)
     form = signatures.form_of(signature)
@@ -216,7 +217,7 @@ def _takes_any(signature: inspect.Signature) -> bool:
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
-    except ValueError:  # a built-in without a signature: its own error is enough
+    except ValueError:  # a built-in without a signature raises its own error when it is called
         return inspect.Signature([inspect.Parameter(name, kind) for name, kind in _ANYTHING])
 
 

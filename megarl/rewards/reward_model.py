@@ -1,4 +1,4 @@
-"""The reward that a model of the run gives (section `reward_model`): no function, a node of the task graph."""
+"""The reward that the role `reward_model` computes: not a function, but a node of the task graph."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from megarl.rewards.scoring import Sample
 
 @REWARDS.register(BY_MODEL, settings=Settings)
 def reward_model(sample: Sample) -> float:
-    """Stand for the score that the nodes `model_score` and `total_reward` make: it is never called."""
+    """Placeholder that is never called: the nodes `model_score` and `total_reward` compute this score."""
     raise AssertionError("the reward model's part has no runner")

@@ -1,11 +1,11 @@
-"""Scoring batches while something else runs.
+"""Scores batches in the background.
 
-    handle = runner.submit(samples)      # returns at once
-    ...                                  # compute log-probs
-    results = runner.result(handle)      # waits, raises RewardError that names the sample
+handle = runner.submit(samples)      # returns at once
+...                                  # compute log-probs
+results = runner.result(handle)      # waits, raises RewardError that names the sample
 
-A failing sample stops the run, or scores `reward.on_error` if that is set; it is never silently zero. An included
-reward that cannot score as it is configured (a key that is not set, for example) stops the run in any case.
+A failing sample stops the run, or scores `reward.on_error` if that is set; it never silently scores 0. An included
+reward that cannot score with its configuration (a key is not set, for example) always stops the run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
-#: Reserved part names: a failed sample, and metrics `reward/<name>` that are not parts.
+#: Reserved names of parts: the mark of a failed sample, and metrics `reward/<name>` that are not parts.
 RESERVED_PARTS = frozenset({ERROR_KEY, "errors", "overlong_penalty"})
-# The alarm inside the process counts CPU seconds; the process is killed after this many wall seconds, a limit that a
-# busy machine must not reach.
+# The alarm inside the process counts CPU seconds. The process is killed after this many wall seconds, which even a busy
+# machine must not reach.
 _WALL_FACTOR, _WALL_GRACE_S = 4.0, 5.0
 
 
@@ -45,26 +45,26 @@ class RewardHandle:
         self.samples = samples
         self.outcomes: Future[dict[int, Outcome]] = Future()
         self.started: float | None = None
-        self.progress = 0  # samples scored so far, in this process
+        self.progress = 0  # samples scored so far in this process
 
     def done(self) -> bool:
-        """Return whether the scores are there."""
+        """Return whether the scores are available."""
         return self.outcomes.done()
 
 
 class RewardRunner:
-    """The scoring of batches with one reward function, in submission order, in the background.
+    """Scores batches with one reward function, in submission order, in the background.
 
-    `megarl.rewards.parts.Rewards` has one for each function of a recipe.
+    `megarl.rewards.parts.Rewards` has one runner for each function of a recipe.
 
-    A user's function runs in separate processes, which it may crash. An included one runs in a thread of this process,
-    unless it uses alarms or the recipe asks for several processes.
+    A user's function runs in separate processes, which it may crash. An included function runs in a thread of this
+    process, unless it uses alarms or the recipe sets several processes.
 
     Args:
         cfg: the `reward` section, without `parts`.
 
     Raises:
-        ConfigError: the function cannot be found or loaded, or does not take its arguments.
+        ConfigError: the function cannot be found or loaded, or does not accept its arguments.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
@@ -96,7 +96,7 @@ class RewardRunner:
 
     @property
     def asks_images(self) -> bool:
-        """Whether the function takes the images of samples."""
+        """Whether the function uses the images of samples."""
         return self._pool is not None and self._pool.asks_images
 
     def submit(self, samples: list[Sample]) -> RewardHandle:
@@ -112,16 +112,16 @@ class RewardRunner:
 
         Raises:
             RewardError: a sample failed and `reward.on_error` is `raise`, or the deadline passed in this process, where
-                nothing can stop a call.
-            ConfigError: the function returns a part under a reserved name, or an included one cannot score as it is
-                configured, whatever `reward.on_error` is.
+                a call cannot be stopped.
+            ConfigError: the function returns a part under a reserved name, or an included reward cannot score with its
+                configuration, whatever `reward.on_error` is.
         """
         while True:
             try:
                 outcomes = handle.outcomes.result(timeout=_POLL_S)
                 break
             except FutureTimeout:
-                beat()  # the wait has its own deadline
+                beat()  # report progress, as the wait has its own deadline
                 if self._scorer is not None and self._is_late(handle):
                     self._stuck = self._describe_stuck(handle)
                     raise RewardError(self._stuck) from None
@@ -174,13 +174,13 @@ class RewardRunner:
         if isinstance(outcome, ScoringFailure):
             assert self._cfg.on_error != "raise"
             return {"overall": float(self._cfg.on_error), ERROR_KEY: 1.0}
-        taken = RESERVED_PARTS & outcome.keys()
-        if taken:
+        reserved = RESERVED_PARTS & outcome.keys()
+        if reserved:
             raise ConfigError(
-                f"the reward function returns a part called {min(taken)!r}, a name that is taken",
+                f"the reward function returns a part called {min(reserved)!r}, which is a reserved name",
                 where=f"reward.name {self._cfg.name}",
                 found=sorted(outcome),
-                allowed=f"any name but {', '.join(sorted(RESERVED_PARTS))}",
+                allowed=f"any name except {', '.join(sorted(RESERVED_PARTS))}",
                 fix="give the part another name",
             )
         return outcome
@@ -188,14 +188,14 @@ class RewardRunner:
     def _describe_stuck(self, handle: RewardHandle) -> str:
         at = min(handle.progress, len(handle.samples) - 1)
         failure = ScoringFailure(f"did not finish within reward.timeout_s = {self._cfg.timeout_s:g}")
-        fix = "raise reward.timeout_s, or set reward.workers: 2 for processes that score side by side"
+        fix = "raise reward.timeout_s, or set reward.workers: 2 for processes that score at the same time"
         return _describe(self._cfg.name, handle.samples, at, failure, fix)
 
 
 def reward_processes(cfg: RewardConfig) -> int:
     """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores.
 
-    An included reward without an alarm does not change its process, and costs less in a thread.
+    An included reward without an alarm cannot change its process, and costs less in a thread.
     """
     if cfg.parts:
         return sum(map(reward_processes, cfg.functions.values()))
@@ -207,7 +207,7 @@ def reward_processes(cfg: RewardConfig) -> int:
 
 
 def reward_metrics(results: list[Result]) -> Metrics:
-    """Return `reward/<part>`: the mean of every numeric part over the samples that have it; and `reward/errors`."""
+    """Return `reward/<part>` (the mean of every numeric part over the samples that have it) and `reward/errors`."""
     metrics = Metrics()
     metrics.sum("reward/errors", sum(result.get(ERROR_KEY, 0.0) for result in results))
     for result in results:

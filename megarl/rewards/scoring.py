@@ -1,4 +1,4 @@
-"""Calls of a reward function and validation of its results: a finite number per sample, or why there is none."""
+"""Calls a reward function and validates its results: a finite number per sample, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from megarl.system.plain import Malformed, cut, flag, number, short, text
 Sample = dict[str, Any]
 Result = dict[str, Any]
 ERROR_KEY = "_error"  # marks a result that `on_error` supplied
-EXTRACTED_KEY = "extracted"  # the one part that may be text: the answer read from the response, for majority votes
-LARGEST = 1e15  # of a score and its parts
-MAX_PARTS, MAX_NAME, MAX_EXTRACTED = 1000, 200, 4096  # of a result; the others are characters
+EXTRACTED_KEY = "extracted"  # the only part that may be text: the answer read from the response, for majority votes
+LARGEST = 1e15  # largest absolute value of a score and its parts
+# limits of a result: number of parts, characters of a name and of the extracted answer
+MAX_PARTS, MAX_NAME, MAX_EXTRACTED = 1000, 200, 4096
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ Outcome = Result | ScoringFailure
 
 
 def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Iterator[tuple[int, Outcome]]:
-    """Score `samples` and yield (index, outcome) as soon as known; each index once, or fewer after a stop.
+    """Score `samples`; yield (index, outcome) as soon as known, each index once, or fewer after a stop.
 
     Args:
         scorer: the function and how it is called.
@@ -49,7 +50,7 @@ def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Itera
         stop_at_failure: stop after the first failure (the run will stop anyway).
 
     Raises:
-        ConfigError: an included reward cannot score at all as it is configured; no sample is to blame.
+        ConfigError: an included reward cannot score with its configuration; no sample is to blame.
     """
     if scorer.mode == "batch":
         yield from _score_batch(scorer, list(range(len(samples))), samples, stop_at_failure)
@@ -64,7 +65,9 @@ def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Itera
 def _score_batch(
     scorer: Scorer, indices: list[int], samples: list[Sample], stop_at_failure: bool
 ) -> Iterator[tuple[int, Outcome]]:
-    """Score all with one call. If it raises, single calls find the samples to blame; the others are scored together."""
+    """Score all samples with one call. If it raises, single calls find the samples to blame; the others are scored
+    together.
+    """
     raised, results = _call_batch(scorer, [samples[i] for i in indices])
     if raised is None:
         yield from zip(indices, results, strict=True)
@@ -80,9 +83,7 @@ def _score_batch(
     if not blamed:
         for position, index in enumerate(indices):
             many = len(indices) > 1
-            reason = (
-                f"{raised.reason} (no single sample does, only this batch of {len(indices)})" if many else raised.reason
-            )
+            reason = f"{raised.reason} (no single sample, only this batch of {len(indices)})" if many else raised.reason
             yield index, ScoringFailure(reason, raised.where, collateral=position > 0)
         return
     rest = [i for i in indices if i not in set(blamed)]
@@ -119,7 +120,7 @@ def _call_one(scorer: Scorer, sample: Sample) -> Result:
 
 
 class _Refused(Exception):
-    """The function returned something that is not a reward."""
+    """The function returned an invalid reward."""
 
 
 def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
@@ -127,7 +128,8 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
         return call()
     except _Refused as error:
         return ScoringFailure(str(error))
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt: no signal raises them where functions run
+    # also SystemExit and KeyboardInterrupt, which only the function can raise: no signal raises them in this thread
+    except BaseException as error:
         if isinstance(error, ConfigError) and scorer.name in REWARDS.names():
             raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
@@ -145,7 +147,7 @@ def _checked(value: Any) -> Result:
         raise _Refused(f"returned {len(value)} parts; allowed: {MAX_PARTS}")
     result: Result = {}
     for name, part in value.items():
-        if name == EXTRACTED_KEY:  # a number votes like its text, or 0 would be no vote
+        if name == EXTRACTED_KEY:  # a number counts as its text, otherwise 0 would be no vote
             is_text = part is None or isinstance(part, str)
             result[name] = cut(part or "", MAX_EXTRACTED) if is_text else str(_finite(part, f" for part {name!r}"))
         elif len(str(name)) > MAX_NAME:
@@ -166,13 +168,13 @@ def _finite(value: Any, part: str) -> float:
     return number
 
 
-_REASON, _WHERE = 2000, 1000  # characters
+_REASON, _WHERE = 2000, 1000  # most characters
 #: Validates the results of one kind of process; raises Malformed.
 Reading = Callable[[Any], Result]
 
 
 def plain_outcome(outcome: Outcome) -> dict[str, Any]:
-    """Return the fields of a message for `outcome`; long texts of a failure are cut."""
+    """Return `outcome` as the fields of a message; long texts of a failure are cut."""
     if not isinstance(outcome, ScoringFailure):
         return {"result": outcome}
     where = None if outcome.where is None else cut(outcome.where, _WHERE)
@@ -183,7 +185,7 @@ def outcome_of(message: dict[str, Any], read: Reading) -> Outcome:
     """Return the outcome in a message.
 
     Raises:
-        Malformed: it holds none.
+        Malformed: the message holds no outcome.
     """
     if "result" in message:
         return read(message["result"])
@@ -196,13 +198,13 @@ def outcome_of(message: dict[str, Any], read: Reading) -> Outcome:
 
 
 def read_reward(value: Any) -> Result:
-    """Return a reward: finite numbers by name, one of them `overall`, and text under `extracted`.
+    """Return a reward: finite numbers by name, including `overall`, and text under `extracted`.
 
     Raises:
-        Malformed: the value is no reward.
+        Malformed: the value is not a reward.
     """
     if not isinstance(value, dict) or "overall" not in value or len(value) > MAX_PARTS:
-        raise Malformed(f"a result that is no reward: {short(value)}")
+        raise Malformed(f"an invalid reward: {short(value)}")
     found: Result = {}
     for name, part in value.items():
         if name == EXTRACTED_KEY:

@@ -1,11 +1,11 @@
 """Calling conventions of users' reward functions, recognised by the names of the parameters.
 
-    def score(samples)                                 # a list of samples, or one with reward.mode: sequential
-    def score(prompts, completions, answer, **kwargs)  # TRL: lists, and columns of the data by name
-    def score(data_source, solution_str, ground_truth, extra_info=None)  # verl: one sample
-    def score(reward_inputs)                           # EasyR1: as the first; reward_input: one sample
+def score(samples)                                 # a list of samples, or one with reward.mode: sequential
+def score(prompts, completions, answer, **kwargs)  # TRL: lists, and columns of the data by name
+def score(data_source, solution_str, ground_truth, extra_info=None)  # verl: one sample
+def score(reward_inputs)                           # EasyR1: as the first; reward_input: one sample
 
-Any of them may be `async`, and take `images`: those of the sample, or a list of these for each.
+Each may be `async`, and may take `images`: the images of the sample, or a list of those per sample.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True)
 class Convention:
-    """A way of calling a reward function.
+    """A convention for calling a reward function.
 
     Attributes:
         owner: trainer with this convention, for messages; empty: this project.
-        mark: parameter that identifies it.
-        given: parameters that it fills, in addition to columns of the data.
-        unknown: parameters that its owner fills and that do not exist here.
-        batch: whether they are lists over the samples; else values of one sample.
+        mark: parameter that identifies the convention.
+        given: parameters that the convention fills, in addition to columns of the data.
+        unknown: parameters that the other trainer fills and that do not exist here.
+        batch: whether arguments are lists over the samples; otherwise values of one sample.
     """
 
     owner: str = ""
@@ -43,22 +43,24 @@ TRL = Convention(
     "TRL", "completions", ("prompts", "completions"), ("completion_ids", "completions_ids", "trainer_state")
 )
 VERL = Convention("verl", "solution_str", ("data_source", "solution_str", "ground_truth", "extra_info"), batch=False)
-#: First parameter of EasyR1's functions that take one sample, whatever `reward.mode` says.
+#: First parameter of EasyR1's functions that take one sample, whatever `reward.mode` is.
 ONE_SAMPLE = "reward_input"
-#: Parameter that asks for the images of samples.
+#: Parameter through which a function gets the images of samples.
 IMAGES = "images"
-_NO_IMAGES = "the function asks for images, and the recipe names no column of them: set data.image_key"
+_NO_IMAGES = "the function uses images, but the recipe names no column of images: set data.image_key"
 #: Conventions of other trainers, for messages.
 OTHER_FORMS = "fn(completions, **kwargs), fn(prompts, completions, answer, ...), fn(solution_str, ground_truth, ...)"
 
 
 def form_of(signature: inspect.Signature) -> Convention:
-    """Return the convention of a function with these parameters."""
+    """Return the convention that a function with these parameters follows."""
     return next((form for form in (TRL, VERL) if form.mark in signature.parameters), OWN)
 
 
 def settings_of(signature: inspect.Signature) -> list[inspect.Parameter]:
-    """Return the parameters for `reward.kwargs`: those after the samples, or all that the convention does not fill."""
+    """Return the parameters that `reward.kwargs` fills: those after the samples, or all that the convention does not
+    fill.
+    """
     form, parameters = form_of(signature), list(signature.parameters.values())
     taken = set(form.given) | set(form.unknown) if form is not OWN else {p.name for p in parameters[:1]}
     taken.add(IMAGES)
@@ -67,14 +69,14 @@ def settings_of(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 
 def columns_of(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the columns of the data that a function of another trainer requires."""
+    """Return the columns of the data that a function of another trainer's convention requires."""
     if form_of(signature) is OWN:
         return []
     return [p.name for p in settings_of(signature) if p.default is p.empty and p.name not in kwargs]
 
 
 def asks_images(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function takes the images of samples: a parameter of that name that no setting fills."""
+    """Return whether a function uses the images of samples: it has the parameter `images`, and no setting fills it."""
     return IMAGES in signature.parameters and IMAGES not in kwargs
 
 
@@ -84,10 +86,10 @@ def requires_images(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> 
 
 
 def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
-    """Check that a function can be called with `reward.kwargs`, for any columns of the data.
+    """Check that a function can be called with `reward.kwargs`, whatever the columns of the data.
 
     Raises:
-        TypeError: it cannot; Python's message, or the parameter that nothing fills.
+        TypeError: it cannot; with Python's message, or the parameter that nothing fills.
     """
     form = form_of(signature)
     images: dict[str, Any] = {IMAGES: []} if asks_images(signature, kwargs) else {}
@@ -96,7 +98,7 @@ def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
         return
     unfilled = [n for n, p in signature.parameters.items() if n in form.unknown and p.default is p.empty]
     if unfilled:
-        raise TypeError(f"nothing here fills {', '.join(unfilled)}: give it a default, or take it out")
+        raise TypeError(f"nothing fills {', '.join(unfilled)} here: give it a default, or remove it")
     filled = [*form.given, *columns_of(signature, kwargs)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     given = {name: None for name in filled if takes_any or name in signature.parameters}
@@ -104,7 +106,7 @@ def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
 
 
 def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str) -> Callable[..., Any]:
-    """Return the function as called here: `(samples, **kwargs)`, or in mode `sequential` `(sample, **kwargs)`."""
+    """Return the function in the form `(samples, **kwargs)`, or `(sample, **kwargs)` in mode `sequential`."""
     form = form_of(signature)
     if form is OWN:
         return _own(function, signature, mode)
@@ -128,7 +130,7 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
 
 
 def _result_of_verl(result: Any) -> Any:
-    """Return the result of a function of verl's with the names of parts here: `score` and `pred` are verl's names."""
+    """Return the result of a verl function with the names of parts used here; verl's are `score` and `pred`."""
     if not isinstance(result, dict) or "score" not in result or "overall" in result:
         return result
     names = {"score": "overall", "pred": "extracted"}
@@ -136,7 +138,7 @@ def _result_of_verl(result: Any) -> Any:
 
 
 def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) -> Callable[..., Any]:
-    """Return a function of this project's convention, or of EasyR1's, as it is called here."""
+    """Return a function of this project's or EasyR1's convention in the form in which the scorer calls it."""
     single = next(iter(signature.parameters), "") == ONE_SAMPLE
 
     def call(first: Any, **kwargs: Any) -> Any:
@@ -155,7 +157,7 @@ def _images(sample: Sample) -> list[Any]:
     """Return the images of a sample.
 
     Raises:
-        ValueError: the recipe has none.
+        ValueError: the recipe has no images.
     """
     if IMAGES not in sample:
         raise ValueError(_NO_IMAGES)
@@ -163,19 +165,19 @@ def _images(sample: Sample) -> list[Any]:
 
 
 def _completions_are(samples: Sequence[Sample]) -> str:
-    """Describe the form of TRL's completions, for a function whose error suggests that it expects the other form."""
+    """Describe the form of TRL's completions here, for a function whose error suggests that it expects another form."""
     if any(sample.get("messages") is not None for sample in samples):
-        return 'prompts are messages here, so that each completion is a list of messages: c[0]["content"] is its text'
+        return 'prompts are messages here, so each completion is a list of messages: c[0]["content"] is its text'
     return "prompts are text here, so that each completion is text, not a list of messages"
 
 
 def _arguments(
     form: Convention, signature: inspect.Signature, samples: Sequence[Sample], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments for a function of another trainer: those its convention fills, columns, `reward.kwargs`.
+    """Return the arguments for a function of another trainer: from its convention, the columns, and `reward.kwargs`.
 
     Raises:
-        ValueError: it needs a missing column, or images.
+        ValueError: a required column or the images are missing.
     """
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -191,14 +193,16 @@ def _arguments(
         raise ValueError(_NO_IMAGES)
     if missing:
         raise ValueError(
-            f"the function asks for {', '.join(missing)}, which is neither a column of the data "
+            f"the function requires {', '.join(missing)}, which is neither a column of the data "
             f"({', '.join(columns)}) nor in reward.kwargs"
         )
     return {**arguments, **kwargs}
 
 
 def _columns(sample: Sample) -> dict[str, Any]:
-    """Return the columns of the sample's row, its images, and the reference answer under its own name and `answer`."""
+    """Return the columns of the sample's row, its images, and the reference answer under its own name and as
+    `answer`.
+    """
     answer = {"answer": sample["answer"]} if sample.get("answer") is not None else {}
     source = {"data_source": sample["data_source"]} if "data_source" in sample else {}
     images = {IMAGES: sample[IMAGES]} if IMAGES in sample else {}
@@ -220,7 +224,7 @@ def _value(form: Convention, name: str, sample: Sample) -> Any:
 
 
 def _awaited(result: Any) -> Any:
-    """Return a function's result; an `async` one is run to its end."""
+    """Return a function's result, after running an `async` result to its end."""
     if not inspect.isawaitable(result):
         return result
 

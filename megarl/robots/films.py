@@ -1,6 +1,6 @@
-"""Films of robots' episodes, for the report: RUN_DIR/videos/step_N/SAMPLE.png, small animated pictures.
+"""Films of robots' episodes for the report: RUN_DIR/videos/step_N/SAMPLE.png, small animated PNGs.
 
-Animated PNG has all colours and stores only the changes between pictures: with a still camera a GIF is several times as
+Animated PNG has all colours and stores only the changes between frames; with a still camera a GIF is several times as
 large.
 """
 
@@ -18,7 +18,7 @@ from megarl.robots.data.frames import END_FRAMES, FRAMES
 from megarl.system.processes import write_atomically
 
 FOLDER = "videos"
-#: Height of a film in pixels: small pictures are enlarged to be visible, large ones reduced.
+#: Height of a film in pixels: smaller frames are enlarged to be visible, larger ones reduced.
 _LEAST, _MOST = 128, 256
 _BORDER = 4
 _GREEN, _RED = (40, 160, 70), (200, 50, 50)
@@ -58,7 +58,9 @@ def film_rows(run_dir: Path, step: int, episodes: Batch, count: int) -> list[dic
 
 
 def film(cameras: list[NDArray[np.uint8]], *, success: bool) -> bytes:
-    """Return an animated PNG of pictures uint8 [T, H, W, 3] per camera, side by side, with a green or red border."""
+    """Return an animated PNG of frames uint8 [T, H, W, 3] per camera, side by side; the border is green for success,
+    else red.
+    """
     from PIL import Image
 
     height = min(max(max(frames.shape[1] for frames in cameras), _LEAST), _MOST)

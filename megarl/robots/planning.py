@@ -1,5 +1,4 @@
-"""The memory of a robot's run in addition to its language model: towers at work, an encoder of videos, pictures of
-episodes."""
+"""The memory of a robot's run in addition to its language model: vision towers, a video encoder, images of episodes."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from megarl.robots.embedding_config import EmbeddingSettings
 from megarl.robots.simulators.registry import SIMULATORS, simulator_class
 from megarl.system.errors import ConfigError
 
-#: Tokens of an instruction, of environment steps and pixels where the recipe does not say them: LIBERO's.
+#: Defaults for tokens of an instruction, environment steps and pixels, from LIBERO, if the recipe does not set them.
 PROMPT, _STEPS, _SIDE = 32, 512, 256
-_HELD_CLIPS = 4  # frames that a simulator's process holds, per frame of a clip
+_HELD_CLIPS = 4  # frames that a simulator's process holds per frame of a clip
 
 
 @dataclass(frozen=True)
 class _Encoder:
-    """The sizes of V-JEPA 2: the defaults are those of its largest published one, at 384 pixels."""
+    """The sizes of V-JEPA 2. The defaults are those of the largest published model, at 384 pixels."""
 
     width: int = 1408
     layers: int = 40
@@ -37,16 +36,16 @@ class _Encoder:
 
 
 def call_columns(robot: RobotConfig, vision: VisionShape) -> int:
-    """Return the columns of a policy call in the language model, with an instruction of usual length."""
+    """Return the tokens of a policy call in the language model, with an instruction of usual length."""
     actions = robot.chunk * robot.dim + (robot.family != "openvla")
     return PROMPT + vision.patches * len(robot.cameras) + bool(vision.state) + actions
 
 
 def tower_bytes(vision: VisionShape, element: int) -> float:
-    """Return the bytes that towers keep of one picture until its gradients are there.
+    """Return the bytes that vision towers keep of one image until its gradients are computed.
 
-    Of a block: inputs of both norms and of the four maps, queries, keys and values, what a scale multiplies, and the
-    wide layer before and after its activation.
+    Per block: inputs of both norms and of the four linear maps, queries, keys and values, the input of the scale, and
+    the wide layer before and after its activation.
     """
     total = 0.0
     for tower in vision.towers:
@@ -56,20 +55,22 @@ def tower_bytes(vision: VisionShape, element: int) -> float:
 
 
 def encoder_bytes(config: RunConfig, *, gpu: bool) -> tuple[float, float]:
-    """Return the bytes of the parameters of an encoder of videos, and of clips on their way through it; zeros without
-    one."""
+    """Return the bytes of a video encoder's parameters, and of the clips that pass through it; zeros without an
+    encoder.
+    """
     wanted = _embedding(config)
     if wanted is None or wanted.name != "vjepa2":
         return 0.0, 0.0
     encoder, element = _encoder(wanted.path), 2 if gpu else 4
-    # Of a token its residual, queries, keys and values, and the wide layer; pixels in float32.
+    # Per token: residual, queries, keys and values, and the wide layer; pixels in float32.
     token = (6 * encoder.width + 2 * encoder.mlp) * element
     return encoder.parameters * element, wanted.batch_size * encoder.tokens * token
 
 
 def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]:
-    """Return the bytes of the pictures of an episode of full length, and of its shortest, of one policy call; with its
-    clip."""
+    """Return the bytes of the images of a full-length episode and of its shortest form (one policy call), with its
+    clip.
+    """
     robot = config.robot
     assert robot is not None, "a recipe with the section `robot`"
     picture = len(robot.cameras) * vision.towers[0].image ** 2 * 3
@@ -78,12 +79,12 @@ def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]
 
 
 def recorder_bytes(config: RunConfig) -> float:
-    """Return the bytes of frames that one simulator's process holds for a clip, at most."""
+    """Return the most bytes of frames that one simulator's process holds for a clip."""
     return _HELD_CLIPS * _clip_bytes(config)
 
 
 def _clip_bytes(config: RunConfig) -> float:
-    """Return the bytes of the clip of an episode, as the simulator renders it."""
+    """Return the bytes of an episode's clip as the simulator renders it."""
     wanted, robot = _embedding(config), config.robot
     if wanted is None or robot is None or not wanted.by_steps:
         return 0.0
@@ -97,11 +98,11 @@ def _embedding(config: RunConfig) -> EmbeddingSettings | None:
     try:
         return settings_at("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings)
     except ConfigError:
-        return None  # another check says so
+        return None  # another check reports it
 
 
 def _encoder(path: str | None) -> _Encoder:
-    """Return the sizes of a checkpoint on this machine; else those of the largest published one."""
+    """Return the sizes of a checkpoint on this machine, or else those of the largest published model."""
     folder = None if path is None else local_folder(path)
     try:
         raw: dict[str, Any] = {} if folder is None else json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -119,7 +120,7 @@ def _encoder(path: str | None) -> _Encoder:
 
 
 def _own_setting(robot: RobotConfig, key: str, default: int) -> int:
-    """Return a number among the simulator's own keys, or its default; `default` where neither says one."""
+    """Return a number from the simulator's own keys, or its default there, or else `default`."""
     own, name = robot.simulator.get(key), robot.simulator.get("name")
     if own is None and name in SIMULATORS:
         own = simulator_class(str(name)).settings.get(key)

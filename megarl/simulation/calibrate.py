@@ -1,10 +1,10 @@
-"""Seconds and lengths from a real run: its metrics, its trace, and its own configuration.
+"""Derives seconds and lengths for a simulation from a real run: its metrics, its trace, and its configuration.
 
-response_length/mean, /max   how long samples are (megarl.planning.lengths)
-rollout in trace.json        seconds of a decoding step: what the slowest replica took, over what these lengths take
-timing_s/NODE                seconds of a node, as a line over the tokens of a replica where they follow them
-timing_s/weight_sync         a push of weights
-team/NAME/busy_s             less the nodes of the team: what else it does
+response_length/mean, /max   distribution of sample lengths (megarl.planning.lengths)
+rollout in trace.json        seconds of a decoding step: those of the slowest replica over what these lengths take
+timing_s/NODE                seconds of a node, as a line over the tokens of a replica if they depend on these
+timing_s/weight_sync         seconds of a weight update
+team/NAME/busy_s             minus the nodes of the team: its other work
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megarl.simulation.seconds import Line, Table
 from megarl.simulation.system import SimTeam, System, read_system
 from megarl.system.errors import DataError
 
-_TRIALS = 20  # steps of samples that are generated to find what a decoding step takes
-_FOLLOWS = 0.25  # share of the variance that tokens have to explain for a node to count as growing with them
+_TRIALS = 20  # steps whose samples are simulated to derive the seconds of a decoding step
+_FOLLOWS = 0.25  # share of the variance that tokens must explain for a node's time to grow with them
 _PUSH = "timing_s/weight_sync"
 
 
@@ -38,9 +38,9 @@ class Calibration:
     """The measurements of a run.
 
     Attributes:
-        system: that it was measured on.
-        prompt_tokens: of its prompts, on average.
-        step_s: of its steps, on average.
+        system: the system on which the run was measured.
+        prompt_tokens: mean tokens of its prompts.
+        step_s: mean seconds of its steps.
     """
 
     seconds: Table
@@ -51,21 +51,21 @@ class Calibration:
 
 
 def calibrate(run_dir: Path) -> Calibration:
-    """Return the measurements of a training run, after its first steps.
+    """Return the measurements of a training run, without its first steps.
 
     Raises:
-        DataError: this is no folder of a training run, it is too short, or it took samples as they got ready.
+        DataError: the folder holds no training run, or the run is too short, or its order was as_ready.
     """
-    read_timings(run_dir)  # refuses what is no run, and what is too short
+    read_timings(run_dir)  # raises for folders without a run and for runs that are too short
     config = load_config(str(run_dir / "config.yaml"), [], components=COMPONENTS)
     system = read_system(config, build_task_graph(config))
     if not system.in_order:
         raise DataError(
-            "a run whose samples come as they get ready does not tell what a decoding step takes",
+            "the time of a decoding step cannot be derived from a run whose samples are used as they get ready",
             where=str(run_dir),
             found=f"async.order={system.order}",
-            allowed="a run in order, of any staleness",
-            fix="let the recipe make some steps with async='!replace {max_staleness: 0}', and name that run",
+            allowed="a run with async.order=in_order, whatever its staleness",
+            fix="run the recipe for some steps with async='!replace {max_staleness: 0}', and name that run",
         )
     steps = {
         line["step"]: line for line in read_jsonl(run_dir / "metrics.jsonl", needs=STEP) if line["stage"] == "train"
@@ -94,8 +94,7 @@ def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _generation(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[float]:
-    """Return the slowest rank's seconds of generation of every step: from the trace, or from the metrics if there is
-    none."""
+    """Return the slowest rank's seconds of generation in every step: from the trace, or else from the metrics."""
     file = run_dir / "trace.json"
     counted = {line["step"] for line in lines}
     ranks: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -110,7 +109,7 @@ def _generation(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> li
 
 
 def _makespan(system: System, lengths: Lengths, trial: int) -> float:
-    """Return the seconds of the slowest replica for a step if a decoding step takes a second."""
+    """Return how many decoding steps the slowest replica needs for a training step."""
     servers = [ReplicaClock(Table(Line(1.0)), system.slots, system.prompt_tokens) for _ in range(system.servers)]
     for number, tokens in enumerate(lengths.sample((trial,), system.groups, system.samples)):
         servers[number % system.servers].add(number, tokens)
@@ -129,12 +128,12 @@ def _line(lines: Sequence[dict[str, Any]], id: str, team: SimTeam) -> Line:
     slope, fixed = statistics.linear_regression(tokens, seconds)
     if slope <= 0 or statistics.correlation(tokens, seconds) ** 2 < _FOLLOWS:
         return Line(mean)
-    # A line through the origin where the points would have it begin below: no phase takes less than nothing.
+    # If the line would begin below 0, fit a line through the origin: no phase takes negative time.
     return Line(fixed, slope) if fixed >= 0 else Line(0.0, mean / statistics.fmean(tokens))
 
 
 def _other(lines: Sequence[dict[str, Any]], team: SimTeam, system: System) -> float:
-    """Return the seconds of a step in which a team works, and on none of its nodes."""
+    """Return the seconds of a step that a team works outside its nodes."""
     trains = team is system.train
     generates = team is system.rollout or (trains and system.rollout is None)
     known = [*team.nodes, *([system.rollout_node] if generates else [])]

@@ -1,10 +1,10 @@
-"""Discrete events: the teams of a run as processes that wait for each other as the real ones do.
+"""Discrete-event simulation: the teams of a run as processes that wait for each other as real teams do.
 
 rollout's team     generates by `buffer.flow` (as_ready, with the buffer's own rules) or step by step (in_order)
-actor's team       waits for samples and other teams' nodes, computes, pushes weights by the rules of
+actor's team       waits for samples and other teams' nodes, computes, publishes weights by the rules of
                    `disaggregated.weight_updates`
 other teams        walk their nodes of every step
-coordinator        answers one call at a time
+coordinator        replies to one call at a time
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import SimTeam, System
 
 Steps: TypeAlias = Generator[simpy.Event, Any, None]
-_BLOCK = 256  # groups whose lengths are sampled at once
-_BALANCED = 1.02  # tokens of the fullest replica over the mean, where groups are shared by tokens
+_BLOCK = 256  # number of groups whose lengths are sampled at once
+_BALANCED = 1.02  # tokens of the fullest replica over the mean, if groups are shared by tokens
 
 
 @dataclass(frozen=True)
 class Faults:
-    """The failures of devices, and how long each lasts.
+    """How often devices fail, and how long each failure lasts.
 
     Attributes:
-        device_hours: hours that a device runs on average until it fails; None: nothing fails.
-        server_s: until a server is back; what it was generating begins again.
-        train_s: until the actor's team is back; it goes on from its newest checkpoint.
+        device_hours: mean hours that a device runs until it fails; None: no failures.
+        server_s: seconds until a server is back; its in-flight samples begin again.
+        train_s: seconds until the actor's team is back; it continues from its newest checkpoint.
         save_every: steps between checkpoints.
     """
 
@@ -47,11 +47,11 @@ class Faults:
 
 
 class Simulation:
-    """A run of `steps` steps.
+    """A simulated run of `steps` steps.
 
     Args:
-        seed: of lengths and failures.
-        faults: what dies.
+        seed: seed of lengths and failures.
+        faults: failures to simulate.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Simulation:
         self.outcome = Simulated()
         self.servers = [ReplicaClock(seconds, system.slots, system.prompt_tokens) for _ in range(system.servers)]
         self._rng, self._seed = random.Random(seed), seed
-        self._answered = 0.0  # when the coordinator has answered all that it was asked
-        self._tokens: dict[int, int] = {}  # of groups that have begun: all samples, prompts included
-        self._blocks: dict[int, list[list[int]]] = {}  # tokens of samples, by groups
+        self._answered = 0.0  # time at which the coordinator has replied to all calls so far
+        self._tokens: dict[int, int] = {}  # tokens of each group that has begun: all samples, prompts included
+        self._blocks: dict[int, list[list[int]]] = {}  # tokens of samples, by block of groups
         self._events: dict[tuple[Any, ...], simpy.Event] = {}
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._nodes: defaultdict[str, float] = defaultdict(float)
@@ -90,13 +90,13 @@ class Simulation:
     # -- what rules and teams ask for --------------------------------------------------------------------------------
 
     def event(self, *name: Any) -> simpy.Event:
-        """Return an event that happens once; the first call makes it."""
+        """Return the event with this name, created by the first call; it happens once."""
         if name not in self._events:
             self._events[name] = self.env.event()
         return self._events[name]
 
     def group(self, number: int) -> list[int]:
-        """Return the tokens of the responses of a group, which follow from its number."""
+        """Return the response tokens of each sample of a group, which are determined by the group's number."""
         block, place = divmod(number, _BLOCK)
         if block not in self._blocks:
             self._blocks[block] = self.lengths.sample((self._seed, block), _BLOCK, self.system.samples)
@@ -105,18 +105,18 @@ class Simulation:
         return tokens
 
     def call(self, calls: int = 1) -> Steps:
-        """Ask the coordinator, and wait until it has answered."""
+        """Call the coordinator, and wait for its reply."""
         if self.system.rollout is None and not self.system.others:
             return
         seconds = calls * self.seconds.call()
         self.outcome.calls += calls
         self._spent["coordinator"] += seconds
-        # One at a time, in the order of asking: what is asked now is answered after all that was asked before.
+        # Calls are served one at a time in order: this call ends after all earlier ones.
         self._answered = max(self._answered, self.env.now) + seconds
         yield self.env.timeout(self._answered - self.env.now)
 
     def push(self) -> Steps:
-        """Push new weights to all that generate."""
+        """Publish new weights to all generating replicas."""
         seconds = self.seconds.push(self.system.servers)
         self._spent["push"] += seconds
         yield self.env.timeout(seconds)
@@ -127,11 +127,11 @@ class Simulation:
         return float("inf") if hours is None else self._rng.expovariate(devices / (hours * 3600))
 
     def server_died(self) -> None:
-        """Count it."""
+        """Count a server failure."""
         self._dead[0] += 1
 
     def fullest(self, groups: Sequence[int], replicas: int) -> float:
-        """Return the tokens of the replica that has most of a step."""
+        """Return the tokens of the replica that has the most tokens of a step."""
         shares = [0] * replicas
         for place, number in enumerate(groups):
             shares[place % replicas] += self._tokens[number]
@@ -139,7 +139,7 @@ class Simulation:
         return max(_BALANCED * sum(shares) / replicas, longest) if self.system.shares_tokens else max(shares)
 
     def walk(self, team: SimTeam, groups: Sequence[int], step: int) -> Steps:
-        """Walk the nodes of a team, each when all other teams' nodes before it are over."""
+        """Walk the nodes of a team; each node begins when the nodes of other teams that it depends on have ended."""
         tokens = self.fullest(groups, team.replicas)
         if team.takes:
             yield from self.call(team.replicas * (1 + team.takes))
@@ -159,7 +159,7 @@ class Simulation:
         yield self.env.timeout(self.seconds.other(team.name))
 
     def _is_of_rollout_team(self, id: str) -> bool:
-        """Tell whether the node belongs to the rollout's team, whose work is part of the samples."""
+        """Return whether the node belongs to the rollout's team, whose time is part of the samples' time."""
         return self.system.rollout is not None and id in self.system.rollout.nodes
 
     # -- teams -------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Simulation:
             if step % self.faults.save_every == 0:
                 saved = self.env.now
             began = self._without_pushes()
-            # In order, new weights wait for samples that are generated with the ones before.
+            # In order, new weights wait until the samples of the previous weights are generated.
             yield from rules.after_step(step)
             self._spent["samples"] += self._without_pushes() - began
             self.outcome.ends.append(self.env.now)
@@ -188,7 +188,7 @@ class Simulation:
                 yield self.env.all_of([self.event("over", team.name, step) for team in self.system.others])
 
     def _without_pushes(self) -> float:
-        """Return the time without the seconds of pushes."""
+        """Return the current time without the seconds of weight updates."""
         return float(self.env.now - self._spent["push"])
 
     def _scores(self, team: SimTeam, rules: Any) -> Steps:

@@ -1,4 +1,4 @@
-"""`async.order` as_ready: group after group, by the buffer's own rules (`buffer.flow`, `call_batcher`)."""
+"""`async.order: as_ready`: group after group, by the buffer's own rules (`buffer.flow`, `call_batcher`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megarl.simulation.engine import Simulation, Steps
 from megarl.simulation.replica import ReplicaClock
 
 _INFO = GroupInfo("", 0, (), 0)
-_MOMENT = 1e-6  # seconds: time goes on, however a difference is rounded
+_MOMENT = 1e-6  # smallest time step in seconds, so that time advances whatever the rounding
 
 
 class Flowing:
-    """The replicas that generate, each by itself, and the weight updates between their segments."""
+    """The replicas that generate independently, and the weight updates between their segments."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._s, system = simulation, simulation.system
@@ -29,19 +29,19 @@ class Flowing:
         self._flow = Flow(simulation.settings)
         self._flow.open(0, 0, {}, [])
         self._version = self._asked_for = self._finished = 0
-        self._opened = 0  # replicas that generate nothing
+        self._opened = 0  # number of replicas that currently generate nothing
         self._updated, self._open = simulation.env.event(), simulation.env.event()
-        self._wanted = False  # the trainer waits to send weights
+        self._wanted = False  # whether the trainer waits to send weights
         self._replicas: list[_Replica] = []
         rollout = system.rollout
-        assert rollout is not None, "the checks want the rollout in a team of its own"
-        # What that team does with a group after it is generated, from what it does with its share of a step.
+        assert rollout is not None, "as_ready needs the rollout in a team of its own"
+        # Seconds that the rollout's team spends on a group after generation, from its node times for a step.
         share = max(1.0, system.groups / system.servers)
         seconds = [simulation.seconds.node(id, 0.0, rollout.replicas) for id in rollout.nodes]
         self._scoring_s = (sum(seconds) + simulation.seconds.other(rollout.name)) / share
 
     def start(self) -> None:
-        """Begin to generate."""
+        """Start the replicas."""
         for server in self._s.servers:
             replica = _Replica(self, server)
             self._replicas.append(replica)
@@ -50,14 +50,14 @@ class Flowing:
     # -- the trainer's end, see weight_updates ------------------------------------------------------
 
     def samples(self, step: int) -> Generator[simpy.Event, Any, list[int]]:
-        """Wait for the groups of a step to be formed, and return them."""
+        """Wait until the groups of a step are formed, and return them."""
         self._asked_for = max(self._asked_for, step)
         self._form()
         groups = yield self._s.event("formed", step)
         return list(groups)
 
     def before_step(self, step: int) -> Steps:
-        """Wait for samples; where all is generated that may be, the weights go now."""
+        """Wait for samples; if everything that may be generated has been, publish the weights now."""
         if self._partial:
             return
         yield from self.samples(step)
@@ -65,7 +65,7 @@ class Flowing:
             yield from self._push(step - 1)
 
     def after_step(self, step: int) -> Steps:
-        """Push the weights where they have to go, or where no replica generates any more."""
+        """Publish the weights if they are due, or if no replica generates any more."""
         must = step == self._s.steps or self._policy.weights_must_go(self._version, step + 1)
         if must and not self._wanted:
             self._wanted = True
@@ -96,7 +96,7 @@ class Flowing:
     # -- what replicas ask for ---------------------------------------------------------------------------------------
 
     def swap(self, done: list[int], most: int) -> Generator[simpy.Event, Any, list[int]]:
-        """Hand over what is finished and take prompts."""
+        """Hand over finished groups and take new prompts."""
         version = self._version
         yield from self._s.call()
         for number in done:
@@ -107,7 +107,7 @@ class Flowing:
         return numbers
 
     def open_for_weights(self) -> simpy.Event:
-        """Note that this replica generates nothing; return the event of new weights."""
+        """Note that this replica generates nothing now; return the event of the next weights."""
         self._opened += 1
         if self._opened == len(self._s.servers):
             self._open.succeed()
@@ -115,7 +115,7 @@ class Flowing:
 
 
 class _Replica:
-    """See `megarl.disaggregated.as_ready_loop.AsReadyLoop`."""
+    """A simulated replica; the real one is `megarl.disaggregated.as_ready_loop.AsReadyLoop`."""
 
     def __init__(self, rules: Flowing, replica: ReplicaClock) -> None:
         s = rules._s
@@ -124,8 +124,8 @@ class _Replica:
         fair = -(-s.policy.capacity // s.system.servers)
         groups = min(max(1, s.system.slots // self._samples), fair)
         self._batcher = CallBatcher(groups, fair)
-        self._most = groups * self._samples  # samples side by side
-        self._waiting: deque[int] = deque()  # prompts in hand
+        self._most = groups * self._samples  # most samples decoded at the same time
+        self._waiting: deque[int] = deque()  # prompts that the replica has taken and not begun
         self._scoring: list[tuple[float, int]] = []
         self._done: list[int] = []
         self._dry = self._sleeps = False
@@ -133,14 +133,14 @@ class _Replica:
         self._failure = s.next_failure(s.system.server_devices)
 
     def wake(self) -> None:
-        """Wake the replica because a weight update is wanted; it goes on if it lets time pass."""
+        """Interrupt the replica's wait because a weight update is due."""
         if self._sleeps:
             assert self.process is not None, "it runs"
             self._sleeps = False
             self.process.interrupt()
 
     def run(self) -> Steps:
-        """Generate until the weights of the last step have come."""
+        """Generate until the weights of the last step have arrived."""
         rules = self._rules
         while rules._version < self._s.steps:
             self._batcher.begin(self._env.now)
@@ -152,7 +152,7 @@ class _Replica:
             self._replica.reread()
 
     def _segment(self) -> Steps:
-        """Generate with one version of the weights."""
+        """Generate with one weight version."""
         rules = self._rules
         while True:
             while self._scoring and self._scoring[0][0] <= self._env.now + _MOMENT:
@@ -173,7 +173,7 @@ class _Replica:
 
     @property
     def _room(self) -> int:
-        """Groups that could begin."""
+        """Number of groups that could begin now."""
         return max(0, self._most - self._replica.load) // self._samples
 
     def _begin(self) -> None:
@@ -191,15 +191,14 @@ class _Replica:
         self._advance(self._env.now - began)
 
     def _pass(self, missing: int) -> Steps:
-        """Let time pass until something is over, the buffer is to be called, an engine dies, or a weight update is
-        wanted."""
+        """Advance time until a group ends, the buffer must be called, an engine dies, or a weight update is due."""
         now = self._env.now
         over = self._replica.until_event(self._samples if not self._dry or self._waiting else 0)
         times = [] if over is None else [over]
         times += [self._scoring[0][0] - now] if self._scoring else []
         times += [self._batcher.left_s(now)] if missing or self._done else []
         seconds = max(_MOMENT, min([*times, self._failure - now]))
-        # Woken when weights wait, with `partial`: a condition of two events would be most of what this costs.
+        # With `partial` a waiting update wakes the replica directly: a condition on two events would dominate the cost.
         self._sleeps = True
         with contextlib.suppress(simpy.Interrupt):
             yield self._env.timeout(seconds)

@@ -1,4 +1,4 @@
-"""`async.order` in_order: step after step, generated with exactly the weights after step t - 1 - k."""
+"""`async.order: in_order`: step after step, generated with exactly the weights after step t - 1 - k."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megarl.simulation.engine import Simulation, Steps
 
 
 class Ordered:
-    """The times at which the samples of a step are there and weights go."""
+    """The times at which the samples of a step are available and weights are published."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._s, self._policy = simulation, simulation.policy
-        self._waiting: deque[int] = deque()  # versions that are there and not pushed
+        self._waiting: deque[int] = deque()  # weight versions that are ready and not published
 
     def start(self) -> None:
-        """Begin to generate, where a team of its own does."""
+        """Start generation, if a team of its own generates."""
         if self._s.system.rollout is not None:
             self._s.env.process(self._generate_all())
 
     def samples(self, step: int) -> Generator[simpy.Event, Any, range]:
-        """Return the groups of a step when they are generated; a team that generates for itself does so now."""
+        """Return the groups of a step when they are generated; without a rollout team they are generated now."""
         s = self._s
         if s.system.rollout is None and not s.event("generated", step).triggered:
             yield from self._generate(step)
@@ -34,11 +34,11 @@ class Ordered:
         return self._numbers(step)
 
     def before_step(self, step: int) -> Steps:
-        """See `megarl.disaggregated.weight_updates.InOrderUpdates`."""
+        """Publish weights as `megarl.disaggregated.weight_updates.InOrderUpdates` does before a step."""
         yield from self._push_waiting(lambda version: self._policy.weights_must_go(version - 1, step))
 
     def after_step(self, step: int) -> Steps:
-        """See `megarl.disaggregated.weight_updates.InOrderUpdates`."""
+        """Publish weights as `megarl.disaggregated.weight_updates.InOrderUpdates` does after a step."""
         s, policy = self._s, self._policy
         s.outcome.age.append(float(step - 1 - policy.oldest(step)))
         now = step == s.steps or policy.weights_must_go(step - 1, step + 1)
@@ -51,7 +51,7 @@ class Ordered:
             self._waiting.append(step)
 
     def _generated_before(self, version: int) -> simpy.Event:
-        """Return the event that everything is generated that comes from the weights that `version` replaces."""
+        """Return the event that all samples of the weights that `version` replaces are generated."""
         return self._s.event("generated", self._policy.last_step(version - 1))
 
     def _push_waiting(self, must_go: Callable[[int], bool]) -> Steps:
@@ -78,7 +78,7 @@ class Ordered:
         for step in range(1, s.steps + 1):
             yield from self._generate(step)
             team = s.system.rollout
-            assert team is not None, "it is started for such a team only"
+            assert team is not None, "only a rollout team of its own is started"
             yield from s.walk(team, self._numbers(step), step)
             yield from s.call(team.replicas)
             s.event("generated", step).succeed()
@@ -87,14 +87,14 @@ class Ordered:
                 yield s.event("pushed", version)
 
     def _generate(self, step: int) -> Steps:
-        """Give each server its groups, and wait for the last one."""
+        """Give each server its groups, and wait until all are generated."""
         s = self._s
         for place, number in enumerate(self._numbers(step)):
             s.servers[place % len(s.servers)].add(number, s.group(number))
         longest = 0.0
         for server in s.servers:
             seconds, failure = server.finish(), s.next_failure(s.system.server_devices)
-            if failure < seconds:  # what it has generated of this step is lost
+            if failure < seconds:  # the work of this step so far is lost
                 s.server_died()
                 seconds += failure + s.faults.server_s
             longest = max(longest, seconds)

@@ -1,4 +1,4 @@
-"""The use of time in a simulated run."""
+"""How a simulated run spends its time."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-FIRST, LAST = 4, 2  # steps that are not counted: queues fill and run empty
+FIRST, LAST = 4, 2  # first and last steps that are not counted, because queues fill and drain in them
 
 
 class Shares(NamedTuple):
-    """Shares of the time of a whole run. Teams work at the same time, so that they need not sum to 1.
+    """Shares of the time of a whole run. Teams work at the same time, so the shares need not sum to 1.
 
     Attributes:
         training: the actor's team computes.
-        generating: the mean replica decodes something.
-        push: weights are on their way.
-        coordinator: it answers calls.
-        samples: the actor's team waits for samples, and for those that have to be generated before new weights go.
+        generating: a replica decodes (mean over replicas).
+        push: weights are being published.
+        coordinator: it replies to calls.
+        samples: the actor's team waits for samples, or for samples that must be generated before new weights are sent.
     """
 
     training: float
@@ -30,16 +30,16 @@ class Shares(NamedTuple):
 
 @dataclass
 class Simulated:
-    """A simulated run.
+    """The result of a simulated run.
 
     Attributes:
         ends: seconds from the start at which steps ended.
-        tokens: of all samples of a step, by step.
-        age: mean age of the groups of a step, in versions of the weights.
-        spent: seconds of the whole run, by what took them: as in `Shares`.
-        calls: of the coordinator.
-        failures: servers, and trainers, that died.
-        nodes: seconds of the whole run, by node of the actor's team.
+        tokens: tokens of all samples of each step.
+        age: mean off-policy steps of the groups of each step.
+        spent: seconds of the whole run by category, as in `Shares`.
+        calls: number of calls to the coordinator.
+        failures: number of failed servers, and of failed trainers.
+        nodes: seconds of the whole run by node of the actor's team.
     """
 
     ends: list[float] = field(default_factory=list)
@@ -59,21 +59,21 @@ class Simulated:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of responses and prompts that are trained on in a second."""
+        """Prompt and response tokens trained on per second."""
         return statistics.fmean(self.tokens) / self.step_s
 
     @property
     def staleness(self) -> float:
-        """Mean age of groups in steps."""
+        """Mean off-policy steps of groups."""
         return statistics.fmean(self.age)
 
     @property
     def shares(self) -> Shares:
-        """How much of the whole run each of these took."""
+        """Share of the whole run that each category took."""
         whole = self.ends[-1]
         return Shares(*(self.spent.get(name, 0.0) / whole for name in Shares._fields))
 
     def largest_nodes(self) -> Mapping[str, float]:
-        """Share of the run of the actor's team's nodes, the largest first."""
+        """Share of the run that each node of the actor's team took, the largest first."""
         order = sorted(self.nodes, key=self.nodes.__getitem__, reverse=True)
         return {id: self.nodes[id] / self.ends[-1] for id in order}

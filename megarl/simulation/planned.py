@@ -1,12 +1,13 @@
-"""Seconds of a run that nobody has measured: rooflines of a device and its links, from a model's sizes.
+"""Seconds of a run without measurements: rooflines of a device and its links, from a model's sizes.
 
-    training     6 FLOPs per token and parameter that it meets, at `train_mfu` of the peak; scoring 2
-    decoding     reading the weights that a batch meets and the keys and values of all that runs, at `read_share`
-                 of the memory's speed, or the FLOPs, whichever is longer; and a fixed part per step
-    gradients    a ring: 4 bytes scattered and 2 gathered of a rank's parameters over its link, and a latency per hop
-    weights      each server takes all of them over its own link, and a fixed part per server for the calls
+training     6 FLOPs per token and parameter that the token uses, at `train_mfu` of the peak; scoring 2
+decoding     reading the weights that a batch uses and the keys and values of all running samples, at `read_share`
+             of the memory's speed, or the FLOPs, whichever is longer; and a fixed part per step
+gradients    a ring: 4 bytes scattered and 2 gathered of a rank's parameters over its link, and a latency per hop
+weights      each server takes all of them over its own link, and a fixed part per server for the calls
 
-It is one way of filling `megarl.simulation.seconds.Seconds`; measurements (megarl.simulation.calibrate) are another.
+This is one implementation of `megarl.simulation.seconds.Seconds`; measurements (megarl.simulation.calibrate) are
+another.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ if TYPE_CHECKING:
 
 _BF16 = 2
 _H100 = KINDS["h100"]
-_SAMPLE_BYTES = 8.0 * 6  # a token's fields between teams
+_SAMPLE_BYTES = 8.0 * 6  # bytes of a token's fields that are sent between teams
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """The assumptions of the formulas. Devices are H100s with eight to a machine, unless said otherwise.
+    """The assumptions of the formulas. By default devices are H100s, eight per machine.
 
     Attributes:
-        peak_tflops: dense bf16 of a device.
-        train_mfu: share of it that training and scoring reach.
-        prefill_mfu: share of it that reading prompts reaches.
-        memory_tb_s: of a device's memory.
-        read_share: share of it that decoding reaches.
-        decode_ms: of a decoding step that no byte and no FLOP explains.
-        link_gbit: of a device to other machines, one way.
-        link_times: how many times as long everything takes that crosses links, with measured seconds as well.
-        link_share: share of it that is reached.
+        peak_tflops: dense bf16 peak of a device.
+        train_mfu: share of the peak that training and scoring reach.
+        prefill_mfu: share of the peak that prefill reaches.
+        memory_tb_s: memory bandwidth of a device.
+        read_share: share of the bandwidth that decoding reaches.
+        decode_ms: fixed time of a decoding step, which bytes and FLOPs do not explain.
+        link_gbit: link of a device to other machines, one way.
+        link_times: factor on all times that use links, also measured ones.
+        link_share: share of the link's rate that is reached.
         hop_us: latency of a hop of a ring between machines.
-        server_push_ms: calls of a server for new weights.
-        push_fixed_s: of new weights, whatever their size.
-        call_ms: of the coordinator, for a call.
-        step_s: of a team and step, in no phase: metrics, files, Python.
-        mean_tokens: of a response; 0: a quarter of the longest.
-        sigma: of the logarithm of a response's tokens.
-        device_hours: until a device fails, on average; 0: none does.
-        server_restart_s: until a server is back.
-        train_restart_s: until the actor's team is back.
+        server_push_ms: time of the calls to a server for new weights.
+        push_fixed_s: fixed time of a weight update, whatever its size.
+        call_ms: time of a call to the coordinator.
+        step_s: time of a team and step outside all phases: metrics, files, Python.
+        mean_tokens: mean tokens of a response; 0: a quarter of the longest.
+        sigma: standard deviation of the logarithm of a response's tokens.
+        device_hours: mean hours until a device fails; 0: no failures.
+        server_restart_s: seconds until a failed server is back.
+        train_restart_s: seconds until the actor's team is back after a failure.
     """
 
     peak_tflops: float = _H100.bf16_tflops
@@ -83,8 +84,8 @@ class Planned:
 
     Attributes:
         model_parallel: ranks of a replica of the actor.
-        trains: nodes that train: passes over the samples of a step, and updates.
-        scores: nodes that make a forward pass.
+        trains: for nodes that train: passes over the samples of a step, and updates.
+        scores: nodes that make one forward pass.
     """
 
     facts: ModelFacts
@@ -120,7 +121,7 @@ class Planned:
         return 2 * self.facts.computing_parameters * tokens / rate
 
     def node(self, id: str, tokens: float, replicas: int) -> float:
-        """See `Seconds`: nodes that are neither training nor scoring take no time."""
+        """See `Seconds`. Nodes that neither train nor score take no time."""
         flops = 2 * self.facts.computing_parameters * tokens
         rate = self.model_parallel * self.given.peak_tflops * 1e12 * self.given.train_mfu
         if id in self.scores:
@@ -131,7 +132,9 @@ class Planned:
         return 3 * passes * flops / rate + updates * self.reduce(replicas)
 
     def reduce(self, replicas: int) -> float:
-        """Return the gradients of one update: scattered in fp32, parameters gathered in bf16, between replicas."""
+        """Return the seconds of reducing gradients in an update: scattered in fp32, parameters gathered in bf16, over
+        the replicas.
+        """
         if replicas == 1:
             return 0.0
         mine = self.facts.parameters / self.model_parallel
@@ -160,11 +163,11 @@ def plan_seconds(config: RunConfig, graph: TaskGraph, system: System, lengths: L
     """Return the formulas for a recipe.
 
     Raises:
-        ConfigError: nothing here knows the model's sizes.
+        ConfigError: the model's sizes are not known here.
     """
     from megarl.artifacts.facts import known_facts
 
-    facts = known_facts(config.model, "download it first, or simulate from measurements with --run RUN_DIR")
+    facts = known_facts(config.model, "download the model first, or simulate from measurements with --run RUN_DIR")
     trains, scores = {}, set()
     for node in graph:
         if node.declared.kind is Kind.MODEL_TRAIN:

@@ -1,4 +1,4 @@
-"""One replica that decodes: samples side by side, each a token at a time, at a speed that depends on how many run."""
+"""A replica that decodes samples at the same time, each token by token; the speed depends on how many run."""
 
 from __future__ import annotations
 
@@ -9,72 +9,73 @@ from typing import TypeAlias
 
 from megarl.simulation.seconds import Seconds
 
-_EPSILON = 1e-9  # seconds by which two moments are the same
+_EPSILON = 1e-9  # seconds within which two moments count as the same
 
 
-_Sample: TypeAlias = tuple[float, int, int]  # end on the clock of tokens, group, tokens
+_Sample: TypeAlias = tuple[float, int, int]  # (end on the clock of tokens, group, tokens)
 
 
 class ReplicaClock:
-    """The clock of a replica: time passes by `advance` only; between two ends of samples all that run go on at one
+    """The clock of a replica. Time passes only in `advance`; between two ends of samples all running samples have one
     speed.
 
     Args:
-        seconds: of tokens and prompts.
-        slots: samples side by side, at most; others wait in their order.
+        seconds: seconds of tokens and prompts.
+        slots: most samples decoded at the same time; others wait in order.
     """
 
     def __init__(self, seconds: Seconds, slots: int, prompt: int) -> None:
         self._seconds, self._slots, self._prompt = seconds, slots, prompt
         self._prompt_s = seconds.prefill(prompt)
-        self._pace = [seconds.token(running) for running in range(slots + 1)]  # of a token, by samples that run
-        self._running: list[_Sample] = []  # by their ends
-        self._queue: deque[tuple[int, int]] = deque()  # group, tokens
-        self._left: dict[int, int] = {}  # samples of a group that are not over
-        self._clock = 0.0  # tokens that a sample has got that runs since the beginning
-        self._debt = 0.0  # seconds in which nothing is decoded
+        # seconds per token, by number of running samples
+        self._pace = [seconds.token(running) for running in range(slots + 1)]
+        self._running: list[_Sample] = []  # ordered by end
+        self._queue: deque[tuple[int, int]] = deque()  # waiting samples: (group, tokens)
+        self._left: dict[int, int] = {}  # number of unfinished samples per group
+        self._clock = 0.0  # tokens that a sample running since the start would have
+        self._debt = 0.0  # seconds to spend before decoding continues
         self.busy_s = 0.0
-        self.sample_s = 0.0  # seconds of all samples while they ran
+        self.sample_s = 0.0  # seconds that samples ran, summed over samples
 
     @property
     def busy(self) -> bool:
-        """Something is sampled."""
+        """Whether any sample is running."""
         return bool(self._running)
 
     @property
     def load(self) -> int:
-        """Samples that run or wait for a slot."""
+        """Number of samples that run or wait for a slot."""
         return len(self._running) + len(self._queue)
 
     @property
     def free(self) -> int:
-        """Slots that nothing waits for."""
+        """Number of free slots without waiting samples."""
         return max(0, self._slots - len(self._running) - len(self._queue))
 
     def add(self, group: int, tokens: Sequence[int]) -> None:
-        """Begin a group whose samples will have so many tokens. Its prompt is read once."""
+        """Begin a group whose samples will have these numbers of tokens. Its prompt is read once."""
         self._left[group] = len(tokens)
         self._debt += self._prompt_s
         self._queue.extend((group, one) for one in tokens)
         self._fill()
 
     def reread(self) -> None:
-        """Read all running samples again, prompt and tokens, with the new weights."""
+        """Prefill all running samples again, prompt and tokens, with the new weights."""
         read = sum(self._prompt + tokens - (end - self._clock) for end, _, tokens in self._running)
         self._debt += self._seconds.prefill(round(read)) if self._running else 0.0
 
     def fail(self, restart_s: float) -> None:
-        """Kill the engine: what ran begins again after `restart_s`."""
+        """Kill the engine: running samples begin again after `restart_s` seconds."""
         self._running = sorted((self._clock + tokens, group, tokens) for _, group, tokens in self._running)
         self._debt += restart_s
 
     def until_event(self, wanted: int) -> float | None:
-        """Return seconds until a group is over, or `wanted` slots are free; None: nothing runs."""
+        """Return the seconds until a group ends, or until `wanted` slots are free; None when nothing runs."""
         if not self._running:
             return None
         total, clock, running = self._debt, self._clock, len(self._running)
         pace, over, left = self._pace, dict[int, int](), self._left
-        # The sample after which `wanted` slots are free, or the first one where others wait for its slot.
+        # The sample whose end makes `wanted` slots free, or the first one to end if others wait for its slot.
         last = 1 if self._queue else wanted - self.free
         for number, (end, group, _) in enumerate(self._running, 1):
             if end != clock:
@@ -87,7 +88,7 @@ class ReplicaClock:
         return total
 
     def advance(self, seconds: float) -> list[int]:
-        """Let time pass; the groups that are over by then."""
+        """Advance time, and return the groups that ended."""
         over: list[int] = []
         if self._running:
             self.busy_s += seconds
@@ -118,7 +119,7 @@ class ReplicaClock:
         return over
 
     def finish(self) -> float:
-        """Generate all that there is; the seconds that it takes."""
+        """Generate everything that remains, and return the seconds it takes."""
         total = 0.0
         while (seconds := self.until_event(0)) is not None:
             self.advance(seconds)

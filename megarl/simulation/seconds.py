@@ -1,4 +1,4 @@
-"""The source of the seconds of a simulated run: one small interface, and the two values that a phase depends on."""
+"""Where the seconds of a simulated run come from: one small interface, and functions of tokens that it uses."""
 
 from __future__ import annotations
 
@@ -8,56 +8,58 @@ from typing import Protocol
 
 
 class Seconds(Protocol):
-    """The durations of the parts of a run. Anyone with better numbers than formulas gives an object with these
-    methods."""
+    """The durations of the parts of a run. Pass an object with these methods to use better numbers than the
+    formulas'.
+    """
 
     def token(self, running: int) -> float:
-        """Return seconds until every one of `running` samples of a replica has one token more."""
+        """Return the seconds of a decoding step when `running` samples of a replica run."""
 
     def prefill(self, tokens: int) -> float:
-        """Return seconds that a replica spends on reading a prompt or an interrupted sample of so many tokens."""
+        """Return the seconds in which a replica prefills a prompt or interrupted sample of `tokens` tokens."""
 
     def node(self, id: str, tokens: float, replicas: int) -> float:
-        """Return seconds of a node of the graph (not of generation) whose fullest replica, of `replicas`, has so many
-        tokens."""
+        """Return the seconds of a graph node (except generation) whose fullest replica, of `replicas`, has `tokens`
+        tokens.
+        """
 
     def push(self, replicas: int) -> float:
-        """Return seconds until all replicas of the rollout have new weights."""
+        """Return the seconds until all rollout replicas have new weights."""
 
     def handover(self, tokens: float) -> float:
-        """Return seconds until a replica has fetched samples of so many tokens that another team wrote."""
+        """Return the seconds in which a replica fetches samples of `tokens` tokens that another team wrote."""
 
     def other(self, team: str) -> float:
-        """Return seconds of a team and step that are in no node: metrics, files, Python."""
+        """Return the seconds of a team and step outside all nodes: metrics, files, Python."""
 
     def call(self) -> float:
-        """Return seconds of the coordinator for one call."""
+        """Return the coordinator's seconds per call."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """The seconds that grow with tokens: `fixed + per_token * tokens`."""
+    """Seconds that grow with tokens: `fixed + per_token * tokens`."""
 
     fixed: float
     per_token: float = 0.0
 
     def at(self, tokens: float) -> float:
-        """Return seconds of so many tokens."""
+        """Return the seconds for `tokens` tokens."""
         return self.fixed + self.per_token * tokens
 
 
 @dataclass(frozen=True)
 class Table:
-    """The seconds from a table: of measurements, or of anybody's plan.
+    """Seconds from a table, measured or planned.
 
     Attributes:
-        token_s: of a decoding step, by samples that run.
-        prefill_s: by tokens.
-        nodes: by the node's id; one that is not named takes no time.
-        push_s: of new weights.
-        handover_s: by tokens.
-        other_s: by team.
-        call_s: of the coordinator.
+        token_s: seconds of a decoding step, by running samples.
+        prefill_s: seconds by tokens.
+        nodes: seconds by node id; other nodes take no time.
+        push_s: seconds of a weight update.
+        handover_s: seconds by tokens.
+        other_s: seconds by team.
+        call_s: coordinator's seconds per call.
     """
 
     token_s: Line
@@ -69,7 +71,7 @@ class Table:
     call_s: float = 0.001
 
     def slower_links(self, times: float) -> Table:
-        """Return the same table with links on which everything takes so many times as long."""
+        """Return the same table with links that take `times` times as long."""
         line = self.handover_s
         slower = Line(line.fixed * times, line.per_token * times)
         return replace(self, push_s=self.push_s * times, handover_s=slower)

@@ -1,4 +1,4 @@
-"""A table of simulated runs: a recipe and what if it were otherwise, each on some numbers of devices."""
+"""A table of simulated runs: a recipe and its `what if` variants, each with several numbers of devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import System, read_system
 from megarl.system.errors import ConfigError
 
-RECIPE, WHAT_IF = "as it is", "--what-if"
+RECIPE, WHAT_IF = "unchanged", "--what-if"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StudyRow:
 
     Attributes:
         what: the overrides, or `RECIPE`.
-        wall_s: of the simulation.
+        wall_s: seconds that the simulation took.
     """
 
     what: str
@@ -44,7 +44,7 @@ class StudyRow:
 
     @property
     def per_device(self) -> float:
-        """Tokens per second of a device."""
+        """Tokens per second and device."""
         return self.outcome.tokens_per_s / self.system.devices
 
 
@@ -54,13 +54,13 @@ class Study:
 
     Attributes:
         recipe: name or file, or a run folder.
-        overrides: `key.path=value` of all rows.
-        what_if: of each further row: `key.path=value`, and `name=value` of assumptions.
-        assumed: `name=value` of all rows.
-        run_dir: of measurements; None: formulas.
-        devices: numbers of them; none: the recipe's.
+        overrides: `key.path=value` for all rows.
+        what_if: for each further row: `key.path=value`, and `name=value` of assumptions.
+        assumed: `name=value` for all rows.
+        run_dir: run folder with measurements; None: formulas.
+        devices: numbers of devices; empty: the recipe's.
         grow: the batch grows with the devices.
-        seed: of lengths and failures.
+        seed: seed of lengths and failures.
         refuse: raises what is wrong with a recipe.
     """
 
@@ -76,10 +76,10 @@ class Study:
     refuse: Callable[[RunConfig, TaskGraph], None] = lambda config, graph: None
 
     def rows(self) -> list[StudyRow]:
-        """Return all rows: the recipe first, on all numbers of devices.
+        """Return all rows: the recipe first, with all numbers of devices.
 
         Raises:
-            UserError: a recipe, an override, an assumption, or a run folder that does not fit.
+            UserError: an invalid recipe, override, assumption or run folder.
         """
         return [row for changed in [(), *self.what_if] for row in self._of(changed, self.measured)]
 
@@ -89,7 +89,7 @@ class Study:
         return None if self.run_dir is None else calibrate(self.run_dir)
 
     def other_model(self) -> str | None:
-        """Return the reason why the run's seconds may not be the recipe's; None: it is the same model."""
+        """Return a warning if the measured run had another model than the recipe; None if it had the same."""
         if self.run_dir is None:
             return None
         here, there = (
@@ -97,11 +97,10 @@ class Study:
             for file, keys in ((_file(self.recipe), self.overrides), (str(self.run_dir / "config.yaml"), ()))
         )
         same = (here.path, here.hf_config) == (there.path, there.hf_config)
-        return None if same else "the seconds are those of the run's model, which is not the recipe's"
+        return None if same else "the seconds come from a run with another model than the recipe's"
 
     def as_measured(self) -> str | None:
-        """Return the parts that take as long on any number of devices, where that matters; None: all follow their
-        number."""
+        """Return the nodes whose measured time does not depend on the number of devices, if that matters; else None."""
         if self.measured is None or len(self.devices) < 2:
             return None
         nodes, step = self.measured.seconds.nodes, self.measured.step_s
@@ -149,7 +148,7 @@ class Study:
 
 
 _WITH_A_RUN = ("link_times", "device_hours", "server_restart_s", "train_restart_s")
-"""Assumptions that count beside seconds and lengths of a run."""
+"""Assumptions that also count when seconds and lengths come from a run."""
 
 
 def _refuse_unused(given: Mapping[str, Mapping[str, str]]) -> None:
@@ -157,16 +156,16 @@ def _refuse_unused(given: Mapping[str, Mapping[str, str]]) -> None:
         for name in values:
             if name not in _WITH_A_RUN:
                 raise ConfigError(
-                    "with --run this comes from the run",
+                    "this assumption is taken from the run with --run",
                     where=where,
                     found=name,
                     allowed=_WITH_A_RUN,
-                    fix="leave it out",
+                    fix="leave the assumption out",
                 )
 
 
 def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None) -> None:
-    """Refuse a run of another graph, which says nothing about the nodes of this one."""
+    """Refuse a run of another graph, which has no measurements of this graph's nodes."""
     generating = {id for id in graph.order() if graph[id].declared.resamples}
     missing = [id for id in graph.order() if id not in measured.seconds.nodes and id not in generating]
     if missing:
@@ -180,16 +179,15 @@ def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None)
 
 
 def _file(recipe: str) -> str:
-    """Return the configuration of a run folder, or the recipe itself."""
+    """Return the configuration file of a run folder, or the recipe itself."""
     config = Path(recipe) / "config.yaml"
     return str(config) if config.is_file() else recipe
 
 
 def losses(first: StudyRow, row: StudyRow) -> dict[str, float]:
-    """Return seconds of a step that `row` takes beyond what its devices would need if they were as good as those of
-    `first`.
+    """Return the seconds of a step that `row` takes beyond those at the efficiency of `first`, by category.
 
-    By what takes them in the actor's team: its nodes, waiting for samples, new weights, and what is left.
+    The categories are those of the actor's team: its nodes, waiting for samples, new weights, and the rest.
     """
     ideal = (row.outcome.tokens_per_s * row.outcome.step_s / row.system.devices) / (
         first.outcome.tokens_per_s * first.outcome.step_s / first.system.devices

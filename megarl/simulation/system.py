@@ -1,4 +1,4 @@
-"""The simulated system: teams, their nodes, the replicas that generate, and the way of samples from team to team."""
+"""The simulated system: teams, their nodes, generating replicas, and how samples travel between teams."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SimTeam:
     """One team.
 
     Attributes:
-        devices: workers, one per device.
+        devices: number of workers, one per device.
         replicas: data-parallel size.
-        nodes: that it walks, in order, but the one that generates.
-        takes: handovers that it takes in a step.
-        gives: handovers that it gives in a step.
+        nodes: nodes that it walks, in order, except generation.
+        takes: number of handovers that it receives per step.
+        gives: number of handovers that it sends per step.
     """
 
     name: str
@@ -37,23 +37,23 @@ class SimTeam:
 
 @dataclass(frozen=True)
 class System:
-    """A run, as far as its time depends on it.
+    """The properties of a run on which its time depends.
 
     Attributes:
-        groups: of a step, B.
-        samples: of a group.
-        prompt_tokens: of a prompt.
+        groups: prompt groups per step, B.
+        samples: samples per group.
+        prompt_tokens: tokens per prompt.
         max_staleness: k of `async`.
         order: `async.order`.
         partial: `async.partial`.
-        shares_tokens: `placement.share` is tokens.
-        servers: replicas that generate: engines, or servers.
-        server_devices: of each of them.
-        slots: samples that one of them decodes side by side.
+        shares_tokens: whether `placement.share` is tokens.
+        servers: number of generating replicas: engines or servers.
+        server_devices: devices per replica.
+        slots: most samples that a replica decodes at the same time.
         train: the actor's team.
-        rollout: the team that generates; None: the actor's does.
+        rollout: the team that generates; None: the actor's team does.
         others: teams of references, critics and teachers.
-        waits: nodes of other teams that a node waits for, by its id.
+        waits: nodes of other teams that a node waits for, by the node's id.
     """
 
     groups: int
@@ -74,33 +74,33 @@ class System:
 
     @property
     def teams(self) -> tuple[SimTeam, ...]:
-        """All of them, the actor's first."""
+        """All teams, the actor's first."""
         return (self.train, *([] if self.rollout is None else [self.rollout]), *self.others)
 
     @property
     def in_order(self) -> bool:
-        """True when whole steps are generated one after the other."""
+        """Whether whole steps are generated one after the other."""
         return self.order == "in_order"
 
     @property
     def devices(self) -> int:
-        """The devices of all teams."""
+        """Number of devices of all teams."""
         return sum(team.devices for team in self.teams)
 
     def scaled(self, devices: int, *, grow: bool) -> System:
-        """Return the same run on more devices: every team and the servers grow alike, layouts stay.
+        """Return the same run on more devices. Every team and the servers grow in proportion; layouts stay.
 
         Args:
-            devices: of all teams.
-            grow: prompts of a step grow, too (weak scaling).
+            devices: devices of all teams.
+            grow: also grow the prompts per step (weak scaling).
 
         Raises:
-            ConfigError: that is not a multiple of the devices that there are.
+            ConfigError: `devices` is not a multiple of the current number.
         """
         factor, rest = divmod(devices, self.devices)
         if rest or not factor:
             raise ConfigError(
-                "teams grow alike, so that their layouts stay",
+                "teams grow in proportion, so that their layouts stay",
                 where="--gpus",
                 found=devices,
                 allowed=f"multiples of {self.devices}, the recipe's devices",
@@ -124,15 +124,15 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
     """Return the system that a recipe describes.
 
     Raises:
-        ConfigError: a placement that cannot be, or a run that plays episodes of an environment.
+        ConfigError: an invalid placement, or a run with environment episodes.
     """
     if config.has_turns:
         raise ConfigError(
-            "the simulation knows samples of one turn",
+            "the simulation supports only samples of one turn",
             where="env.name",
             found=config.env["name"],
             allowed="recipes without an environment",
-            fix="leave the environment out, or measure the run itself",
+            fix="remove the environment, or measure the run itself",
         )
     placement = place(graph, config)
     home = {id: team.name for team in placement.teams for id in team.nodes}

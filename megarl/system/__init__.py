@@ -1,5 +1,5 @@
 """Facts and helpers that every layer needs: processes, devices, errors, metrics, credentials, patches of packages.
 
-The modules `parents`, `plain` and `reaper` also run in the interpreter of a simulator, where megarl is not installed:
-they import the standard library and numpy only.
+`parents`, `plain` and `reaper` also run in a simulator's interpreter, which has no megarl. They import only the
+standard library and numpy.
 """

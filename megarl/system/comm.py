@@ -1,10 +1,10 @@
-"""Communication between ranks: a `WorkerGroup` is some ranks, with every collective between them. No pickle.
+"""Communication between ranks: a `WorkerGroup` is a set of ranks with the collectives between them, without pickle.
 
-    team (one torch.distributed world)       world = team_world(deadline_s)
-      replicas, shards, stages of it         a WorkerGroup each, see `megarl.training.parallel.Layout`
+team (one torch.distributed world)       world = team_world(deadline_s)
+replicas, shards, stages of it           a WorkerGroup each, see `megarl.training.parallel.Layout`
 
-Nothing outside this module uses torch's default group: code that communicates is given its group. Plain data (JSON
-values, bytes, metrics) travels in CPU tensors, so the group's backend must serve the CPU
+Nothing outside this module uses torch's default group: code that communicates gets a group as argument. Plain data
+(JSON values, bytes, metrics) travel in CPU tensors, so the group's backend must serve the CPU
 (`megarl.system.device.dist_backend`).
 """
 
@@ -31,26 +31,27 @@ from megarl.system.processes import LOOPBACK, address_towards
 share_devices()
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-#: An all-reduce of two ranks as one exchange: 0.4 ms for 16 KB on two cores of an AMD EPYC, where gloo's
+#: Two ranks all-reduce small tensors by one exchange: 0.4 ms for 16 KB on two cores of an AMD EPYC, where gloo's
 #: reduction takes 0.8 (docs/benchmarks.md, measured once). The sum of two numbers is the same in either order.
 _BOTH: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
-_SMALL = 1 << 19  # bytes; for larger ones both take as long
+_SMALL = 1 << 19  # bytes; for larger tensors both ways take equally long
 _TOO_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class WorkerGroup:
-    """A group of ranks that communicate, as seen by one of them. Methods, except `subgroup`, count ranks from 0.
+    """A group of ranks that communicate, as seen by one of them. Methods count ranks within the group, except
+    `subgroup`.
 
-    Collectives of a group of one return their input. A collective whose partners do not join within the deadline fails
-    with a WorkerError that names the group, this rank and the phase.
+    Collectives of a group of one return their input. A collective whose partners do not join within the deadline raises
+    a WorkerError that names the group, this rank and the phase.
 
     Args:
-        name: of the group, for messages.
-        process_group: torch's; None: only this process.
-        deadline_s: of every collective, for messages; torch enforces it.
+        name: name of the group, for messages.
+        process_group: torch's group; None: only this process.
+        deadline_s: deadline of every collective, for messages; torch enforces it.
 
     Attributes:
-        rank, size: of this process, of the group.
+        rank, size: this process's rank in the group, and the number of ranks.
         ranks: the members' ranks in their team's world.
     """
 
@@ -74,7 +75,7 @@ class WorkerGroup:
             ValueError: the group has only this process.
         """
         if self._process_group is None:
-            raise ValueError(f"the group {self.name!r} is only this process")
+            raise ValueError(f"the group {self.name!r} has only this process")
         return self._process_group
 
     def __repr__(self) -> str:
@@ -83,19 +84,19 @@ class WorkerGroup:
     # -- groups of some ranks -----------------------------------------------------------------------------------------
 
     def subgroup(self, ranks: Sequence[int], name: str) -> WorkerGroup | None:
-        """Return a new group of these ranks of the team's world; None on all others. The caller closes it.
+        """Return a new group of these ranks of the team's world; None on all other ranks. The caller closes the group.
 
         Collective over the whole team: torch names a group by the number of groups that each rank has created, so all
-        ranks create all groups, in the same order.
+        ranks must create all groups in the same order.
         """
         limit = datetime.timedelta(seconds=self.deadline_s)
         made = dist.new_group(list(ranks), timeout=limit)
         return WorkerGroup(name, made, self.deadline_s) if self.ranks[self.rank] in ranks else None
 
     def close(self) -> None:
-        """Leave the group and free its sockets and threads; a second call does nothing.
+        """Leave the group and free its sockets and threads. A second call does nothing.
 
-        Not collective, but a rank that is still inside a collective of the group loses this one.
+        Not collective, but a collective of the group that another rank is still in may fail.
         """
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
@@ -110,9 +111,11 @@ class WorkerGroup:
                 dist.barrier(group=self.process_group)
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """Overwrite `tensor` with the sum or maximum over all ranks and return it. A maximum with NaN is undefined."""
+        """Overwrite `tensor` with the sum or maximum over all ranks and return it. The maximum is undefined
+        with NaN.
+        """
         if self.size == 2 and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL:
-            with torch.inference_mode():  # like torch's own reduction, it accepts tensors with and without gradients
+            with torch.inference_mode():  # torch's own reduction also accepts tensors with and without gradients
                 _BOTH[op](*self.all_gather(tensor), out=tensor)
             return tensor
         if self.size > 1:
@@ -128,17 +131,17 @@ class WorkerGroup:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the `tensor` of every rank, by rank; all of one shape."""
+        """Return the `tensor` of every rank, in rank order. All tensors have the same shape."""
         if self.size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._deadline("what the other ranks give"):
+        with self._deadline("the tensors of the other ranks"):
             dist.all_gather(parts, tensor, group=self.process_group)
         return parts
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send `tensor` to rank `dst`, which calls `receive`."""
-        with self._deadline(f"{self._member(dst)} to take a tensor"):
+        with self._deadline(f"{self._member(dst)} to receive a tensor"):
             dist.send(tensor, dst=self.ranks[dst], group=self.process_group)
 
     def receive(self, into: Tensor, src: int) -> Tensor:
@@ -150,23 +153,23 @@ class WorkerGroup:
     # -- plain data ---------------------------------------------------------------------------------------------------
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the `data` of every rank, by rank, on every rank. Sizes may differ, zero included."""
+        """Return the `data` of every rank, in rank order, on every rank. Sizes may differ and may be 0."""
         if self.size == 1:
             return [bytes(data)]
         counts = [int(n) for n in self.all_gather(torch.tensor([len(data)], dtype=torch.int64))]
         widest = max(counts)
         if widest == 0:
             return [b""] * self.size
-        # gloo wants equal shapes, so every rank's block is as wide as the widest.
+        # gloo needs equal shapes, so every rank's block is as wide as the widest.
         blocks = self.all_gather(_block(data, widest))
         return [block[:n].numpy().tobytes() for block, n in zip(blocks, counts, strict=True)]
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Return the JSON `value` of every rank, by rank, on every rank. NaN and infinities survive."""
+        """Return the JSON `value` of every rank, in rank order, on every rank. NaN and infinities are preserved."""
         return [_decode(data) for data in self.all_gather_bytes(_encode(value))]
 
     def all_to_all_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Return the parts that all ranks have for this one, by rank; `parts` holds this rank's, one per rank."""
+        """Send `parts[i]` to rank i and return the parts sent to this rank, in rank order."""
         if len(parts) != self.size:
             raise ValueError(f"{len(parts)} parts for {self.size} ranks")
         if self.size == 1:
@@ -197,9 +200,9 @@ class WorkerGroup:
         return _decode(self.broadcast_bytes(_encode(value) if self.rank == src else None, src))
 
     def reduce_metrics(self, metrics: Metrics) -> Metrics:
-        """Merge metrics over all ranks, by each metric's declared reduction, in rank order: bit-equal on all ranks.
+        """Merge metrics over all ranks by each metric's declared reduction, in rank order, so all ranks get equal bits.
 
-        Ranks may have different names (a rank without samples has none).
+        Ranks may have different names; a rank without samples has none.
         """
         total = Metrics()
         for part in self.all_gather_json(metrics.to_json()):
@@ -225,7 +228,7 @@ class WorkerGroup:
 
 
 def single_world(backend: str, deadline_s: float) -> WorkerGroup:
-    """Return the world of a process that works by itself: the one it has joined, else a new one of its own."""
+    """Return the world of a process that works by itself: the one that it has joined, else a new world of size 1."""
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return team_world(deadline_s)
@@ -243,31 +246,32 @@ def team_world(deadline_s: float) -> WorkerGroup:
 
 
 def address_for_others(machine: str, group: WorkerGroup) -> str:
-    """Return the address at which other machines' ranks reach this one, loopback when there are none; collective.
+    """Return the address at which ranks on other machines reach this one; loopback when all are on one machine.
+    Collective.
 
     A machine's name is not enough: others may not resolve it, and on the machine itself it may be a loopback address.
 
     Args:
         machine: unique name of this rank's machine.
-        group: ranks of all machines; its first rank is on the one that MASTER_ADDR names.
+        group: ranks of all machines; its first rank is on the machine that MASTER_ADDR names.
 
     Raises:
-        WorkerError: no interface of a machine leads to the first one, or of the first one to the others.
+        WorkerError: a machine has no route to the first machine, or the first has none to the others.
     """
     machines = group.all_gather_json(machine)
     if len(set(machines)) == 1:
         return LOOPBACK[0]
-    # Every other machine reaches the first, which learns from them which of its own interfaces leads back.
+    # All other machines connect to the first machine; their addresses then show it which of its interfaces leads back.
     is_first = machine == machines[0]
     way = None if is_first else _route(os.environ["MASTER_ADDR"], machine)
-    found = _routes(way, group)
+    addresses = _routes(way, group)
     if is_first:
-        way = _route(next(address for address in found if address), machine)
+        way = _route(next(address for address in addresses if address), machine)
     return _routes(way, group)[group.rank]
 
 
 def _route(other: str, machine: str) -> dict[str, str]:
-    """Return this machine's address that leads to `other`, or the error."""
+    """Return this machine's address on the route to `other`, or the error."""
     try:
         return {"address": address_towards(other)}
     except OSError as error:
@@ -275,16 +279,18 @@ def _route(other: str, machine: str) -> dict[str, str]:
 
 
 def _routes(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
-    """Return the address that every rank found, "" where it did not look; raise WorkerError everywhere on failure."""
-    found = [way or {} for way in group.all_gather_json(mine)]
-    for way in found:
+    """Return the address of every rank, empty where it had none to find; raise WorkerError on all ranks if one
+    failed.
+    """
+    routes = [way or {} for way in group.all_gather_json(mine)]
+    for way in routes:
         if "error" in way:
             raise WorkerError(f"machines cannot reach each other: {way['error']}")
-    return [way.get("address", "") for way in found]
+    return [way.get("address", "") for way in routes]
 
 
 def _block(data: bytes, width: int) -> Tensor:
-    """Return uint8 [width] that begins with `data`; the rest is unspecified."""
+    """Return a tensor uint8 [width] that begins with `data`; the remaining bytes are unspecified."""
     block = torch.empty(width, dtype=torch.uint8)
     if data:
         block[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Secrets: refused in a recipe, masked in everything that is written, and passed to clients through the environment.
+"""Secrets: refused in a recipe, masked in everything that is written, passed to clients through the environment.
 
 tracking.mlflow_uri: https://me:secret@host  ->  https://***@host   in config.yaml, report, parameters, messages
                                                  me, secret         in MLFLOW_TRACKING_USERNAME, _PASSWORD
@@ -22,23 +22,24 @@ _OWNERS = (
 _NO_SWITCH = r"^(?!.*(?:^|_)(?:disable|enable|use|no)_)"
 _ENDS = rf"password|passwd|passphrase|secret|auth|authorization|bearer|.+_pwd|(?:{_OWNERS})_?key"
 CREDENTIAL = re.compile(rf"(?i){_NO_SWITCH}(?:.*_)?(?:token|{_ENDS})$")
-"""The end of a variable's name whose value is one; TOKENIZERS_PARALLELISM and paths of files are none."""
+"""Pattern of environment variables that hold a secret. TOKENIZERS_PARALLELISM and paths of files do not match."""
 _RECIPE_KEY = re.compile(rf"(?i){_NO_SWITCH}(?:token|(?:.*_)?(?:{_ENDS}|(?:{_OWNERS})_?token))$")
-"""A recipe's key whose value is one: `hf_token` is, `pad_token` and `answer_key` are not."""
+"""Pattern of recipe keys that hold a secret: `hf_token` matches, `pad_token` and `answer_key` do not."""
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-#: Keys of a recipe that name a secret of a cluster.
+#: Recipe keys that name a secret object of a cluster, which is no secret itself.
 _REFERENCES = ("launch.kubernetes.secrets", "launch.kubernetes.image_pull_secret")
-#: Keys whose values are texts for the model, which may speak of such addresses.
+#: Keys whose values are texts for the model, which may contain such addresses.
 _TEXTS = ("data.system_prompt", "data.val_files")
 
 
 def _userinfo(ends: str) -> re.Pattern[str]:
-    """Return the pattern of scheme and credentials of an address that ends at `ends`, the body of a character class.
+    """Return the pattern of scheme and credentials in an address; `ends` is a character class that ends the address.
 
-    A database's password may contain `/`, `?` and `#` unescaped; a path with an @ before it begins with a slash.
+    A database's password may contain unescaped `/`, `?` and `#`; a path with an @ in front begins with a slash.
     """
     database = rf"(?<!http://)(?<!https://)(?!\*\*\*@)[^/:{ends}]*:[^@{ends}]*(?:@[^?{ends}]*)?"
-    scheme = r"[A-Za-z][\w+.-]{0,30}://"  # bounded: a long text of such letters would take the square of its length
+    # bounded, because matching a long text of such letters would take quadratic time
+    scheme = r"[A-Za-z][\w+.-]{0,30}://"
     return re.compile(rf"(?P<scheme>{scheme})(?P<userinfo>{database}|[^/?#{ends}]+)@", re.ASCII | re.IGNORECASE)
 
 
@@ -53,12 +54,12 @@ _ISSUED = re.compile(
     r"|\bAIza[\w-]{35}|\bxox[abprs]-[\w-]{10,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}[\w.-]*"
     r"|(?<=\b[Bb]earer )[\w.~+/=-]{16,}"
 )
-"""The forms in which providers issue keys and tokens."""
+"""Formats in which providers issue keys and tokens."""
 
 
 def mask(text: str) -> str:
-    """Return `text` without user names, passwords and secret-looking parameters in its addresses, and without keys and
-    tokens in the forms that providers give them.
+    """Return `text` without user names, passwords and secret parameters in addresses, and without keys in providers'
+    formats.
 
     >>> mask("postgresql://me:a@b@host/db?sslmode=require&password=x")
     'postgresql://***@host/db?sslmode=require&password=***'
@@ -68,7 +69,7 @@ def mask(text: str) -> str:
 
 
 def hide(recipe: Any) -> tuple[Any, list[str]]:
-    """Return the plain data of a recipe with its secrets masked, and the dotted paths of these.
+    """Return the plain data of a recipe with its secrets masked, and the dotted paths of the masked values.
 
     >>> hide({"env": {"apiKey": "a", "n": 2, "args": ["--token", "t"]}})
     ({'env': {'apiKey': '***', 'n': 2, 'args': ['--token', '***']}}, ['env.apiKey', 'env.args'])
@@ -78,7 +79,9 @@ def hide(recipe: Any) -> tuple[Any, list[str]]:
 
 
 def _hidden(value: Any, path: str, places: dict[str, None], *, secret: bool = False) -> Any:
-    """Return `value`, which is at `path`, masked. `secret`: all that it holds is."""
+    """Return `value`, found at `path`, with secrets masked; `secret` masks everything in it. Adds their paths to
+    `places`.
+    """
     if path in (*_REFERENCES, *_TEXTS):
         return value
     masked = value
@@ -127,23 +130,24 @@ def mask_argument(argument: str) -> str:
 
 
 def mask_yaml(text: str) -> str:
-    """Return YAML `text` without secrets: values of keys and of options in lists, and those of `mask`.
+    """Return YAML `text` with secrets masked: values of secret keys, of secret options in lists, and what
+    `mask` finds.
 
     >>> mask_yaml("args: [--api-key, sk-1, --n, 2, --token=t]")
     'args: [--api-key, "***", --n, 2, "--token=***"]'
     """
     try:
         root = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError:  # a value that is refused where it is read
+    except yaml.YAMLError:  # malformed values are refused where they are read
         return mask(text)
     for start, end, instead in sorted(_secrets(root), reverse=True):
         old = text[start:end]
-        text = text[:start] + instead + old[len(old.rstrip()) :] + text[end:]  # a block ends with its line
+        text = text[:start] + instead + old[len(old.rstrip()) :] + text[end:]  # a block scalar ends with its line break
     return mask(text)
 
 
 def _secrets(node: yaml.Node | None, inside: bool = False) -> Iterator[tuple[int, int, str]]:
-    """Yield places in a document, and what to put there. `inside`: all values are secret."""
+    """Yield (start, end, replacement) of each secret in a document. With `inside` all values are secret."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield from _secrets(value, inside or (isinstance(key, yaml.ScalarNode) and _is_secret(key.value)))
@@ -161,7 +165,7 @@ def _secrets(node: yaml.Node | None, inside: bool = False) -> Iterator[tuple[int
 
 
 def _is_secret(name: str) -> bool:
-    """Tell whether the value of `a.b.name` or `--name` is a secret."""
+    """Return whether the value of `a.b.name` or `--name` is a secret."""
     return CREDENTIAL.match(_plain_name(name.rpartition(".")[2])) is not None
 
 
@@ -171,20 +175,22 @@ def _plain_name(name: str) -> str:
 
 
 def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
-    """Return `uri` masked; its user name and password go to the variables of MLflow's own client in `environment`."""
-    found = _WHOLE.match(uri)
-    if found is None or found["userinfo"] == MASK:
+    """Return `uri` masked, and put its user name and password into the variables of MLflow's client in
+    `environment`.
+    """
+    userinfo = _WHOLE.match(uri)
+    if userinfo is None or userinfo["userinfo"] == MASK:
         return uri
-    user, _, password = found["userinfo"].partition(":")
+    user, _, password = userinfo["userinfo"].partition(":")
     environment[USER], environment[PASSWORD] = unquote(user), unquote(password)
-    return f"{found['scheme']}{MASK}@{uri[found.end() :]}"
+    return f"{userinfo['scheme']}{MASK}@{uri[userinfo.end() :]}"
 
 
 def put_back(uri: str, environment: Mapping[str, str]) -> str:
-    """Return the address to connect to: that of `take_out`, completed from `environment`.
+    """Return the address to connect to: the result of `take_out`, completed from `environment`.
 
-    MLflow's client reads the variables itself for http and https, if both are set; a database, and a server that needs
-    only a user name, gets them in its address.
+    MLflow's client itself reads the variables for http and https if both are set; a database, or a server that needs
+    only a user name, gets them in the address.
 
     Raises:
         KeyError: a variable is not set.

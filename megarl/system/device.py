@@ -1,4 +1,4 @@
-"""The device of this process, GPU or CPU; only this module distinguishes them."""
+"""The device of this process, GPU or CPU. Only this module distinguishes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def device() -> torch.device:
     with Ray.
 
     Raises:
-        ConfigError: more processes than GPUs on this machine.
+        ConfigError: there are more processes than GPUs on this machine.
     """
     if not has_cuda():
         return torch.device("cpu")
@@ -48,7 +48,7 @@ def gpu_id() -> str:
 
 
 def gpu_name() -> str:
-    """Return the name that CUDA_VISIBLE_DEVICES has, or would have, for the GPU of this process; empty on a CPU."""
+    """Return the name of this process's GPU as CUDA_VISIBLE_DEVICES would list it; empty on a CPU."""
     at = device()
     if at.type == "cpu":
         return ""
@@ -57,7 +57,7 @@ def gpu_name() -> str:
 
 
 def refuse_shared_gpu(ids: Sequence[str]) -> None:
-    """Refuse processes that would compute on the same GPU; `ids` are those of all ranks, in rank order.
+    """Refuse processes that compute on the same GPU. `ids` holds the `gpu_id` of all ranks, in rank order.
 
     Raises:
         ConfigError: two ranks have the same GPU, so collectives between them would hang or fail.
@@ -92,7 +92,7 @@ def empty_cache() -> None:
 
 
 def peak_memory_gb() -> float:
-    """Return the peak memory in GB: of the CUDA allocator on a GPU, resident set of this process on the CPU."""
+    """Return the peak memory in GB: of the CUDA allocator on a GPU, or the resident set of this process on a CPU."""
     if has_cuda():
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
@@ -102,7 +102,7 @@ def peak_memory_gb() -> float:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Global settings of torch that affect results and that user code must not change."""
+    """Global torch settings that affect results and that user code must not change."""
 
     default_dtype: torch.dtype
     threads: int
@@ -114,13 +114,13 @@ class ProcessState:
         return cls(torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
     def check(self, what: str) -> None:
-        """Restore these settings and raise if the process has changed them.
+        """Restore these settings, and raise if the process has changed them.
 
         Args:
-            what: code that ran since, for the message.
+            what: the user's code that ran since, for the message.
 
         Raises:
-            UserError: names the changed settings.
+            UserError: settings were changed; the message names them.
         """
         now = ProcessState.now()
         if now == self:
@@ -130,10 +130,10 @@ class ProcessState:
         torch.use_deterministic_algorithms(self.deterministic)
         names = [field.name for field in fields(self) if getattr(now, field.name) != getattr(self, field.name)]
         raise UserError(
-            f"{what} changes what torch does in the whole training process",
+            f"{what} changes torch settings of the whole training process",
             found=", ".join(f"{_SET_BY[name]}({getattr(now, name)})" for name in names),
             allowed=", ".join(f"{_SET_BY[name]}({getattr(self, name)})" for name in names),
-            fix="take the call out, or undo it before the function returns",
+            fix="remove the call, or undo it before the function returns",
         )
 
 

@@ -22,9 +22,9 @@ _OUT_OF_MEMORY = re.compile(
 
 
 class MegarlError(Exception):
-    """The base of every error that this package raises on purpose. `exit_code` is that of the command line.
+    """The base of all errors that this package raises on purpose. `exit_code` is the exit code of the command.
 
-    `repeats`: a resumed run would raise it again, so it is not restarted.
+    `repeats` means that a resumed run would raise the error again, so the run is not restarted.
     """
 
     exit_code = 1
@@ -35,7 +35,7 @@ class MegarlError(Exception):
 
 
 class UserError(MegarlError):
-    """Bad input. The message is built from its parts so that none is forgotten.
+    """An error in the user's input. The message is built from its parts so that none is forgotten.
 
     Args:
         what: the problem in one sentence.
@@ -71,7 +71,7 @@ class UserError(MegarlError):
 
 
 def relative_path_fix() -> str:
-    """Return the fix for a path that leads nowhere: the folder at which relative paths start."""
+    """Return the fix for a path that does not exist: check it, with the folder at which relative paths start."""
     return f"check the path; relative paths start at {Path.cwd()}"
 
 
@@ -80,7 +80,7 @@ class ConfigError(UserError):
 
 
 class UnavailableError(ConfigError):
-    """A configured resource is missing: devices, memory, a port, a cluster. It may come back."""
+    """A configured resource is missing (devices, memory, a port, a cluster), and may become available again."""
 
     repeats = False
 
@@ -94,18 +94,18 @@ class RewardError(UserError):
 
 
 class WorkerError(MegarlError):
-    """A worker process failed; the message names rank and phase."""
+    """A worker process failed. The message names rank and phase."""
 
 
 class ServerError(MegarlError):
     """A generation server could not be reached, was too slow, or refused a call.
 
     Args:
-        server: its name.
-        url: called address; empty when it has none yet.
-        phase: the phase of the call.
+        server: the server's name.
+        url: called address; empty when the server has none yet.
+        phase: phase of the call.
         reason: the error, in one clause.
-        status: the HTTP status when there was an answer.
+        status: the HTTP status when there was a reply.
     """
 
     def __init__(self, server: str, url: str, phase: str, reason: str, *, status: int | None = None) -> None:
@@ -114,7 +114,7 @@ class ServerError(MegarlError):
 
 
 def describe(error: BaseException) -> str:
-    """Return type and text of an exception; a user's own may have a `__str__` that raises.
+    """Return type and text of an exception, even when a user's exception has a `__str__` that raises.
 
     >>> describe(ValueError("no")), describe(ValueError())
     ('ValueError: no', 'ValueError')
@@ -123,7 +123,7 @@ def describe(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, also where its `__str__` raises."""
+    """Return the text of an exception, even when its `__str__` raises."""
     try:
         return str(error)
     except Exception as broken:
@@ -131,12 +131,12 @@ def text_of(error: BaseException) -> str:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error only means that a disk, or a user's share of it, is full."""
+    """Return whether an error only means that a disk, or the user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def means_out_of_memory(kind: str, message: str) -> bool:
-    """Return whether an exception of the class `kind` with this message means that host or device memory ran out.
+    """Return whether an exception of class `kind` with this message means that host or device memory ran out.
 
     >>> means_out_of_memory("RuntimeError", "DefaultCPUAllocator: can't allocate memory"), means_out_of_memory("A", "")
     (True, False)
@@ -145,18 +145,21 @@ def means_out_of_memory(kind: str, message: str) -> bool:
 
 
 def no_room(run_dir: Path) -> UserError:
-    """Return the error that tells a user so."""
+    """Return the error that a disk to which the run writes is full."""
     free = {folder: shutil.disk_usage(folder).free / 1e9 for folder in (run_dir, Path(tempfile.gettempdir()))}
     return UserError(
-        "no room is left on a disk that the run writes to",
+        "a disk to which the run writes is full",
         where=str(run_dir),
         found=", ".join(f"{size:.3g} GB free in {folder}" for folder, size in free.items()),
-        fix="make room, then start the same command with this --run-dir: it goes on from its newest checkpoint",
+        fix="free some space, then start the same command with this --run-dir: the run continues from its newest "
+        "checkpoint",
     )
 
 
 def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float = 0.75) -> list[str]:
-    """Return the `n` options that a misspelt `word` may have meant, best first; none when no option is close.
+    """Return up to `n` options that a misspelt `word` may stand for, best first; empty when no option is close.
+
+    One wrong, missing or swapped letter in four is close. A wrong guess costs the reader more than none.
 
     One wrong, missing or swapped letter in four is close. A wrong guess costs the reader more than none.
 
@@ -167,7 +170,7 @@ def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float =
 
 
 def shortened(text: str, limit: int = 120) -> str:
-    """Return a text, cut to so many characters.
+    """Return a text, cut to `limit` characters.
 
     >>> shortened("x" * 10, 8)
     'xxxxx...'
@@ -179,7 +182,7 @@ _CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal: control characters and changes of the writing direction are shown as escapes.
+    """Return a text for a terminal, with control characters and changes of the writing direction as escapes.
 
     >>> print(printable("a\\x1b[31mb\\u202e\\n"), end="")
     a\\x1b[31mb\\u202e
@@ -213,7 +216,7 @@ def duration(seconds: float) -> str:
 
 
 def choose(table: Mapping[str, T], name: str, what: str, *, where: str) -> T:
-    """Return the entry of this name.
+    """Return the entry called `name`.
 
     Args:
         table: entries by name.
@@ -234,18 +237,18 @@ def choose(table: Mapping[str, T], name: str, what: str, *, where: str) -> T:
 
 
 def close_files(name: str, siblings: Iterable[str]) -> list[str]:
-    """Return the file that a misspelt `name` may have meant; suffixes, which many files share, do not count.
+    """Return the file that a misspelt `name` may stand for. Suffixes, which many files share, do not count.
 
     >>> close_files("trian.jsonl", ["train.jsonl", "b.jsonl"]), close_files("a.jsonl", ["b.jsonl"])
     (['train.jsonl'], [])
     """
-    # A file of this very name is there, and of no use: a pipe, say.
+    # A file of this exact name exists but cannot be used, such as a pipe.
     by_stem = {Path(sibling).stem: sibling for sibling in siblings if sibling != Path(name).name}
     return [by_stem[stem] for stem in close_matches(Path(name).stem, by_stem)]
 
 
 def encoding_fix(content: bytes, name: str) -> str:
-    """Describe the fix for a file that is not UTF-8.
+    """Return the fix for a file that is not UTF-8.
 
     Args:
         content: its first bytes, or the invalid ones.
@@ -255,12 +258,12 @@ def encoding_fix(content: bytes, name: str) -> str:
     'it looks like UTF-16: iconv -f UTF-16 -t UTF-8 t.csv > t.utf8.csv, or save it as UTF-8'
     """
     if content.startswith((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")):
-        found = "UTF-32"
+        encoding = "UTF-32"
     elif content.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in content:
-        found = "UTF-16"
+        encoding = "UTF-16"
     else:
-        found = "WINDOWS-1252"
+        encoding = "WINDOWS-1252"
     path = Path(name)
     other = path.with_name(f"{path.stem}.utf8{path.suffix}")
-    kind = "Latin-1 or Windows-1252" if found == "WINDOWS-1252" else found
-    return f"it looks like {kind}: iconv -f {found} -t UTF-8 {name} > {other}, or save it as UTF-8"
+    kind = "Latin-1 or Windows-1252" if encoding == "WINDOWS-1252" else encoding
+    return f"it looks like {kind}: iconv -f {encoding} -t UTF-8 {name} > {other}, or save it as UTF-8"

@@ -1,4 +1,4 @@
-"""Import of functions that a recipe refers to, `pkg.mod:fn` or `file.py:fn`, with actionable errors; versions."""
+"""Imports functions that a recipe names (`pkg.mod:fn` or `file.py:fn`), with helpful errors; versions of packages."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ _FORMS = "pkg.mod:fn, pkg.mod:Class.method, pkg.mod.fn, or file.py:fn"
 
 
 def is_module_reference(text: str) -> bool:
-    """Return whether this is `pkg.mod:fn`, a reference into an importable module."""
+    """Return whether `text` has the form `pkg.mod:fn`."""
     return _MODULE.fullmatch(text) is not None and not text.partition(":")[0].endswith(".py")
 
 
 def is_file_reference(text: str) -> bool:
-    """Return whether this is `path/file.py:fn`."""
+    """Return whether `text` has the form `path/file.py:fn`."""
     return text.rpartition(":")[0].endswith(".py")
 
 
 def source_file(reference: str) -> Path | None:
-    """Return the Python file of `file.py:fn` or `pkg.mod:fn`; None: it is not found, or not written in Python."""
+    """Return the Python file of `file.py:fn` or `pkg.mod:fn`; None when it does not exist or is not written in
+    Python.
+    """
     module = reference.rpartition(":")[0]
     if is_file_reference(reference):
         file = Path(module).expanduser()
@@ -42,7 +44,7 @@ def source_file(reference: str) -> Path | None:
     here = str(Path.cwd())
     added = here not in sys.path
     if added:
-        sys.path.append(here)  # modules are looked up there, too
+        sys.path.append(here)  # modules are also looked up in the current folder
     try:
         spec = importlib.util.find_spec(module) if module else None
     except (ImportError, ValueError):
@@ -53,7 +55,7 @@ def source_file(reference: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
-#: Modules that components of users import, by their earlier names.
+#: Earlier names of modules that users' components may import -> current names.
 _MOVED = {
     "megarl.errors": "megarl.system.errors",
     "megarl.envs.robots": "megarl.robots.envs",
@@ -65,13 +67,13 @@ _MOVED = {
 
 
 def import_callable(path: Callable[..., Any] | str, *, where: str, component: bool = True) -> Callable[..., Any]:
-    """Import the callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" refers to.
+    """Import the callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" names.
 
-    A callable is returned unchanged. Files are relative to the current folder, in which modules are looked up, too.
+    A callable is returned unchanged. Relative files and modules are looked up in the current folder.
 
     Args:
-        where: its configuration key or node, for the message.
-        component: a recipe names it; else it is a program.
+        where: configuration key or node, for the message.
+        component: a recipe names the callable; otherwise a program does.
 
     Raises:
         UserError: the module does not import, the name is not in it, or it is not callable.
@@ -113,12 +115,12 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
                 f"{holder!r} has no {part!r}",
                 where=where,
                 found=path,
-                allowed=public or "it defines no function",
+                allowed=public or "the module defines no function",
                 fix=f"did you mean {' or '.join(near)}?" if near else "name one of these",
             )
         target, holder = getattr(target, part), part
     if not callable(target):
-        raise UserError("this is not callable", where=where, found=path, allowed=_FORMS)
+        raise UserError("this name is not callable", where=where, found=path, allowed=_FORMS)
     return target
 
 
@@ -135,16 +137,17 @@ def location(error: BaseException, file: str) -> str | None:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     inside = [frame for frame in frames if frame.filename == file] or list(frames)
-    if not inside or "importlib" in inside[-1].filename:  # a missing module
+    if not inside or "importlib" in inside[-1].filename:  # there is no such frame when the module is missing
         return None
     frame = inside[-1]
     return f"{frame.filename}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"
 
 
 def is_of_user(error: BaseException) -> bool:
-    """Return whether a line of the user's own module (`of_user`) raised `error`, and would do so again.
+    """Return whether a line of the user's own module (see `of_user`) raised `error` and would raise it again.
 
-    Errors of the system, as of a disk or a connection, may not come again; so may those that a library raises.
+    Errors of the system, such as of a disk or a connection, may not come again; neither may errors that a library
+    raises.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or isinstance(error, (OSError, MemoryError, SystemExit)):
@@ -153,20 +156,20 @@ def is_of_user(error: BaseException) -> bool:
 
 
 def of_user(module: ModuleType) -> ModuleType:
-    """Note that a module is the user's own, for `is_of_user`; return it."""
+    """Mark a module as the user's own, for `is_of_user`, and return it."""
     if module.__name__.partition(".")[0] != "megarl":
         _of_user.add(module.__name__)
     return module
 
 
-_of_user: set[str] = set()  # names of modules
+_of_user: set[str] = set()  # names of the user's modules
 
 
 def import_module(name: str) -> ModuleType:
     """Import the module `pkg.mod`, which may be in the current folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # a console script does not put it there, and workers have it
+        sys.path.append(here)  # workers have the current folder on the path, but a console script does not
     with _exits_are_errors():
         return importlib.import_module(name)
 
@@ -182,8 +185,8 @@ def import_file(path: str | Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # helper modules beside the file
-    sys.modules[name] = module  # dataclasses and pickles look their module up here
+        sys.path.append(str(file.parent))  # for helper modules in the same folder
+    sys.modules[name] = module  # dataclasses and pickle look up their module here
     try:
         with _exits_are_errors():
             spec.loader.exec_module(module)
@@ -202,7 +205,7 @@ def _exits_are_errors() -> Iterator[None]:
     """Convert exceptions that only end programs (SystemExit, KeyboardInterrupt, ...) to an error of the module.
 
     Raises:
-        ModuleExitError: the module raised one.
+        ModuleExitError: the module raised such an exception.
     """
     try:
         yield
@@ -210,13 +213,13 @@ def _exits_are_errors() -> Iterator[None]:
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not _is_raised_by_code(error):
-            raise  # a signal, received anywhere
+            raise  # a signal, which may interrupt any code
         text = f"it raises {type(error).__name__} while it is imported: {text_of(error)}".rstrip(": ")
         raise ModuleExitError(text).with_traceback(error.__traceback__) from error
 
 
 def _is_raised_by_code(error: BaseException) -> bool:
-    """Return whether a `raise` statement raised it, not a signal that interrupted other code."""
+    """Return whether a `raise` statement raised the exception, rather than a signal that interrupted other code."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -227,11 +230,11 @@ def _is_raised_by_code(error: BaseException) -> bool:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed distribution, without importing it; None when it is missing."""
+    """Return the version of an installed distribution without importing it; None when it is missing."""
     try:
-        found = importlib.metadata.distribution(package)
+        distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-    # `version` would read a file with the package's whole description as a message.
-    named = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
-    return named[1] if named else found.version
+    # importlib.metadata.version would parse the package's whole description as a message.
+    named = re.search(r"^Version: *(\S+)", distribution.read_text("METADATA") or "", re.MULTILINE)
+    return named[1] if named else distribution.version

@@ -1,10 +1,10 @@
-"""Files that killed processes have left in the system's temporary folder and in shared memory.
+"""Files that killed processes left in the system's temporary folder and in shared memory.
 
-    /tmp       megarl-XXXXXXXX (sockets of a server, or the folder of a Ray, which may also be in RAY_TMPDIR),
-               megarl-command-*, torchelastic_*, torch-shm-dir-*
-    /dev/shm   torch_PID_*, and files of servers with the run's name
+/tmp       megarl-XXXXXXXX (sockets of a server, or the folder of a Ray, which may also be in RAY_TMPDIR),
+           megarl-command-*, torchelastic_*, torch-shm-dir-*
+/dev/shm   torch_PID_*, and files of servers with the run's name
 
-Only files of this user that no process has open or mapped, or names in its environment or command line, as owners do.
+Only files of this user count that no process has open or mapped, or names in its environment or command line.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PREFIX = "megarl-"
 _FOLDERS = re.compile(r"megarl-[a-z0-9_]{8}|torchelastic_.+|torch-shm-dir-.+")
 _FILES = re.compile(r"megarl-command-.+")
 _SHARED = re.compile(r"torch_(?P<pid>\d+)_.+|(sglang_loads|sgl_shm)_megarl_.+")
-_JUST_MADE_S = 60.0  # a process that has created a folder may not have named it to anybody yet
-_UNSEEN_S = 3600.0  # the same where processes of other containers are invisible
-_ALL_PROCESSES = 4026531836  # inode of the first namespace of processes, from which all are visible
+_JUST_MADE_S = 60.0  # a process may have just created the folder, and not yet named it anywhere
+_UNSEEN_S = 3600.0  # used instead where processes of other containers are invisible
+_ALL_PROCESSES = 4026531836  # inode of the root PID namespace, in which all processes are visible
 
 
 def ray_parents() -> list[Path]:
-    """Return the folders in which a Ray may get its folder, the first choice first."""
+    """Return the folders in which Ray may create its folder, the first choice first."""
     given = os.environ.get("RAY_TMPDIR")
     return [Path(given)] if given else [Path(tempfile.gettempdir()), Path("/tmp")]
 
@@ -39,7 +39,7 @@ def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list
     """Return the files and folders that no process needs any more.
 
     Args:
-        temporary: folder of temporary files; None: this process's, and those where a Ray may have its folder.
+        temporary: folder of temporary files; None: this process's, and those in which Ray may create its folder.
         shared: folder of shared memory; None: the usual one.
     """
     folders = [temporary] if temporary is not None else [Path(tempfile.gettempdir()), *ray_parents()]
@@ -51,19 +51,19 @@ def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list
 
 
 def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
-    """Remove leftovers as far as possible; return the removed ones."""
-    found = leftovers(temporary, shared)
-    for path in found:
+    """Remove leftovers where permissions allow; return the removed ones."""
+    removed = leftovers(temporary, shared)
+    for path in removed:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
-    return [path for path in found if not path.exists()]
+    return [path for path in removed if not path.exists()]
 
 
 def _candidates(temporary: list[Path], shared: Path) -> Iterator[Path]:
-    """Yield files of this user with names of leftovers, whose process is gone if the name tells it."""
+    """Yield this user's files whose names mark them as leftovers, and whose process is gone if the name contains it."""
     for path in itertools.chain.from_iterable(map(_own_files, temporary)):
         if (_FOLDERS.fullmatch(path.name) and path.is_dir()) or (_FILES.fullmatch(path.name) and path.is_file()):
             yield path
@@ -86,7 +86,7 @@ def _runs(pid: str) -> bool:
 
 
 def _is_old(path: Path) -> bool:
-    """Return whether its process would be visible if it existed."""
+    """Return whether a file is so old that its process, if it still existed, would show that it uses the file."""
     try:
         age = time.time() - path.stat().st_mtime
         sees_all = os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
@@ -97,7 +97,9 @@ def _is_old(path: Path) -> bool:
 
 
 def _named_by_processes() -> Iterator[bytes]:
-    """Yield places where processes of this user name files: environment, command line, maps, open files, sockets."""
+    """Yield all texts in which processes of this user name files: environment, command line, maps, open files,
+    sockets.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if process.stat().st_uid != os.getuid():

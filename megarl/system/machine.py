@@ -1,4 +1,4 @@
-"""Hardware and packages of this machine: cores, host memory under the limits of its memory cgroups, GPUs, versions."""
+"""Hardware and packages of this machine: cores, host memory within its memory cgroups' limits, GPUs, versions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megarl.system.imports import installed_version
 from megarl.system.processes import has_nvidia_device, memory_cgroups, shared_memory_free
 
 _ROOT = Path("/")
-#: As the kernel names them on x86 and on ARM.
+#: Names of the flags that the kernel reports on x86 and on ARM.
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-#: Names of limit, use and inactive pages, by the version of cgroups.
+#: Names of the files and fields for limit, use and inactive pages, by version of cgroups.
 _COUNTERS = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -33,9 +33,9 @@ class Machine:
     Attributes:
         memory: bytes of host memory, installed or allowed by a cgroup.
         has_gpu: an NVIDIA driver is loaded, and CUDA_VISIBLE_DEVICES does not hide all of its GPUs.
-        gpu_memory: bytes of the smallest visible GPU; None: there is none, or its driver does not say.
-        gpu_certain: False if CUDA_VISIBLE_DEVICES names GPUs ambiguously; `gpu_memory` is then of the machine's
-            smallest.
+        gpu_memory: bytes of the smallest visible GPU; None: there is none, or its driver does not report it.
+        gpu_certain: False if CUDA_VISIBLE_DEVICES names GPUs ambiguously; `gpu_memory` is then that of the machine's
+            smallest GPU.
         shared_memory: free bytes in /dev/shm; None: there is no such file system.
     """
 
@@ -67,7 +67,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
 
 
 def bf16_products(root: Path = _ROOT) -> str | None:
-    """Return the name of the processor's instructions for products of bf16 numbers; None: it has none."""
+    """Return the name of the processor's bf16 instructions (AVX512-BF16, AMX or ARM's); None when it has none."""
     flags = processor_flags(root)
     return next((flag for flag in _BF16_FLAGS if flag in flags), None)
 
@@ -78,34 +78,34 @@ def available_cores() -> int:
 
 
 def host_memory(root: Path = _ROOT) -> float:
-    """Return the bytes that processes here may use together: those installed, or the smallest memory cgroup's limit."""
+    """Return the bytes of host memory that processes here may use together: installed, or the smallest cgroup limit."""
     installed = _fields(root / "proc/meminfo").get("MemTotal:", 0) * 1024
-    if not installed:  # not Linux
+    if not installed:  # not on Linux
         installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed, *(limit for limit, _ in _cgroups(root))])
 
 
 def free_host_memory(root: Path = _ROOT) -> float:
-    """Return the free bytes: the kernel's available memory, or what the memory cgroups leave."""
+    """Return the free bytes of host memory: what the kernel reports as available, or what the memory cgroups leave."""
     import psutil
 
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _cgroups(root))])
 
 
 def _cgroups(root: Path) -> list[tuple[float, float]]:
-    """Return (limit, bytes in use that are not reclaimable at once) of every limited memory cgroup of this process."""
-    found = []
+    """Return (limit, used bytes that cannot be reclaimed at once) of every limited memory cgroup of this process."""
+    limits = []
     for folder, top, version in memory_cgroups(root):
         limit_name, used_name, inactive = _COUNTERS[version]
         while True:
-            with contextlib.suppress(OSError, ValueError):  # not every level has the files, and "max" is no number
+            with contextlib.suppress(OSError, ValueError):  # not every level has these files, and "max" is not a number
                 limit = int((folder / limit_name).read_text())
                 cached = _fields(folder / "memory.stat").get(inactive, 0)
-                found.append((float(limit), float(int((folder / used_name).read_text()) - cached)))
+                limits.append((float(limit), float(int((folder / used_name).read_text()) - cached)))
             if folder == top or top not in folder.parents:
                 break
             folder = folder.parent
-    return found
+    return limits
 
 
 def _fields(file: Path) -> dict[str, int]:
@@ -125,13 +125,14 @@ class _Memory(ctypes.Structure):
 def smallest_gpu(
     visible: Sequence[str] | None = None, *, in_bus_order: bool = False, library: str = "libnvidia-ml.so.1"
 ) -> tuple[float | None, bool]:
-    """Return (bytes of the smallest GPU among `visible`, True), from the driver's management library.
+    """Return the bytes of the smallest GPU among `visible`, and whether that is certain, from the driver's library
+    NVML.
 
-    The bytes are None if it does not say. If the visible GPUs are uncertain: (bytes of the smallest of all, False).
+    The bytes are None if the driver does not report them. When it is uncertain which GPUs are visible, all GPUs count.
 
     Args:
-        visible: as `visible_gpus` returns it.
-        in_bus_order: CUDA numbers GPUs as the library does; else the fastest is its number 0.
+        visible: as returned by `visible_gpus`.
+        in_bus_order: CUDA numbers GPUs as the library does; otherwise number 0 is the fastest GPU.
     """
     try:
         nvml = ctypes.CDLL(library)
@@ -153,7 +154,7 @@ def smallest_gpu(
             else:
                 certain = False
         nvml.nvmlShutdown()
-    except (OSError, AttributeError):  # no such library, or one without these functions
+    except (OSError, AttributeError):  # the library is missing or lacks these functions
         return None, True
     known = chosen if visible is not None and certain else every
     return min((size for size in known if size is not None), default=None), certain
@@ -195,7 +196,7 @@ def processor_flags(root: Path = _ROOT) -> frozenset[str]:
 
 
 def _of_processor(*names: str, root: Path = _ROOT) -> str | None:
-    """Return a field of the first processor by one of its names; None: there is none, or this is not Linux."""
+    """Return the first of these fields of the first processor in /proc/cpuinfo; None when it is missing."""
     with contextlib.suppress(OSError), (root / "proc/cpuinfo").open() as file:
         for line in file:
             if line.startswith(names):

@@ -15,7 +15,7 @@ _MERGE = {
 
 
 class Metrics:
-    """A bag of named partial results that merges exactly.
+    """A collection of named partial results that merges exactly.
 
     A mean is kept as (total, count), so merging bags of any sizes gives the mean over all items.
 
@@ -57,7 +57,7 @@ class Metrics:
             self._items[name] = (kind, _MERGE[kind](old, value), 0.0)
 
     def pop(self, name: str) -> tuple[Reduction, float, float]:
-        """Remove a metric and return its reduction, its value (of a mean: the total), and the count of a mean."""
+        """Remove a metric and return its reduction, its value (for a mean the total), and its count (of a mean)."""
         return self._items.pop(name)
 
     def merge(self, other: Metrics) -> Metrics:

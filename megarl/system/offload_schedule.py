@@ -32,7 +32,7 @@ from typing import Protocol
 from megarl.system import tracing
 
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
-"""Parts of a model. `PARTS` is the order in which they come back; they leave in the reverse order."""
+"""Parts of a model. `PARTS` is the order in which they return to the device; they leave in the reverse order."""
 PARTS = (PARAMETERS, OPTIMIZER, GRADIENTS)
 WEIGHTS, CACHE = "weights", "kv_cache"
 """Parts of a server."""
@@ -41,13 +41,13 @@ ACTOR, CRITIC, REFERENCE, TEACHER, REWARD_MODEL = "actor", "critic", "reference"
 SERVERS = "servers"
 MODELS = (ACTOR, CRITIC, REFERENCE, TEACHER, REWARD_MODEL)
 ROLE = "role"
-"""Stands in the table for the model that the phase is entered for."""
+"""Placeholder in the table for the model for which the phase is entered."""
 
 _STARTS, _PUBLISHES = "start_servers", "publish"
 _GENERATES = ("probe", "generate")
-"""Phases that use published server weights. The others with server weights keep those that are there."""
+"""Phases that use published server weights. In other phases of the table server weights stay as they are."""
 MOVES, MEETING = "residency", "meet"
-"""Names in timings and traces: of the phase that all moves are counted in, and inside it of the wait for all ranks."""
+"""Names in timings and traces: the phase that counts all moves, and inside it the wait for all ranks."""
 
 Parts = tuple[str, ...]
 PHASES: Mapping[str, Mapping[str, Parts]] = {
@@ -64,11 +64,11 @@ PHASES: Mapping[str, Mapping[str, Parts]] = {
     "export": {ROLE: (PARAMETERS,), SERVERS: (WEIGHTS,)},
 }
 ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
-"""Embedded generation and every synchronisation read the actor's parameters."""
+"""Parts that always stay: embedded generation and every weight update read the actor's parameters."""
 
 
 def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
-    """Return the parts for a phase, by holder: models' parts must be on the device, and servers' where it generates.
+    """Return the parts that a phase needs, by holder: models' parts on the device, and servers' parts if it generates.
 
     Args:
         phase: a key of `PHASES`.
@@ -103,7 +103,7 @@ class Model(Holder, Protocol):
 
     @property
     def parts(self) -> frozenset[str]:
-        """All parts that it has."""
+        """All parts of the model."""
         ...
 
     @property
@@ -128,7 +128,7 @@ class OffloadSchedule:
         self._meet = meet
         self._models: dict[str, Model] = {}
         self._servers: Holder | None = None
-        self._granted: frozenset[str] | None = None  # parts last requested of servers; None: none yet
+        self._granted: frozenset[str] | None = None  # parts last requested from servers; None: none yet
         self._published = False
         self._open: list[tuple[str, dict[str, Parts]]] = []
 
@@ -136,7 +136,7 @@ class OffloadSchedule:
         """Register a model and move it to where the current phase needs it.
 
         Args:
-            model: has all its parts on the device.
+            model: a model that has all its parts on the device.
             offloads: its parts may be offloaded.
         """
         if name not in MODELS:
@@ -167,7 +167,7 @@ class OffloadSchedule:
         """
         wanted = needed(name, role)
         if self._servers is not None and name in _GENERATES and not self._published:
-            raise RuntimeError(f"phase {name!r} needs the servers' weights, which have left: `publish` comes first")
+            raise RuntimeError(f"phase {name!r} needs the servers' weights, which were dropped: call `publish` first")
         self._open.append((name, wanted))
         try:
             self._settle()
@@ -201,7 +201,7 @@ class OffloadSchedule:
             if name == _STARTS or (not told and servers - (self._granted or frozenset())):
                 with tracing.phase(MEETING):
                     self._meet()
-            if self._servers is not None and not told:  # a restarted one holds everything until it is told
+            if self._servers is not None and not told:  # a restarted server holds everything until it gets a request
                 self._servers.hold(*sorted(servers))
                 self._granted = servers
                 self._published &= WEIGHTS in servers

@@ -1,8 +1,8 @@
-"""Parents of this process, named in its environment: a child ends itself when one of them ends, even if that was before
-it began.
+"""Ends a child when one of its parents ends, even if that was before the child began; its environment names the
+parents.
 
-    parent   environment of the child: MEGARL_PARENTS=PID:BEGAN[,PID:BEGAN...]
-    child    end_with_parents()     at once, and then every second: has one of them ended?
+parent   environment of the child: MEGARL_PARENTS=PID:BEGAN[,PID:BEGAN...]
+child    end_with_parents()     at once, and then every second: has one of them ended?
 
 `os.getppid` would return the adopting process if the parent was killed while the child started.
 """
@@ -21,7 +21,7 @@ Parent = tuple[int, int]  # process id, and start time
 
 
 def began(pid: int) -> int | None:
-    """Return when a process began, in ticks of the kernel (0 without /proc); None: it has ended, as a zombie has.
+    """Return when a process began, in kernel ticks (0 without /proc); None when it has ended or is a zombie.
 
     Raises:
         OSError: the start time cannot be read now.
@@ -39,16 +39,16 @@ def began(pid: int) -> int | None:
 
 
 def as_parent(above: str | None = None) -> dict[str, str]:
-    """Return the environment of a child that ends with this process.
+    """Return the environment variables for a child that shall end with this process.
 
     Args:
-        above: PARENTS of this process, if the child should also end with them.
+        above: PARENTS of this process, if the child shall also end with these.
     """
     return {PARENTS: ",".join(filter(None, [above, f"{os.getpid()}:{began(os.getpid())}"]))}
 
 
 def parents() -> list[Parent]:
-    """Return the parents that the environment names; without any, the current parent."""
+    """Return the parents that the environment names, or else the current parent."""
     told = os.environ.get(PARENTS)
     if told is None:
         return [(os.getppid(), began(os.getppid()) or 0)]
@@ -56,14 +56,14 @@ def parents() -> list[Parent]:
 
 
 def any_parent_ended(of: list[Parent]) -> bool:
-    """Return whether one of them is certainly gone."""
+    """Return whether one of these processes is certainly gone."""
     with contextlib.suppress(OSError):
         return any(began(pid) != when for pid, when in of)
     return False
 
 
 def end_with_parents(poll_s: float = 1.0) -> None:
-    """Kill this process within `poll_s` of the end of one of `parents`; at once, if one has ended already."""
+    """Kill this process within `poll_s` of the end of one of its `parents`."""
     of = parents()
 
     def watch() -> None:

@@ -1,10 +1,10 @@
-"""Messages of processes that run foreign code: JSON and bytes of stated sizes, nothing in which is ever executed.
+"""Messages of processes that run foreign code: JSON and bytes with stated sizes; nothing in them is ever executed.
 
-    length of the header | length of the body | header (a JSON object) | body
+length of the header | length of the body | header (a JSON object) | body
 
 Code that a model wrote can write anything into the connection of its process. So a reader states limits, and a larger,
-deeper or invalid message is `Malformed`; it never waits for the rest of a message. The reader validates the fields of a
-message: the functions below do that for the usual types.
+deeper or invalid message raises `Malformed`; the reader never waits for the rest of a message. It validates the fields
+of a message, for usual types by the functions below.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from typing import Any
 
 _LENGTHS = struct.Struct("<II")
-_SHOWN = 40  # characters of the value found
+_SHOWN = 40  # characters of an invalid value that errors show
 
 
 class Malformed(ValueError):
-    """A process wrote no message, or an invalid one. The text continues "it wrote"."""
+    """A process sent an invalid message. The error's text completes the sentence "it wrote ..."."""
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"", *, finite: bool = True) -> bytes:
@@ -39,7 +39,7 @@ def pack(header: Mapping[str, Any], body: bytes = b"", *, finite: bool = True) -
 
 
 class PlainInbox:
-    """A decoder that takes bytes as they arrive, and returns messages once they are complete.
+    """A decoder that receives bytes in any pieces and returns complete messages.
 
     Args:
         header: maximum bytes of a header.
@@ -62,10 +62,10 @@ class PlainInbox:
         self._held += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
-        """Return the next message; None: it is not complete.
+        """Return the next message, or None while it is incomplete.
 
         Raises:
-            Malformed: it is invalid, and nothing after it can be read.
+            Malformed: the message is invalid, and nothing after it can be read.
         """
         start = _LENGTHS.size
         if len(self._held) < start:
@@ -83,24 +83,24 @@ class PlainInbox:
 
 
 def parsed(text: bytes, depth: int | None) -> dict[str, Any]:
-    """Return the JSON object in `text`; `depth` as for an inbox.
+    """Return the JSON object in `text`; `depth` is as for `PlainInbox`.
 
     Raises:
-        Malformed: it holds none.
+        Malformed: the text is not such an object.
     """
     try:
         header = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=_constant if depth else None)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"a message that is not JSON ({error})") from None
     if not isinstance(header, dict):
-        raise Malformed(f"a message that is no JSON object: {short(header)}")
+        raise Malformed(f"a message that is not a JSON object: {short(header)}")
     if depth is not None and nested_deeper(header, depth):
-        raise Malformed(f"a message with more than {depth} lists and objects inside one another")
+        raise Malformed(f"a message with more than {depth} nested lists and objects")
     return header
 
 
 def _constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def nested_deeper(value: Any, depth: int) -> bool:
@@ -122,13 +122,13 @@ def number(value: Any, what: str) -> float:
     """Return `value` as a finite number.
 
     Raises:
-        Malformed: it is not one; `what` names it.
+        Malformed: it is not a finite number; `what` names the field.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
             if math.isfinite(found := float(value)):
                 return found
-        except OverflowError:  # an integer beyond floats
+        except OverflowError:  # an integer too large for a float
             pass
     raise Malformed(f"{what} {short(value)}; allowed: a finite number")
 
@@ -137,7 +137,7 @@ def whole(value: Any, limits: range, what: str) -> int:
     """Return `value` as an integer within `limits`.
 
     Raises:
-        Malformed: it is not one; `what` names it.
+        Malformed: it is not; `what` names the field.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value not in limits:
         raise Malformed(f"{what} {short(value)}; allowed: an integer from {limits.start} to {limits.stop - 1}")
@@ -148,7 +148,7 @@ def flag(value: Any, what: str) -> bool:
     """Return `value`, true or false.
 
     Raises:
-        Malformed: it is neither; `what` names it.
+        Malformed: it is neither; `what` names the field.
     """
     if not isinstance(value, bool):
         raise Malformed(f"{what} {short(value)}; allowed: true or false")
@@ -159,7 +159,7 @@ def text(value: Any, limit: int, what: str) -> str:
     """Return `value` as text of at most `limit` characters.
 
     Raises:
-        Malformed: it is not that; `what` names it.
+        Malformed: it is not; `what` names the field.
     """
     if not isinstance(value, str) or len(value) > limit:
         found = f"of {len(value)} characters" if isinstance(value, str) else short(value)
@@ -168,13 +168,13 @@ def text(value: Any, limit: int, what: str) -> str:
 
 
 def short(value: Any) -> str:
-    """Return the beginning of a message's value, for error texts."""
+    """Return the beginning of a message's value for error texts."""
     shown = json.dumps(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
     return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
 
 
 def cut(value: str, limit: int) -> str:
-    """Return the first `limit` characters of a text; a note that it was cut counts among them.
+    """Return the first `limit` characters of a text, including a note if it was cut.
 
     >>> cut("x" * 100, 30)
     'xxxxxxx... (of 100 characters)'

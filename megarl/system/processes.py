@@ -24,29 +24,29 @@ from typing import Any
 from megarl.system.parents import end_with_parents
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-#: Set in runs with several teams: this worker's team, its number among all teams' workers, and the buffer's name.
-#: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are then those of the team.
+#: Set in runs with several teams: this worker's team, its number among all teams' workers, and the buffer's name. RANK,
+#: LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT then describe the team.
 TEAM, WORKER, BUFFER = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_BUFFER"
 #: Set in a restarted team: the number of restarts, and the last finished step (0: none).
 RESTARTS, FINISHED = "MEGARL_RESTARTS", "MEGARL_FINISHED"
-#: Unix time at which this process's job began, for all attempts of a launcher, and of a batch job.
+#: Unix time at which this process's job began, across all attempts of a launcher and of a batch job.
 JOB_BEGAN = "MEGARL_JOB_BEGAN"
 #: Command line that started the run, without credentials.
 COMMAND = "MEGARL_COMMAND"
-#: Signals that stop a command; a run that would lose steps saves first (`megarl.launchers.interrupt`).
+#: Signals that stop a command. A run that would lose steps saves first (`megarl.launchers.interrupt`).
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: More signals within this time are the same request: `timeout` tells a process, and then its group; systemd sends
-#: SIGTERM and SIGHUP.
+#: Signals within this time count as one request: `timeout` signals a process and then its group; systemd sends SIGTERM
+#: and SIGHUP.
 _REPEATED_S = 1.0
 _PR_SET_PDEATHSIG = 1
-_MOST_DESCRIPTORS = 1 << 20  # some programs iterate over all numbers up to the limit at their start
-_CLOCK_S = 2.0  # the start of a process is relative to that of the machine, which moves with its clock
+_MOST_DESCRIPTORS = 1 << 20  # some programs iterate over all numbers up to the limit when they start
+_CLOCK_S = 2.0  # start times of processes are relative to the machine's start, whose time changes with its clock
 
 
 def die_with_parents() -> None:
-    """End this process when the thread that started it ends (by the kernel, Linux only), and as `end_with_parents`.
+    """End this process when the thread that started it ends (by a kernel signal, Linux only) or when a parent ends.
 
-    Only for processes started from their parent's main thread: the signal follows the thread, not the process.
+    Only for processes started from their parent's main thread, because the signal follows the thread, not the process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -54,14 +54,14 @@ def die_with_parents() -> None:
 
 
 def signal_name(number: int) -> str:
-    """Return SIGKILL for 9; real-time signals have no name."""
+    """Return the name of a signal, such as SIGKILL for 9; real-time signals have none."""
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return str(number)
 
 
 def ending(code: int) -> str:
-    """Describe how a process ended, from its return code.
+    """Describe how a process ended, by its return code.
 
     >>> ending(3), ending(-15)
     ('exit code 3', 'signal SIGTERM')
@@ -72,7 +72,7 @@ def ending(code: int) -> str:
 
 
 def how_it_ended(process: subprocess.Popen[Any], seconds: float = 5.0) -> str:
-    """Return `ending` of a process whose connection broke; it may need a moment to be gone."""
+    """Return `ending` of a process whose connection broke, after waiting up to `seconds` for its end."""
     try:
         return ending(process.wait(seconds))
     except subprocess.TimeoutExpired:
@@ -80,7 +80,9 @@ def how_it_ended(process: subprocess.Popen[Any], seconds: float = 5.0) -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process and its children open as many files and sockets as its hard limit allows, up to a million."""
+    """Raise the limit of open files and sockets for this process and its children to the hard limit, at most a
+    million.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -88,7 +90,7 @@ def raise_descriptor_limit() -> None:
 
 
 def is_first_process() -> bool:
-    """Return whether this process reports for all processes of a team: rank 0, or the only one."""
+    """Return whether this process reports for its whole team: it is rank 0 or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -116,10 +118,10 @@ _QUIET_PORTS = range(15_000, 32_000)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port on `host` on which nothing listens at the moment of the call.
+    """Return a TCP port on `host` on which nothing listens at the moment.
 
-    If possible, it is below the ports of outgoing connections (usually from 32768 on), so that no connection takes it
-    before its listener does.
+    If possible, the port is below the range of outgoing connections (usually from 32768 on), so that no connection
+    takes it before its listener does.
     """
     for port in random.SystemRandom().sample(_QUIET_PORTS, 64):
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -131,7 +133,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine's interface that reaches `host`, by the routing table: no packet is sent.
+    """Return the address of this machine's interface that reaches `host`, by the routing table. No packet is sent.
 
     Raises:
         OSError: `host` has no address, or no route leads there.
@@ -148,7 +150,7 @@ def is_address_here(host: str) -> bool:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
-    except (OSError, UnicodeError):  # the second: of an invalid name
+    except (OSError, UnicodeError):  # UnicodeError comes from an invalid name
         return False
     return True
 
@@ -164,28 +166,28 @@ def nvidia_devices(root: Path = Path("/dev")) -> int:
 
 
 def shared_memory_free() -> int | None:
-    """Return the free bytes in shared memory; None where there is no such file system."""
+    """Return the free bytes in shared memory, or None where there is no such file system."""
     folder = Path("/dev/shm")
     return shutil.disk_usage(folder).free if folder.is_dir() else None
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Return the number of kills by the kernel's out-of-memory killer: on this machine since boot and in this cgroup.
+    """Return how often the kernel killed a process for lack of memory, on this machine since boot and in this cgroup.
 
     Only differences are meaningful. A container's own limit may show only in the cgroup (`memory.events` of version 2,
     `memory.oom_control` of version 1). 0 if unknown.
     """
     events = {1: "memory.oom_control", 2: "memory.events"}
     files = []
-    for own, top, version in memory_cgroups(root):
-        file = own / events[version]
+    for cgroup_kills, top, version in memory_cgroups(root):
+        file = cgroup_kills / events[version]
         files.append(file if file.is_file() else top / events[version])
     return sum(_counter(file, "oom_kill") for file in (root / "proc/vmstat", *files))
 
 
 def memory_cgroups(root: Path) -> list[tuple[Path, Path, int]]:
-    """Return (own folder, top folder, version 1 or 2) of each hierarchy of cgroups that counts this process's use."""
-    found = []
+    """Return (this process's folder, top folder, version 1 or 2) of each cgroup hierarchy that counts its memory."""
+    hierarchies = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
@@ -195,10 +197,10 @@ def memory_cgroups(root: Path) -> list[tuple[Path, Path, int]]:
                 top, version = root / "sys/fs/cgroup/memory", 1
             else:
                 continue
-            own = top / path.lstrip("/")
-            # Inside a container the path may be the host's; its own cgroup is then mounted at the top.
-            found.append((own if own.is_dir() else top, top, version))
-    return found
+            folder = top / path.lstrip("/")
+            # Inside a container the path may be the host's; the container's cgroup is then mounted at the top.
+            hierarchies.append((folder if folder.is_dir() else top, top, version))
+    return hierarchies
 
 
 def _counter(file: Path, name: str) -> int:
@@ -210,14 +212,14 @@ def _counter(file: Path, name: str) -> int:
 
 
 def identity() -> dict[str, Any]:
-    """Return plain JSON that identifies this process among all, including later ones with the same number."""
+    """Return plain JSON that identifies this process uniquely, even after its number is used again."""
     import psutil
 
     return {"host": socket.gethostname(), "pid": os.getpid(), "began": psutil.Process().create_time()}
 
 
 def has_ended(who: Mapping[str, Any]) -> bool:
-    """Return whether the process of an `identity` is certainly gone; processes of other machines are unknown."""
+    """Return whether the process of an `identity` is certainly gone; False for processes of other machines."""
     import psutil
 
     if who["host"] != socket.gethostname():
@@ -231,13 +233,13 @@ def has_ended(who: Mapping[str, Any]) -> bool:
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write `content` so that a reader of `path` sees the old file or the whole new one, never a part.
+    """Write `content` so that a reader of `path` sees either the old file or the whole new one.
 
     Args:
-        durable: it is on disk on return, so that a power cut leaves no empty file either.
+        durable: the content is on disk on return, so that a power cut leaves no empty file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not of mkstemp, whose files only their owner can read: the umask decides.
+    # Not by mkstemp, whose files only their owner may read: here the umask decides.
     name = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
         with open(name, "xb") as file:
@@ -260,14 +262,14 @@ class Stopped(KeyboardInterrupt):
 
 
 class Signals:
-    """The signals of `CAUGHT`, as they come to this process."""
+    """Handlers for the signals of `CAUGHT` in this process."""
 
     def __init__(self) -> None:
-        self._number = 0  # of the last one
+        self._number = 0  # number of the last signal
         self._came = -math.inf
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Raise `Stopped`; a handler."""
+        """Raise `Stopped` (a signal handler)."""
         now = time.monotonic()
         if now - self._came > _REPEATED_S:
             self._number, self._came = number, now
@@ -275,7 +277,7 @@ class Signals:
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
-        """Raise `Stopped` for a KeyboardInterrupt that was made of it: waits of Ray raise one of their own."""
+        """Raise `Stopped` in place of a KeyboardInterrupt that replaced it: waits of Ray raise their own."""
         try:
             yield
         except KeyboardInterrupt as error:
@@ -284,7 +286,7 @@ class Signals:
             raise Stopped(self._number) from error
 
     def ignore(self) -> None:
-        """Ignore them from here on."""
+        """Ignore these signals from now on."""
         if threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 signal.signal(number, signal.SIG_IGN)
@@ -294,13 +296,13 @@ class Signals:
 def signals_raise() -> Iterator[Signals]:
     """Turn the signals of `CAUGHT` into `Stopped`.
 
-    Only the main thread may set handlers: in others signals stay as they are.
+    Only the main thread may set handlers; in other threads signals stay as they are.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    # A signal of a terminal that hangs up stays ignored where it was (nohup): the run outlives the terminal.
+    # SIGHUP stays ignored where it was ignored (nohup), so that the run outlives the terminal.
     caught = [one for one in CAUGHT if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
     before = {number: signal.signal(number, signals.stop) for number in caught}
     try:

@@ -1,9 +1,9 @@
-"""A guardian that ends a process with foreign code and all its descendants, in any group or session.
+"""A guardian process that ends a process with foreign code and all its descendants, in any group or session.
 
-    trainer -> guardian (this file: runs nothing foreign) -> worker -> what its code starts
+trainer -> guardian (this file: runs nothing foreign) -> worker -> what its code starts
 
-The guardian adopts orphaned descendants. When the worker ends, or SIGTERM arrives, or the trainer is gone, it kills all
-descendants, and exits with the worker's status. Linux only: elsewhere a process has no guardian.
+The guardian adopts orphaned descendants. When the worker ends, SIGTERM arrives, or the trainer is gone, it kills all
+descendants and exits with the worker's status. Linux only: elsewhere a process has no guardian.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from collections.abc import Iterator
 from megarl.system.parents import PARENTS, any_parent_ended, as_parent, parents
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_END_S = 5.0  # for code that keeps starting processes while it is killed
+_END_S = 5.0  # limit for code that keeps starting processes while it is killed
 _AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def guarded(*close: int) -> None:
-    """Return in a worker, a child of this process, which stays as its guardian. Call it before any thread starts.
+    """Fork: return in the child, which is the worker; this process stays as its guardian. Call it before any thread
+    starts.
 
     The guardian has no signal handler that could interrupt it: both signals that matter stay blocked until it waits for
-    them, so one that arrives at any other moment is kept.
+    them, so a signal that arrives at any other moment is kept.
 
     Args:
-        close: descriptors for the worker only.
+        close: descriptors that only the worker needs.
     """
     if sys.platform != "linux":
         return
     prctl, trainer = ctypes.CDLL(None).prctl, parents()
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, children that end leave no status
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # when SIGCHLD is ignored, children that end leave no status
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    os.environ |= as_parent(os.environ.get(PARENTS))  # of the worker
+    os.environ |= as_parent(os.environ.get(PARENTS))  # the worker's environment
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
@@ -48,11 +49,12 @@ def guarded(*close: int) -> None:
     status = None
     try:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # left to the worker, which shares the group
+        # for the worker to handle, which shares the group
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         for descriptor in close:
             os.close(descriptor)
-        # If the trainer ended before this request to the kernel, no signal comes.
+        # If the trainer ended before this request, the kernel sends no signal.
         status = None if any_parent_ended(trainer) else _wait_for(worker)
     finally:
         _end_all()
@@ -60,7 +62,7 @@ def guarded(*close: int) -> None:
 
 
 def _wait_for(worker: int) -> int | None:
-    """Return how the worker ended; None: SIGTERM has arrived first."""
+    """Return how the worker ended; None when SIGTERM arrived first."""
     while signal.sigwait(_AWAITED) != signal.SIGTERM:
         for pid, status in _ended():
             if pid == worker:
@@ -70,17 +72,17 @@ def _wait_for(worker: int) -> int | None:
 
 def _ended() -> Iterator[tuple[int, int]]:
     """Yield process id and status of each child that has ended."""
-    with contextlib.suppress(ChildProcessError):  # no child is left
+    with contextlib.suppress(ChildProcessError):  # raised when no child is left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended
 
 
 def _end_all() -> None:
-    """Kill children until there are none: those of an ended child are adopted."""
+    """Kill children until there are none. Children of an ended child are adopted and killed too."""
     until = time.monotonic() + _END_S
     while (children := _children()) and time.monotonic() < until:
         for pid in children:
-            with contextlib.suppress(OSError):  # it has ended, or has another user's rights
+            with contextlib.suppress(OSError):  # it has ended, or runs as another user
                 os.kill(pid, signal.SIGKILL)
         for _ in _ended():
             pass
@@ -101,8 +103,8 @@ def _end_as(status: int | None) -> None:
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that waits, or it would be taken for the end
-        with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP have no handlers
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a waiting SIGTERM is dropped, or it would be taken for the end
+        with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP cannot have handlers
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.kill(os.getpid(), -code)

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
-LISTENER = "MEGARL_BUFFER_FD"  # number of the listening socket that a launcher passes to the process with the store
+# file descriptor of the listening socket that a launcher passes to the process with the store
+LISTENER = "MEGARL_BUFFER_FD"
 _TOKEN_FILE = "token"
 _BACKLOG = 4096  # all ranks of a large run connect at once; the kernel uses its own limit if that is lower
 
 
 def write_token(run_dir: Path) -> None:
-    """Create a random token for the run, readable only by its owner; a file, as machines share nothing else."""
+    """Create a random token for the run in a file that only its owner can read; machines share nothing but files."""
     path = run_dir / _TOKEN_FILE
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -48,17 +49,17 @@ def write_token(run_dir: Path) -> None:
 
 
 def read_token(run_dir: Path) -> bytes | None:
-    """Return the token of the run; None when no launcher of this package wrote one."""
+    """Return the token of the run, or None when the run was not started by a launcher of this package."""
     with contextlib.suppress(FileNotFoundError):
         return (run_dir / _TOKEN_FILE).read_bytes()
     return None
 
 
 def run_key(run_dir: Path, purpose: str) -> str:
-    """Return a secret that the run's processes share for one purpose, derived from its token.
+    """Return a secret for one purpose that all processes of the run can derive from its token.
 
     Raises:
-        WorkerError: no launcher of this package started the run, so there is no token.
+        WorkerError: the run has no token, because no launcher of this package started it.
     """
     token = read_token(run_dir)
     if token is None:
@@ -72,27 +73,27 @@ def forget_token(run_dir: Path) -> None:
 
 
 def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.socket:
-    """Return a listening socket for the store, on the address of `host` only.
+    """Return a listening socket for the store, only on the address of `host`.
 
-    If other machines could not reach that address (it is none of this machine's, as with a port mapping, or the
+    If other machines could not reach that address (it is not one of this machine's, as with a port mapping, or the
     machine's own name resolves to loopback), listen on every interface, with a warning. An explicit loopback address is
     used as it is.
 
     Args:
         host: MASTER_ADDR.
-        port: 0 means any free one.
+        port: port number; 0: any free port.
         one_machine: all ranks are on this machine.
 
     Raises:
-        UnavailableError: the port is in use, or cannot be listened on.
+        UnavailableError: the port is in use, or this process may not listen on it.
     """
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         family, bound = address[0], str(address[4][0])
         if not (one_machine or is_loopback(host)) and (not is_address_here(bound) or is_loopback(bound)):
             log.warning(
-                "MASTER_ADDR=%s stands for %s here, where other machines cannot reach it: the store of the run listens "
-                "on every interface; set MASTER_ADDR to an address of the private network",
+                "MASTER_ADDR=%s resolves to %s here, where other machines cannot reach it: the store of the run "
+                "listens on every interface; set MASTER_ADDR to an address of the private network",
                 host,
                 bound,
             )
@@ -111,7 +112,7 @@ def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.sock
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` itself is a loopback address or `localhost`; other names are not resolved."""
+    """Return whether `host` is a loopback address or `localhost`; other names are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -119,7 +120,7 @@ def is_loopback(host: str) -> bool:
 
 
 def given_listener() -> int | None:
-    """Return the listening socket that a launcher passed to this process, closed for its children; None without one."""
+    """Return the listening socket that a launcher passed to this process, or None; children do not inherit it."""
     text = os.environ.pop(LISTENER, None)
     if text is None:
         return None
@@ -130,7 +131,7 @@ def given_listener() -> int | None:
 def gloo_interface(master: str) -> str | None:
     """Return the name of this machine's interface that leads to `master`; None if that is loopback or has no name.
 
-    gloo listens there. By itself it would use the host name's address, on any network.
+    gloo listens on that interface. Otherwise it would use the host name's address, on any network.
     """
     import psutil
 
@@ -143,9 +144,9 @@ def gloo_interface(master: str) -> str | None:
 
 
 def join(backend: str, timeout_s: float, run_dir: Path) -> None:
-    """Run `torch.distributed.init_process_group` on a store with one address; collective. No effect if already done.
+    """Run `torch.distributed.init_process_group` on a store with one address; collective. Does nothing if already done.
 
-    Rank, number of ranks and the rendezvous come from the environment, see `megarl.runtime.worker`. Below torchrun the
+    Rank, number of ranks and the rendezvous come from the environment, see `megarl.runtime.worker`. Under torchrun the
     store is its agent's. Each team of a run has its own store and world.
 
     Raises:
@@ -159,7 +160,8 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
-    inside = one_machine and is_loopback(host)  # a team on one machine of several meets at an address of its network
+    # with several machines even a team on one machine uses an address of its network
+    inside = one_machine and is_loopback(host)
     if not inside and "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     handle = given_listener()
@@ -169,7 +171,8 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
     timeout = datetime.timedelta(seconds=timeout_s)
     listener: dict[str, Any] = {"master_listen_fd": handle} if is_master else {}
     store = dist.TCPStore(host, port, world, is_master, timeout, wait_for_workers=False, **listener)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store keeps the keys of earlier ones
+    # the agent's store still has the keys of earlier attempts
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     token = read_token(run_dir)
     prefix = f"ranks/{attempt}" if token is None else f"{run_key(run_dir, 'store')}/{attempt}"
     if token is not None:
@@ -217,6 +220,6 @@ def _exists(store: Store, key: str, end: float) -> bool:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 1` or `ranks 0, 2`; of many, the first sixteen."""
+    """Return `rank 1` or `ranks 0, 2` as text; of many ranks the first sixteen."""
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:16]))}{more}"

@@ -1,7 +1,7 @@
-"""Tracing spans: the current phase of this process, its timings and trace events, and the place of an error.
+"""Tracing: the current phase of this process, phase timings and trace events, and the phase in which an error occurred.
 
-`with phase("rollout"):` nests. The innermost name is what error messages and hang reports show; every closed phase
-becomes one trace event and adds its seconds to `timing_s/<path>`.
+`with phase("rollout"):` nests. Error messages and hang reports show the innermost name; every closed phase becomes one
+trace event and adds its seconds to `timing_s/<path>`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PhaseEvent:
-    """One closed phase. `path` is slash-joined from the outermost; times are `time.time_ns()` based.
+    """One closed phase. `path` is slash-joined from the outermost phase; times come from `time.time_ns()`.
 
-    `waits_for` is the team that this process waited for; empty: it worked.
+    `waits_for` is the team for which this process waited; empty when it worked.
     """
 
     path: str
@@ -40,18 +40,18 @@ step_now = 0
 
 
 def set_step(step: int) -> None:
-    """Set the training step stamped on the events that follow."""
+    """Set the training step with which the following events are stamped."""
     global step_now
     step_now = step
 
 
 def current() -> str:
-    """Return the slash-joined path of the open phases, `idle` outside all of them."""
+    """Return the slash-joined path of the open phases, or `idle` outside all phases."""
     return "/".join(_stack) or "idle"
 
 
 def on_change(callback: Callable[[str], None]) -> None:
-    """Call `callback(path)` whenever a phase opens or closes, and at every `beat` (heartbeats use it)."""
+    """Call `callback(path)` whenever a phase opens or closes, and at every `beat`; heartbeats use it."""
     _on_change.append(callback)
 
 
@@ -61,13 +61,13 @@ def _notify() -> None:
 
 
 def beat() -> None:
-    """Tell the launcher that long work inside a phase makes progress; takes microseconds, from any thread."""
+    """Report to the launcher that long work inside a phase makes progress. Takes microseconds, from any thread."""
     _notify()
 
 
 @contextlib.contextmanager
 def keep_beating(limit_s: float = 6 * 3600.0, every_s: float = 5.0) -> Iterator[None]:
-    """Beat in the background while the block runs, for calls that cannot do it themselves, such as downloads.
+    """Call `beat` in the background while the block runs, for calls that cannot do it themselves, such as downloads.
 
     Args:
         limit_s: seconds after which beating stops, so that a hang is still noticed.
@@ -88,9 +88,10 @@ def keep_beating(limit_s: float = 6 * 3600.0, every_s: float = 5.0) -> Iterator[
 
 @contextlib.contextmanager
 def phase(name: str, waits_for: str = "") -> Iterator[None]:
-    """Name the work inside the block. An exception that leaves it keeps the innermost path for `failed_at()`.
+    """Name the work inside the block. An exception that leaves the block keeps the innermost path for `failed_at()`.
 
-    A block in which this process only waits for another team names that team, and contains no other such block.
+    A block in which this process only waits for another team names that team in `waits_for`, and contains no other such
+    block.
     """
     global _failed_at
     _stack.append(name)
@@ -109,11 +110,13 @@ def phase(name: str, waits_for: str = "") -> Iterator[None]:
 
 
 def failed_at(error: BaseException) -> str:
-    """Return the path of the phase in which `error` was raised; the current path if it was outside all of them."""
+    """Return the path of the phase in which `error` was raised, or the current path if it was raised outside all
+    phases.
+    """
     return _failed_at[1] if _failed_at is not None and _failed_at[0] is error else current()
 
 
 def drain() -> list[PhaseEvent]:
-    """Return the closed phases since the last call, oldest first."""
+    """Return the phases that were closed since the last call, oldest first."""
     events, _events[:] = list(_events), []
     return events

@@ -1,4 +1,4 @@
-"""Quiet end of a program whose output is no longer read, as before `| head -1`."""
+"""Ends a program quietly when nobody reads its output any more, as with `| head -1`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import select
 import sys
 from collections.abc import Callable
 
-#: 128 and the number of SIGPIPE, as shells report programs that this signal ends.
+#: 128 plus the number of SIGPIPE, as shells report programs that this signal ends.
 EXIT_CODE = 141
 
 
 def reader_is_gone() -> bool:
-    """Return whether the reader of this program's output has gone."""
+    """Return whether nobody reads this program's output any more."""
     return any(_gone(file) for file in _outputs())
 
 
 def run_quietly(run: Callable[[], int]) -> int:
-    """Return the exit code of `run`, or silently EXIT_CODE when it ends because nobody reads its output.
+    """Return the exit code of `run`; return EXIT_CODE without a message when `run` ends because nobody reads its
+    output.
 
     Raises:
         BrokenPipeError: another pipe is broken.
@@ -27,29 +28,29 @@ def run_quietly(run: Callable[[], int]) -> int:
             return run()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # the interpreter flushes at its end, where nobody can catch the error
+                sys.stdout.flush()  # the interpreter flushes at exit, where the error could not be caught
     except BrokenPipeError:
         if not reader_is_gone():
             raise
-    except SystemExit as end:  # rich converts the error, and closes the output
+    except SystemExit as end:  # rich turns the error into SystemExit and closes the output
         if not isinstance(end.__context__, BrokenPipeError):
             raise
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for file in _outputs():
         if _gone(file):
-            os.dup2(nowhere, file)  # unwritten output in buffers
+            os.dup2(nowhere, file)  # discard buffered output
     return EXIT_CODE
 
 
 def _outputs() -> list[int]:
-    """Return the descriptors of the outputs; none where a test captures them."""
-    found = []
+    """Return the file descriptors of standard output and error; none where a test captures them."""
+    descriptors = []
     for stream in (sys.stdout, sys.stderr):
         try:
-            found.append(stream.fileno())
+            descriptors.append(stream.fileno())
         except (AttributeError, OSError, ValueError):
             continue
-    return found
+    return descriptors
 
 
 def _gone(file: int) -> bool:

@@ -1,1 +1,1 @@
-"""Destinations of a run's numbers: files, console, MLflow, trace and report."""
+"""Where a run's metrics go: files, console, MLflow, trace and report."""

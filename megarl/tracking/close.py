@@ -1,4 +1,4 @@
-"""Completion of the record of a run whose process was killed, stopped, or hung."""
+"""Completes the record of a run whose process was killed, stopped, or hung."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _PROCESS: Needs = {"host": str, "pid": int, "began": (int, float)}
-_MLFLOW = "mlflow.*.json"  # name of the file with the MLflow run of a stage
+_MLFLOW = "mlflow.*.json"  # pattern of the files that hold the MLflow run of each stage
 
 
 def close_if_killed(run_dir: Path) -> None:
-    """Close a run that is recorded as running although its process is gone: its launcher was killed with it.
+    """Close a run that is recorded as running although its launcher and processes are gone.
 
     Commands that read a run folder call this first. A run on another machine is left as it is.
     """
     run = read_run(run_dir)
     if run.get("status") != "running" or not has_fields(run.get("process"), _PROCESS):
         return
-    # A process of another container may have another number here, or none; its launcher's lock is visible in every one.
+    # In another container a process may have another number or be invisible; the launcher's lock is visible everywhere.
     if has_ended(run["process"]) and not is_held(run_dir):
-        last = run_dir / "metrics.jsonl"  # written in every step, so the run ended soon after
+        last = run_dir / "metrics.jsonl"  # every step writes this file, so the run ended soon after its last change
         close_run(run_dir, "killed", ended=last.stat().st_mtime if last.is_file() else run.get("started", 0.0))
 
 
 def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: float | None = None) -> None:
     """Complete the record of a run that did not finish: status in run.json and MLflow, trace.json, report.html.
 
-    Best effort within `budget_s` seconds, without errors; does nothing without a recorded run. `ended` is unix time
-    (None: now).
+    Stops after `budget_s` seconds and raises no errors; does nothing if no run is recorded. `ended` is the unix time of
+    the run's end; None: now.
     """
     at = time.time() if ended is None else ended
     parts = functools.partial(_close_files, run_dir, status, at), functools.partial(_close_mlflow, run_dir, status)
@@ -50,10 +50,9 @@ def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: f
 
 
 def show_end(run_dir: Path, budget_s: float = 10.0) -> None:
-    """Show the table of a failed run that is not restarted, and the place of its report; workers leave this to their
-    launcher.
+    """Print the final table of a failed run that is not restarted, and the place of its report.
 
-    Best effort within `budget_s` seconds, without errors.
+    Workers leave this to their launcher. Stops after `budget_s` seconds and raises no errors.
     """
     _try_all([functools.partial(_show_end, run_dir)], budget_s)
 
@@ -73,15 +72,16 @@ def _show_end(run_dir: Path) -> None:
 
 
 def close_mlflow(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:
-    """Do MLflow's part of `close_run`, for a run that is about to be restarted."""
+    """Close only the MLflow run, as `close_run` does, for a run that is about to be restarted."""
     if any(run_dir.glob(_MLFLOW)):
         _try_all([functools.partial(_close_mlflow, run_dir, status)], budget_s)
 
 
 def complete_trace(run_dir: Path, budget_s: float = 60.0) -> None:
-    """Write trace.json of a run of several teams if it is missing: teams may outlive the one that keeps the record.
+    """Write trace.json of a run of several teams if it is missing, and upload it to MLflow.
 
-    Upload it to MLflow, too. Best effort within `budget_s` seconds, without errors.
+    It is missing when teams outlived the team that keeps the record. Stops after `budget_s` seconds and raises no
+    errors.
     """
     if not (run_dir / "trace.json").is_file():
         _try_all([functools.partial(_close_trace, run_dir)], budget_s)
@@ -97,7 +97,7 @@ def _close_trace(run_dir: Path) -> None:
 
 
 def _try_all(parts: Iterable[Callable[[], None]], budget_s: float) -> None:
-    """Call all of them in a thread, and wait for it within the budget."""
+    """Call all functions in a thread, and wait for it up to `budget_s` seconds."""
 
     def work() -> None:
         for part in parts:
@@ -119,7 +119,7 @@ def _close_mlflow(run_dir: Path, status: Status) -> None:
 
 
 def _close_files(run_dir: Path, status: Status, ended: float) -> None:
-    """Write the status that run.json lacks, and then the files that show it."""
+    """Write the final status to run.json if it lacks one, and then the files that show it."""
     from megarl.tracking.report import write_report
     from megarl.tracking.trace import merge_trace
 

@@ -25,9 +25,9 @@ Mode = Literal["auto", "plain", "quiet", "json"]
 
 _BAR = "training"
 _COLUMNS = ["first", "best", "last"]
-_ONLY = ["value"]  # where all records are of one step
+_ONLY = ["value"]  # column titles when all records belong to one step
 _WIDTH = 80  # columns of a line
-_END_WIDTH = 20  # columns of a step's seconds and of the time left
+_END_WIDTH = 20  # columns for a step's seconds and the time left
 _SECONDS, _ACCURACY = "timing_s/step", "val/acc"
 _LOG_EVERY_S = 15.0  # seconds between progress lines where no bar can be shown
 
@@ -39,7 +39,7 @@ class ConsoleView:
         total_steps: steps of the run, for `12/160`; None: unknown.
         console: where to write; None: standard output.
         label: first word of a step line.
-        mode: as `tracking.console`.
+        mode: value of `tracking.console`.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class ConsoleView:
         self._total, self._label, self._mode = total_steps, label, mode
         self._bars: Progress | None = None
         self._bar = TaskID(0)
-        self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # step, and when it was over
-        self._best: tuple[int, float] | None = None  # validation: step, accuracy
-        self._explained = False  # what the words of a step line mean
+        self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, time at its end)
+        self._best: tuple[int, float] | None = None  # the best validation: step, accuracy
+        self._explained = False  # whether the abbreviations of a step line have been explained
         if self.console.is_terminal and mode == "auto":
             self._bars = Progress(
                 TextColumn("{task.description}"),
@@ -65,7 +65,9 @@ class ConsoleView:
             self._bar = self._bars.add_task(_BAR, total=total_steps)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Print one line with the key metrics, and one about a validation; absent metrics are left out."""
+        """Print a line with the key metrics of a step, and a line about its validation. Missing metrics are
+        left out.
+        """
         if self._bars is not None:
             self._bars.update(self._bar, completed=step)
         self._ends.append((step, time.monotonic()))
@@ -83,7 +85,7 @@ class ConsoleView:
             self.console.print(Text(line))
 
     def step_text(self, step: int, metrics: dict[str, float]) -> Text:
-        """Return the step line: step, percent, metrics as far as there is room, seconds, time left."""
+        """Return the step line: step, percent, as many metrics as fit, seconds, time left."""
         total = self._total
         width = len(str(total)) if total else 5
         line = Text(f"{self._label} {step:>{width}}", style="bold")
@@ -108,7 +110,7 @@ class ConsoleView:
         return line.append_text(end)
 
     def _explain(self, line: str, metrics: dict[str, float]) -> None:
-        """Print what the abbreviations in a step line stand for."""
+        """Print what the abbreviations in a step line mean."""
         long = {shown.name: shown.short for shown in FINAL_TABLE}
         marks = {shown.short or shown.unit: long.get(shown.name) for shown in STEP_LINE if shown.name in metrics}
         words = line.split()
@@ -119,48 +121,49 @@ class ConsoleView:
                 self.console.print(Text(part, style="dim"))
 
     def _left_s(self, step: int) -> float | None:
-        """Return the seconds until the last step, by the pace of the latest ones; None: not known."""
+        """Return the estimated seconds until the last step, from the latest steps; None when unknown."""
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
         if not self._total or last == first or step >= self._total:
             return None
         return (ended - began) / (last - first) * (self._total - step)
 
     def validation_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """Return the text about a validation: accuracy, pass@k, maj@k, loss, how many prompts, and the best so far.
+        """Return the lines about a validation: accuracy, pass@k, maj@k, loss, number of prompts, and the best so far.
 
-        Of one as good as the best before it, nothing is said about the best.
+        The best is not mentioned for a validation that equals it.
         """
         if _ACCURACY not in metrics:
             return []
         value = metrics[_ACCURACY]
-        said = f"validation: accuracy {_share(value)}"
+        text = f"validation: accuracy {_share(value)}"
         many = [name for name in metrics if name.startswith(("val/pass@", "val/maj@"))]
-        said += "".join(f", {name.removeprefix('val/')} {_share(metrics[name])}" for name in many)
+        text += "".join(f", {name.removeprefix('val/')} {_share(metrics[name])}" for name in many)
         if "val/loss" in metrics:
-            said += f", loss {metrics['val/loss']:.3g}"
+            text += f", loss {metrics['val/loss']:.3g}"
         if "val/prompts" in metrics:
-            said += f" of {metrics['val/prompts']:,.0f} prompts"
+            text += f" of {metrics['val/prompts']:,.0f} prompts"
         if "val/samples" in metrics and metrics["val/samples"] != metrics.get("val/prompts"):
-            said += f" ({metrics['val/samples']:,.0f} samples)"
+            text += f" ({metrics['val/samples']:,.0f} samples)"
         if self._best is not None and self._best[1] > value:
-            said += f"; best {_share(self._best[1])} at step {self._best[0]}"
+            text += f"; best {_share(self._best[1])} at step {self._best[0]}"
         elif self._best is not None and value > self._best[1]:
-            said += "; the best so far"
+            text += "; the best so far"
         self.recall(step, metrics)
-        return textwrap.wrap(said, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
     def recall(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take a validation into account, also one before a run was continued, for the best so far."""
+        """Include a validation in the best so far; also used for validations from before a run was resumed."""
         value = metrics.get(_ACCURACY)
         if isinstance(value, (int, float)) and (self._best is None or value >= self._best[1]):
             self._best = (step, value)
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int | None) -> Iterator[Callable[[float], None]]:
-        """Show long work; the body calls the given function, from any thread, with the units done since its last call.
+        """Show the progress of long work. The body calls the yielded function, from any thread, with the units done
+        since its last call.
 
-        On a terminal its text precedes the single bar: with a second line every redraw would become a line of the log.
-        Elsewhere a plain line is printed now and then.
+        On a terminal the text and the bar share one line, as every redraw of a second line would stay in a recorded
+        log. Elsewhere a plain line is printed now and then.
         """
         start = last = time.monotonic()
         done, lock = 0.0, threading.Lock()
@@ -190,9 +193,9 @@ class ConsoleView:
         self.console.print(Text(printable(message)))
 
     def final(self, title: str, records: list[dict[str, Any]]) -> None:
-        """Show first, best and last value of the key metrics over all records; a record is a line of metrics.jsonl.
+        """Print a table of the key metrics with their first, best and last value; a record is a line of metrics.jsonl.
 
-        A validation before training (step 0) has a separate column. Records of one step have one column.
+        A validation before training (step 0) has its own column. If all records belong to one step there is one column.
         """
         self.close()
         rows = summary(records)
@@ -227,10 +230,10 @@ class ConsoleView:
 
 
 def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]:
-    """Return (metric, {before, first, last, best, best_step}) of the key metrics that occur.
+    """Return (metric, {before, first, last, best, best_step}) of the key metrics that occur in the records.
 
     `before` is the value of step 0 if other steps follow; `first` and `last` exclude it, `best` does not. `best` exists
-    only for metrics with a direction; among equal values it is the last.
+    only for metrics with a direction; among equal values the latest is taken.
     """
     rows = []
     trained = any(record["step"] > 0 for record in records)

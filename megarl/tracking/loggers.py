@@ -1,9 +1,9 @@
-"""Trackers beside MLflow: W&B, TensorBoard, trackio, or a class of the user's.
+"""Trackers in addition to MLflow: W&B, TensorBoard, trackio, or the user's own class.
 
-    tracking: {loggers: [wandb, tensorboard, my_loggers.py:Chat], project: maths}
+tracking: {loggers: [wandb, tensorboard, my_loggers.py:Chat], project: maths}
 
-Each gets its calls in a thread of its own, so that a slow service holds no step up. One that cannot be started ends the
-run, at the next step; a call that fails later is reported once and counted, because metrics.jsonl has every number.
+Each tracker is called in its own thread, so that a slow service delays no step. A tracker that cannot be started ends
+the run at the next step. A call that fails later is logged once and counted, because metrics.jsonl has every number.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ log = logging.getLogger(__name__)
 _KEY = "tracking.loggers"
 _GIT_S = 5.0
 _FINISH_TIMEOUT_S = 120.0
-_MOST_WAITING = 10_000  # calls that wait for a service that does not keep up
-_TABLE = ("prompt", "response", "answer", "score")  # columns of a table of samples, where a sample has them
-_TEXT_CHARS = 20_000  # of one sample in TensorBoard
+_MOST_WAITING = 10_000  # most calls that wait for a slow service
+_TABLE = ("prompt", "response", "answer", "score")  # columns of a table of samples, where samples have them
+_TEXT_CHARS = 20_000  # most characters of one sample in TensorBoard
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run as a tracker is told of it.
+    """The facts about a run that a tracker gets.
 
     Attributes:
-        id: the same for a run that is resumed, and for no other.
-        name: of the recipe, with the stage where that is not `train`.
+        id: unique to the run; a resumed run keeps it.
+        name: the recipe's name, with the stage if that is not `train`.
         stage: `train` or `sft`.
         folder: run folder.
         project: `tracking.project`.
         config: the resolved recipe, as plain data, without credentials.
         tags: command, commit, user, model and run folder (`run_tags`).
-        resumed: the run continues an earlier attempt, whose last steps it may repeat.
-        first_step: what an earlier attempt in this folder recorded of this step and later ones is not the run's.
+        resumed: the run continues an earlier attempt, and may repeat its last steps.
+        first_step: first step of this attempt; records of this and later steps by earlier attempts are obsolete.
     """
 
     id: str
@@ -64,10 +64,12 @@ class LoggedRun:
 
 
 class RunLogger(Protocol):
-    """A tracker: a class with these methods, called with a `LoggedRun`. All calls come from one thread, in order."""
+    """A tracker: a class with these methods that is constructed with a `LoggedRun`. All calls come in order from one
+    thread.
+    """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record finite numbers of a step; called more than once for a step with several sources of numbers."""
+        """Record finite numbers of a step. A step may get several calls, with different metrics."""
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Record generations: dicts with `prompt`, `response`, `answer`, `score` and further values."""
@@ -77,23 +79,23 @@ class RunLogger(Protocol):
 
 
 class WandbLogger:
-    """A run of Weights & Biases, with `WANDB_MODE=offline` in the folder `wandb` of the run folder.
+    """A run of Weights & Biases; with `WANDB_MODE=offline` it is stored in the folder `wandb` of the run folder.
 
-    W&B takes no step again that it has: steps that a resumed run repeats keep their first numbers there.
+    W&B accepts each step only once: steps that a resumed run repeats keep their first numbers.
     """
 
     def __init__(self, run: LoggedRun) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it reports its own errors over the network otherwise
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise W&B sends its own errors over the network
         import wandb
 
         self._wandb = wandb
-        # Console capture would take standard output from the worker's log, and reports of load are in perf/*.
+        # Capturing the console would take standard output from the worker's log; perf/* already reports the load.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(
             project=run.project,
             name=run.name,
             id=run.id,
-            resume="allow" if os.environ.get("WANDB_MODE") != "offline" else None,  # W&B resumes nothing offline
+            resume="allow" if os.environ.get("WANDB_MODE") != "offline" else None,  # W&B cannot resume offline runs
             dir=run.folder,
             config=run.config | {"tags": run.tags},
             job_type=run.stage,
@@ -117,15 +119,15 @@ class WandbLogger:
 
 
 class TensorboardLogger:
-    """Event files in the folder `tensorboard/STAGE` of the run folder; every start adds a file to them.
+    """Event files in the folder `tensorboard/STAGE` of the run folder; every start of the run adds a file.
 
-    A file hides what the ones before it have of the steps that it records again.
+    For steps recorded twice, a later file hides what earlier files have.
     """
 
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        make: Any = SummaryWriter  # it has no types
+        make: Any = SummaryWriter  # SummaryWriter has no type hints
         self._writer = make(str(run.folder / "tensorboard" / run.stage), purge_step=run.first_step)
         lines = "\n".join(f"    {key}: {value}" for key, value in run.tags.items())
         self._writer.add_text("run", f"{run.name}\n\n{lines}")
@@ -137,7 +139,7 @@ class TensorboardLogger:
         self._writer.flush()
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Record samples as text, indented so that Markdown shows it as it is."""
+        """Record samples as text, indented so that Markdown shows them unformatted."""
         columns = columns_of(rows)
         text = "\n\n".join("\n".join(f"{c}: {_cell(row.get(c))}" for c in columns)[:_TEXT_CHARS] for row in rows)
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
@@ -150,7 +152,7 @@ class TensorboardLogger:
 
 
 class TrackioLogger:
-    """A run of trackio, in its local store or where its environment variables say."""
+    """A run of trackio, stored locally or where trackio's environment variables point."""
 
     def __init__(self, run: LoggedRun) -> None:
         import trackio
@@ -158,7 +160,7 @@ class TrackioLogger:
         self._trackio = trackio
         self._run = trackio.init(
             project=run.project,
-            name=f"{run.name} {run.id}",  # trackio finds a run that goes on by its name
+            name=f"{run.name} {run.id}",  # trackio identifies a resumed run by its name
             config=run.config | {"tags": run.tags},
             resume="allow",
             embed=False,
@@ -181,7 +183,7 @@ class TrackioLogger:
         self._run.finish()
 
 
-#: Name in `tracking.loggers` -> class; its package has the same name.
+#: Name in `tracking.loggers` -> class. The package to import has the same name.
 LOGGERS: dict[str, Callable[[LoggedRun], RunLogger]] = {
     "wandb": WandbLogger,
     "tensorboard": TensorboardLogger,
@@ -199,12 +201,12 @@ def describe_run(
     started: float,
     resume_step: int | None,
 ) -> LoggedRun:
-    """Describe a run for trackers.
+    """Return the description of a run for trackers.
 
     Args:
         folder, project, name, stage, config: see `LoggedRun`.
-        started: unix time at which it began first.
-        resume_step: it continues after this step; None: it begins.
+        started: unix time at which the run first began.
+        resume_step: step after which the run continues; None for a fresh start.
     """
     about = f"{folder} {stage} {started!r}".encode()
     title = name if stage == "train" else f"{name} ({stage})"
@@ -214,7 +216,7 @@ def describe_run(
 
 
 def run_tags(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return where a run comes from: run folder, model, command, user, commit of the current folder, and version."""
+    """Return tags on the run's origin: run folder, model, command, user, commit of the current folder, and version."""
     model = config.get("model", {})
     tags = {
         "run_dir": str(folder),
@@ -230,7 +232,7 @@ def run_tags(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 def _user() -> str | None:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user number without a name
+    except (KeyError, OSError):  # in a container the user number may have no name
         return None
 
 
@@ -243,7 +245,7 @@ def _commit() -> str | None:
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the columns of a table of samples that any of them has."""
+    """Return the columns that a table of these samples needs."""
     return [name for name in _TABLE if any(name in row for row in rows)]
 
 
@@ -256,7 +258,7 @@ class LoggerThread:
 
     Args:
         name: an element of `tracking.loggers`.
-        run: the run.
+        run: description of the run.
     """
 
     def __init__(self, name: str, run: LoggedRun) -> None:
@@ -278,18 +280,18 @@ class LoggerThread:
         self._put(lambda logger: logger.log(step, finite))
 
     def samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
-        """Queue samples."""
-        kept = list(rows)
-        if kept:
-            self._put(lambda logger: logger.samples(step, kept))
+        """Queue samples for the tracker."""
+        copies = list(rows)
+        if copies:
+            self._put(lambda logger: logger.samples(step, copies))
 
     def finish(self, status: str) -> None:
-        """Close the tracker's run and wait for it within `_FINISH_TIMEOUT_S`; report calls that failed."""
+        """Close the tracker's run, wait for it up to `_FINISH_TIMEOUT_S`, and log how many calls failed."""
         self._calls.put(lambda logger: logger.finish(status))
         self._calls.put(None)
         self._thread.join(_FINISH_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("%s: %s did not take everything within %g s", _KEY, self._name, _FINISH_TIMEOUT_S)
+            log.warning("%s: %s did not receive everything within %g s", _KEY, self._name, _FINISH_TIMEOUT_S)
         if self.failures:
             log.warning("%s: %d calls of %s failed; metrics.jsonl is complete", _KEY, self.failures, self._name)
 
@@ -300,7 +302,7 @@ class LoggerThread:
             self.failures += 1
 
     def check(self) -> None:
-        """Raise ConfigError where the tracker could not be started."""
+        """Raise a ConfigError if the tracker could not be started."""
         if self._start_error is not None:
             error = self._start_error
             offline = ", set WANDB_MODE=offline" if self._name == "wandb" else ""
@@ -308,7 +310,7 @@ class LoggerThread:
                 f"{self._name} could not be started: {mask(describe(error))}",
                 where=_KEY,
                 found=self._name,
-                fix=f"correct what it says{offline}, or take it out of the list",
+                fix=f"fix the error above{offline}, or remove the tracker from the list",
             ) from error
 
     def _serve(self) -> None:
@@ -325,4 +327,4 @@ class LoggerThread:
                 self.failures += 1
                 if self.failures == 1:
                     text = mask(describe(error))
-                    log.warning("%s: a call of %s failed, training goes on: %s", _KEY, self._name, text)
+                    log.warning("%s: a call of %s failed, training continues: %s", _KEY, self._name, text)

@@ -1,8 +1,8 @@
-"""Logging to MLflow in a thread: importing it takes seconds, and a remote server may be slow.
+"""Logging to MLflow in a thread: importing MLflow takes seconds, and a remote server may be slow.
 
-A store that cannot be opened at the start stops the run (at the next `metrics` call). A server that does not answer, or
-that was down and comes back with an error, does not: calls wait in the queue until it works, or the run ends. A call
-that fails later is reported once when it happens and counted at the end, because metrics.jsonl has every number.
+A store that cannot be opened at the start ends the run (at the next `metrics` call). A server that is down, or that
+returns errors after being down, does not: calls wait in the queue until it works or the run ends. A call that fails
+later is logged once and counted at the end, because metrics.jsonl has every number.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ from megarl.tracking.names import SafeNames
 
 log = logging.getLogger(__name__)
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
-_PARAM_CHARS = 500  # the smallest limit among MLflow's stores
+_PARAM_CHARS = 500  # the smallest limit on a parameter's length among MLflow's stores
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
-_FINISH_TIMEOUT_S = 120.0  # for a server that answers and still has much to receive, such as report and trace
+_FINISH_TIMEOUT_S = 120.0  # deadline for a working server that still has much to receive, such as report and trace
 _ASK_S = 3.0  # seconds between two probes of a server at the end
 _RETRY_S = 30.0  # seconds between two probes of a server that was down
-_MOST_WAITING = 10_000  # calls that wait for such a server, about 100 MB
-_FOLDER_TAG = "run_dir"  # of `run_tags`
-_DELETED, _GONE = "deleted", "RESOURCE_DOES_NOT_EXIST"  # of MLflow: may be restored, and not there
+_MOST_WAITING = 10_000  # most calls that wait for such a server, about 100 MB
+_FOLDER_TAG = "run_dir"  # tag of `run_tags` with the run folder
+# MLflow's states of a run that was deleted and can be restored, and of one that is gone
+_DELETED, _GONE = "deleted", "RESOURCE_DOES_NOT_EXIST"
 _REJECTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
-_ID_NEEDS: Needs = {"uri": str, "run_id": str, "status": str}  # format version of the file with the MLflow run's id
+# format version of the file that holds the MLflow run's id
+_ID_NEEDS: Needs = {"uri": str, "run_id": str, "status": str}
 _Call = Callable[[Any, str], None]
 
 
 class MlflowLog:
-    """One MLflow run. Its id and status are kept in a file of the run folder: a resumed run continues it, and the
-    launcher closes it when this process could not.
+    """One MLflow run. A file in the run folder keeps its id and status, so that a resumed run continues it and the
+    launcher can close it if this process could not.
 
     Args:
         uri: tracking URI.
         artifacts: folder for artifacts of a new experiment, for stores on this machine; None: the server decides.
-        run: its project is the experiment, created when absent; its configuration is logged once.
-        id_file: file for the id of the MLflow run, which a resumed run continues.
+        run: description of the run. Its project is the experiment, created if missing; its configuration is logged
+            once.
+        id_file: file that keeps the id of the MLflow run.
     """
 
     def __init__(self, uri: str, artifacts: str | None, run: LoggedRun, id_file: Path) -> None:
@@ -61,7 +64,8 @@ class MlflowLog:
         self._names, self._rejected = SafeNames(), set[str]()
         self._start_error: Exception | None = None
         self._opened: tuple[Any, str] | None = None  # client and run
-        self._created: str | None = None  # the MLflow run, so that a second attempt does not create another one
+        # id of the created MLflow run, so that a second attempt does not create another
+        self._created: str | None = None
         self._down = self._refused = False
         self._ending = threading.Event()
         self.failures = 0
@@ -69,7 +73,7 @@ class MlflowLog:
         self._thread.start()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Queue the finite numbers of one step, under names that MLflow takes (`safe_name`).
+        """Queue the finite numbers of one step, under names that MLflow accepts (`safe_name`).
 
         Raises:
             ConfigError: the store could not be opened.
@@ -81,8 +85,10 @@ class MlflowLog:
             self.failures += 1
 
     def catch_up(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Queue the steps before a resume, lines of metrics.jsonl: a process that was killed may not have sent its last
-        ones, and another store has none. What the store has stays as it is.
+        """Queue earlier steps (lines of metrics.jsonl) that the store lacks.
+
+        A killed process may not have sent its last steps, and another store has none of them. Steps already in the
+        store stay as they are.
         """
         for line in lines:
             values = {key: value for key, value in line.items() if key not in COLUMNS and value is not None}
@@ -102,7 +108,9 @@ class MlflowLog:
         return call
 
     def _send(self, client: Any, run_id: str, values: dict[str, float], now: int, step: int) -> None:
-        """Log one batch. MLflow rejects all of it for one bad metric: then each is sent separately, bad ones named."""
+        """Log one batch. MLflow rejects a whole batch for one bad metric; then each metric is sent separately, and bad
+        ones are named in the log.
+        """
         from mlflow.entities import Metric
 
         metrics = [Metric(key, value, now, step) for key, value in values.items()]
@@ -121,14 +129,17 @@ class MlflowLog:
                 if not _is_rejection(error):
                     raise
                 reasons[metric.key] = _text(error)
-        if len(reasons) == len(metrics) > 1:  # the run is to blame, not the metrics: for example, it was deleted
+        # if all fail, the run is to blame (it was deleted, for example), not the metrics
+        if len(reasons) == len(metrics) > 1:
             raise whole
         self._rejected |= reasons.keys()
         for key, reason in reasons.items():
-            log.warning("MLflow rejects the metric %r and will not get it; metrics.jsonl has it: %s", key, reason)
+            log.warning("MLflow rejects the metric %r, so it is missing there; metrics.jsonl has it: %s", key, reason)
 
     def finish(self, status: str, artifacts: Iterable[Path]) -> None:
-        """Upload files and folders, close the run (`FINISHED`, `FAILED`, `KILLED`), wait, report failed calls."""
+        """Upload files and folders, close the run (`FINISHED`, `FAILED`, `KILLED`), wait for that, and log failed
+        calls.
+        """
         paths = [path for path in artifacts if path.exists()]
 
         def call(client: Any, run_id: str) -> None:
@@ -147,20 +158,20 @@ class MlflowLog:
             log.warning("tracking.mlflow_uri: MLflow at %s: %s; its run is incomplete", self._uri, gone)
         if self.failures:
             log.warning("MLflow at %s: %d calls failed; metrics.jsonl is complete", self._uri, self.failures)
-        if status == "FINISHED":  # otherwise another error is on its way to the user, who needs that one
+        if status == "FINISHED":  # otherwise another error is on its way to the user, and is more important
             self._check()
 
     def _await_end(self) -> str | None:
-        """Wait for the queue while the server answers; return why it was left, or None when it is empty."""
+        """Wait until the queue is empty, as long as the server replies; return why waiting ended early, or None."""
         deadline = time.monotonic() + _FINISH_TIMEOUT_S
         self._thread.join(_ASK_S)
         while self._thread.is_alive():
-            beat()  # the wait has its own deadline
+            beat()  # report progress, as the wait has its own deadline
             reason = unreachable(self._uri)
             if reason is not None:
-                return f"does not answer ({reason})"
+                return f"does not reply ({reason})"
             if time.monotonic() > deadline:
-                return f"did not take everything within {_FINISH_TIMEOUT_S:g} s"
+                return f"did not receive everything within {_FINISH_TIMEOUT_S:g} s"
             self._thread.join(_ASK_S)
         return None
 
@@ -173,7 +184,9 @@ class MlflowLog:
         write_record(self._id_file, known)
 
     def _earlier(self, client: Any, run_id: str, key: str) -> frozenset[int]:
-        """Return the steps of a metric logged before this process: a resumed run repeats some, MLflow deletes none."""
+        """Return the steps of a metric that earlier processes logged. A resumed run repeats some, and MLflow deletes
+        none.
+        """
         if not self._run.resumed:
             return frozenset()
         if key not in self._steps:
@@ -191,14 +204,15 @@ class MlflowLog:
             ) from error
 
     def _serve(self) -> None:
-        self._is_ready()  # now, so that errors are reported at once
+        self._is_ready()  # check now, so that errors are raised early
         while self._start_error is None and (call := self._calls.get()) is not None:
             if not self._make_call(call):
-                self.failures += self._calls.qsize()  # the end mark, which is no call, stands for this one
+                # the end mark in the queue is not a call; it stands for the current one
+                self.failures += self._calls.qsize()
                 return
 
     def _make_call(self, call: _Call) -> bool:
-        """Make one call as soon as the server answers; return False when it does not until the run ends."""
+        """Make one call as soon as the server replies; return False if it does not until the run ends."""
         while self._await_server():
             assert self._opened is not None
             try:
@@ -206,17 +220,17 @@ class MlflowLog:
                 return True
             except Exception as error:
                 reason = unreachable(self._uri)
-                if reason is not None:  # the server is gone again: wait for it, and retry
+                if reason is not None:  # the server is down again: wait for it, and retry
                     self._lost(reason)
                     continue
                 self.failures += 1
                 if self.failures == 1:
-                    log.warning("MLflow call failed, training goes on: %s", _text(error))
+                    log.warning("MLflow call failed, training continues: %s", _text(error))
                 return True
         return False
 
     def _await_server(self) -> bool:
-        """Wait for the server and return whether it answers; after the announced end of the run, probe only once."""
+        """Wait for the server and return whether it replies. After the run's end was announced, probe it only once."""
         while not self._is_ready() and self._start_error is None:
             if self._ending.is_set():
                 return False
@@ -239,18 +253,18 @@ class MlflowLog:
             self._lost(reason)
             return False
         if self._down:
-            log.warning("MLflow at %s answers again and gets what waited", self._uri)
+            log.warning("MLflow at %s replies again and receives the waiting calls", self._uri)
             self._down = self._refused = False
         return True
 
     def _refuse(self, error: Exception) -> None:
-        """Handle a store that answers and cannot be opened: at the start it is the user's error. After a downtime it is
-        the server's trouble, which ends no run.
+        """Handle a store that replies but cannot be opened: raise at the start, when it is the user's error; retry
+        later after a downtime, when it is the server's.
         """
         if not self._down:
             self._start_error = error
         elif not self._refused:
-            log.warning("MLflow at %s answers with an error and is asked again later: %s", self._uri, _text(error))
+            log.warning("MLflow at %s returns an error; retrying later: %s", self._uri, _text(error))
             self._refused = True
 
     def _lost(self, reason: str) -> None:
@@ -265,28 +279,28 @@ class MlflowLog:
         return client, run_id
 
     def _continued(self, client: Any) -> str | None:
-        """Return the id of the MLflow run of this folder, set to running again; None when this store has none."""
+        """Return the id of this folder's MLflow run, set to running again; None when this store has no such run."""
         known = read_record(self._id_file, _ID_NEEDS)
         if known.get("uri") != self._uri:
             return None
         run = self._found(client, known["run_id"])
         if run is None or self._belongs_elsewhere(run):
             return None
-        client.set_tag(known["run_id"], _FOLDER_TAG, str(self._run.folder))  # it may have been moved
+        client.set_tag(known["run_id"], _FOLDER_TAG, str(self._run.folder))  # the folder may have been moved
         client.update_run(known["run_id"], status="RUNNING")
         return str(known["run_id"])
 
     def _found(self, client: Any, run_id: str) -> Any:
-        """Return the MLflow run, restored where it or its experiment was deleted; None: it is gone for good."""
+        """Return the MLflow run, restored if it or its experiment was deleted; None if it no longer exists."""
         try:
             run = client.get_run(run_id)
         except Exception as error:
             if getattr(error, "error_code", None) != _GONE:
                 raise
-            log.warning("MLflow has no run %s any more: this folder gets another one, with all its steps", run_id)
+            log.warning("MLflow no longer has run %s: a new run is created for this folder, with all its steps", run_id)
             return None
         self._restore_experiment(client, client.get_experiment(run.info.experiment_id))
-        if client.get_run(run_id).info.lifecycle_stage == _DELETED:  # an experiment is restored with its runs
+        if client.get_run(run_id).info.lifecycle_stage == _DELETED:  # restoring an experiment also restores its runs
             client.restore_run(run_id)
             log.warning("the MLflow run %s of this folder was deleted: it is restored", run_id)
         return run
@@ -297,7 +311,7 @@ class MlflowLog:
             log.warning("the MLflow experiment %r was deleted: it is restored", experiment.name)
 
     def _belongs_elsewhere(self, run: Any) -> bool:
-        """Return whether this folder is a copy of the one that the MLflow run is of, which still has it."""
+        """Return whether this folder is a copy of the MLflow run's folder, which still exists."""
         folder = Path(run.data.tags.get(_FOLDER_TAG, self._run.folder))
         if not folder.is_dir() or folder.samefile(self._run.folder):
             return False
@@ -325,13 +339,13 @@ class MlflowLog:
 
 def _connect(uri: str) -> Any:
     """Return a client of the store at `uri`; importing MLflow takes seconds."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reports usage over the network otherwise
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # otherwise MLflow sends usage data over the network
     for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # messages about table creation
+        logging.getLogger(name).setLevel(logging.WARNING)  # hide messages about created tables
     from mlflow.tracking import MlflowClient
 
     for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # importing it sets its own level
+        logging.getLogger(name).setLevel(logging.WARNING)  # set after the import, which sets its own level
     return MlflowClient(put_back(uri, os.environ))
 
 
@@ -341,31 +355,33 @@ def _is_rejection(error: Exception) -> bool:
 
 
 def _text(error: Exception) -> str:
-    """Return an error without credentials: libraries quote the given address."""
+    """Return an error's text without credentials, since libraries quote the given address."""
     secret = os.environ.get(PASSWORD)
     text = mask(f"{type(error).__name__}: {error}")
     return text.replace(secret, MASK) if secret else text
 
 
 def add_artifact(id_file: Path, artifact: Path) -> None:
-    """Upload a file to the MLflow run of `id_file`, which may be closed."""
+    """Upload a file to the MLflow run of `id_file`, even if that run is closed."""
     known = read_record(id_file, _ID_NEEDS)
     if not known:
         return
     reason = unreachable(known["uri"])
     if reason is not None:
-        log.warning("MLflow at %s: does not answer (%s); it does not get %s", known["uri"], reason, artifact.name)
+        log.warning("MLflow at %s does not reply (%s); %s was not uploaded", known["uri"], reason, artifact.name)
         return
     _connect(known["uri"]).log_artifact(known["run_id"], str(artifact))
 
 
 def close_open_run(id_file: Path, status: str) -> None:
-    """Close the MLflow run of `id_file` (`FAILED` or `KILLED`) when the process that logged to it could not."""
+    """Close the MLflow run of `id_file` with status `FAILED` or `KILLED`, when the process that logged to it
+    could not.
+    """
     known = read_record(id_file, _ID_NEEDS)
     if known.get("status") == "RUNNING":
         reason = unreachable(known["uri"])
         if reason is not None:
-            log.warning("MLflow at %s: does not answer (%s); its run stays open", known["uri"], reason)
+            log.warning("MLflow at %s does not reply (%s); its run stays open", known["uri"], reason)
             return
         _connect(known["uri"]).set_terminated(known["run_id"], status)
         write_record(id_file, known | {"status": status})

@@ -1,4 +1,4 @@
-"""Checks that MLflow's store can be opened and its server answers, before MLflow, which tries again for minutes."""
+"""Checks that MLflow's store can be opened and its server replies, before MLflow starts, whose retries take minutes."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def check_store(uri: str) -> None:
             where=_KEY,
             found=mask(uri),
             allowed="sqlite:///FILE (relative) or sqlite:////FILE, in a folder that exists and that you may write to",
-            fix="make the folder, name another, or leave tracking.mlflow_uri out: the store is then in tracking.dir",
+            fix="create the folder, name another one, or leave out tracking.mlflow_uri to use a store in tracking.dir",
         )
 
 
 def default_store(folder: Path) -> tuple[str, str]:
-    """Return the address of the store in `folder`, which `tracking.dir` names, and that of its artifacts.
+    """Return the addresses of the store in `folder` (the value of `tracking.dir`) and of its artifacts.
 
     Raises:
         ConfigError: the folder's name is not UTF-8.
@@ -65,7 +65,7 @@ def default_store(folder: Path) -> tuple[str, str]:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            "the path of the folder is not UTF-8, and MLflow takes no other",
+            "the path of the folder is not UTF-8, which MLflow requires",
             where="tracking.dir",
             found=os.fsencode(folder.absolute()),
             fix="name another folder, or set tracking.mlflow=false",
@@ -74,7 +74,9 @@ def default_store(folder: Path) -> tuple[str, str]:
 
 
 def _sqlite_uri(path: str) -> str:
-    """Return the address of a SQLite file; which signs an address quotes depends on the version of SQLAlchemy."""
+    """Return the address of a SQLite file. Which characters an address must quote depends on the version of
+    SQLAlchemy.
+    """
     if not set(path) & set("%?"):
         return f"sqlite:///{path}"
     from sqlalchemy.engine import URL, make_url
@@ -82,7 +84,7 @@ def _sqlite_uri(path: str) -> str:
     uri = URL.create("sqlite", database=path).render_as_string()
     if make_url(uri).database != path:
         raise ConfigError(
-            "the path of the folder has a sign that MLflow's addresses cannot hold",
+            "the path of the folder has a character that MLflow's addresses cannot contain",
             where="tracking.dir",
             found=path,
             allowed="a path without % and ?",
@@ -92,7 +94,7 @@ def _sqlite_uri(path: str) -> str:
 
 
 def check_default_store(folder: Path) -> None:
-    """Check the store in `tracking.dir`, as far as it is there.
+    """Check the store in `tracking.dir`, if it exists.
 
     Raises:
         ConfigError: the folder's name is not UTF-8, or the file cannot be used.
@@ -105,12 +107,12 @@ def check_default_store(folder: Path) -> None:
             f"MLflow's store cannot be used: {why}",
             where="tracking.dir",
             found=str(file),
-            fix="end the process that holds it, name another folder, or set tracking.mlflow=false",
+            fix="end the process that uses it, name another folder, or set tracking.mlflow=false",
         )
 
 
 def _unusable(file: Path) -> str | None:
-    """Explain why a SQLite file takes no writes, such as another process's lock on it."""
+    """Return why a SQLite file cannot be written, such as a lock of another process; None if it can."""
     try:
         with contextlib.closing(sqlite3.connect(file, timeout=_ANSWER_S, isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
@@ -129,7 +131,7 @@ def _unwritable(path: Path) -> str | None:
         return f"the file {path} is read-only"
     if path.is_file() and (why := _unusable(path)) is not None:
         return why
-    # Not /proc and the like, where root's permissions allow what no file system stores.
+    # Excludes /proc and the like, where root may write but no file can be stored.
     if not os.access(path.parent, os.W_OK) or (not path.exists() and not _can_make_files(path.parent)):
         return f"the folder {path.parent} is read-only"
     return None
@@ -145,14 +147,14 @@ def _can_make_files(folder: Path) -> bool:
     return True
 
 
-_GATEWAY_ERRORS = (502, 503, 504)  # proxies' status codes for a server that is down
+_GATEWAY_ERRORS = (502, 503, 504)  # status codes with which proxies report that a server is down
 
 
 def unreachable(uri: str) -> str | None:
-    """Explain why no server answers at `uri` within seconds; None when one does, or `uri` is no http(s) address.
+    """Return why no server replies at `uri` within seconds; None if one does, or if `uri` is not an http(s) address.
 
-    Any answer counts, also a refusal: MLflow's client judges user names, certificates and paths. Proxies of the
-    environment are used, as by that client.
+    Any reply counts, even a refusal: MLflow's client checks user names, certificates and paths. Like that client this
+    uses proxies from the environment.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
@@ -166,15 +168,15 @@ def unreachable(uri: str) -> str | None:
     except urllib.error.URLError as error:
         return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except (http.client.InvalidURL, ValueError):
-        return None  # not an address: MLflow's client reports the error
+        return None  # not an address, which MLflow's client will report
     except (OSError, http.client.HTTPException) as error:
         return f"{type(error).__name__}: {error}".rstrip(": ")
     return None
 
 
 def down_text(uri: str, reason: str) -> str:
-    """Return the warning for a server that does not answer."""
+    """Return the warning that a server does not reply."""
     return (
-        f"tracking.mlflow_uri: MLflow does not answer at {mask(uri)} ({reason}); the run goes on without it and "
+        f"tracking.mlflow_uri: MLflow does not reply at {mask(uri)} ({reason}); the run continues without it, and "
         "metrics.jsonl has every number"
     )

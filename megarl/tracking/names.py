@@ -1,4 +1,4 @@
-"""Names of metrics: the key metrics of console, final table and report, and names that restrictive trackers accept."""
+"""Names of metrics: the key metrics of console, final table and report, and names that strict trackers accept."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ Better = Literal["up", "down"] | None
 
 @dataclass(frozen=True)
 class Shown:
-    """A metric: its full name, its short name in the console, a unit, which direction is better, and the factor that
-    makes the metric a number of the unit."""
+    """A metric with its full name, short name in the console, unit, better direction, and the factor that converts it
+    to the unit.
+    """
 
     name: str
     short: str
@@ -22,7 +23,7 @@ class Shown:
     scale: float = 1.0
 
 
-#: Metrics of a step line, the most important first: those that fit into its width are shown.
+#: Metrics of a step line, the most important first. As many as fit into the line are shown.
 STEP_LINE = (
     Shown("sft/loss", "loss", better="down"),
     Shown("preference/loss", "loss", better="down"),
@@ -80,12 +81,12 @@ def number(value: float, digits: int = 4) -> str:
 
 
 _FORBIDDEN = re.compile(r"[^\w\-./ ]", re.ASCII)
-_MAX_NAME = 200  # characters with a hash; MLflow takes 250
+_MAX_NAME = 200  # most characters, with the hash; MLflow allows 250
 _HASH_BYTES = 3
 
 
 def safe_name(name: str) -> str:
-    """Return `name` with only the characters that every tracker allows: there it may be a file name or part of an
+    """Return `name` with only characters that every tracker allows; trackers use it as a file name or part of an
     address.
 
     ASCII letters, digits and `_-. ` in parts between single slashes; no part is empty or only dots. `@` becomes `_at_`,
@@ -99,14 +100,14 @@ def safe_name(name: str) -> str:
     parts = [part.strip() for part in _FORBIDDEN.sub("_", plain).split("/")]
     safe = "/".join(part if part.strip(".") else "_" * len(part) for part in parts if part) or "_"
     if safe.startswith(".."):
-        safe = f"__{safe[2:]}"  # MLflow would read it as a path out of its folder
+        safe = f"__{safe[2:]}"  # MLflow would take it for a path outside its folder
     if safe == plain and len(safe) <= _MAX_NAME:
         return safe
     return _distinct(safe[: _MAX_NAME - 1 - 2 * _HASH_BYTES], name)
 
 
 class SafeNames:
-    """A mapping of names through `safe_name` in which no two names collide.
+    """Maps names through `safe_name` so that no two names collide.
 
     >>> names = SafeNames()
     >>> [names.of(x) for x in ("val/a@b", "val/a_at_b", "val/a@b")]
@@ -117,7 +118,7 @@ class SafeNames:
         self._safe: dict[str, str] = {}
 
     def of(self, name: str) -> str:
-        """Return the name to use for `name`, with a hash of `name` if another name has taken it."""
+        """Return the safe name of `name`, with a hash appended if another name already has it."""
         if name not in self._safe:
             safe = safe_name(name)
             self._safe[name] = _distinct(safe, name) if safe in self._safe.values() else safe

@@ -11,8 +11,8 @@ from megarl.planning.hardware import measure_peak
 from megarl.system import device
 from megarl.system.processes import write_atomically
 
-# Dense matrix TFLOP/s from the vendors' data sheets (no sparsity): (bf16, tf32, fp32). First match wins, so a longer
-# name stands before a shorter one.
+# Dense matrix TFLOP/s from the vendors' data sheets (no sparsity): (bf16, tf32, fp32). The first match counts, so a
+# longer name stands before a shorter one.
 _GPUS: dict[str, tuple[float, float, float]] = {
     "GB300": (2500, 1250, 77),
     "GB200": (2500, 1250, 80),
@@ -45,7 +45,9 @@ _GPUS: dict[str, tuple[float, float, float]] = {
 
 
 def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
-    """Return the FLOP/s of a GPU by its marketing name for dtype `bf16` or `fp32`; None when it is not in the table."""
+    """Return the FLOP/s of the GPU with this marketing name for dtype `bf16` or `fp32`; None when the table
+    lacks it.
+    """
     for part, (bf16, tensor32, fp32) in _GPUS.items():
         if part.lower() in name.lower():
             rate = bf16 if dtype == "bf16" else (tensor32 or fp32) if tf32 else fp32
@@ -54,10 +56,11 @@ def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
 
 
 def peak_flops(dtype: str, stated_tflops: float | None = None) -> float:
-    """Return the peak FLOP/s of this process's device: stated, known by name (GPU), or measured once and cached (CPU).
+    """Return the peak FLOP/s of this process's device: as stated, known by name (GPU), or measured once and cached
+    (CPU).
 
     Args:
-        dtype: `bf16`, `fp32` or `fp64`, of the matrix products.
+        dtype: dtype of the matrix products: `bf16`, `fp32` or `fp64`.
         stated_tflops: `tracking.peak_tflops`; takes precedence.
     """
     if stated_tflops is not None:
@@ -85,7 +88,7 @@ def _remembered_peak(dtype: str) -> float:
         known = {}
     if key not in known:
         known[key] = measure_peak(dtype)
-        with contextlib.suppress(OSError):  # a read-only home: measure again next time
+        with contextlib.suppress(OSError):  # with a read-only home it is measured again next time
             write_atomically(path, json.dumps(known, indent=1))
     return float(known[key])
 

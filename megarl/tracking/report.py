@@ -1,4 +1,4 @@
-"""report.html: one self-contained page about a run, or about several side by side."""
+"""report.html: a self-contained page about one run, or about several side by side."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from megarl.tracking.restarts import read_restarts
 
 @dataclass(frozen=True)
 class Tile:
-    """A key number at the top: `kind` is best, recent (mean of the last steps), mean (without the first step) or
-    most."""
+    """A key number at the top. `kind` is best, recent (mean of the last steps), mean (without the first step)
+    or most.
+    """
 
     metric: str
     label: str
@@ -37,7 +38,7 @@ class Tile:
     better: str = ""
 
 
-_RECENT = 10  # steps
+_RECENT = 10  # steps that a recent mean covers
 _TILES = (
     Tile("val/acc", "Best validation accuracy", "best", better="up"),
     Tile("rewards/accuracies", "Preferences ranked right", "recent", better="up"),
@@ -52,7 +53,7 @@ _TILES = (
 
 
 def report_data(runs: list[Run]) -> dict[str, Any]:
-    """Return the page's data; the first run is the subject, the others are shown with it for comparison."""
+    """Return the page's data. The first run is the subject; other runs are shown for comparison."""
     for run, label in zip(runs, distinct_labels(runs), strict=True):
         run.label = label
     run = runs[0]
@@ -76,7 +77,7 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
 
 
 def _all_samples(runs: list[Run], stage: str) -> tuple[list[dict[str, Any]], dict[str, str], str]:
-    """Return held-out samples of all runs, with the name of the run where there are several, pictures, and a note."""
+    """Return the held-out samples of all runs (with the run's name if there are several), their images, and a note."""
     rows: list[dict[str, Any]] = []
     pictures: dict[str, str] = {}
     notes: list[str] = []
@@ -89,7 +90,9 @@ def _all_samples(runs: list[Run], stage: str) -> tuple[list[dict[str, Any]], dic
 
 
 def _differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return the keys of the configuration that differ, each with its value in every run; a dash where it has none."""
+    """Return the configuration keys that differ between runs, with the value in every run; a dash where a run lacks the
+    key.
+    """
     plain = [_flat(run.info.get("config", {})) for run in runs]
     rows = [
         (name, [one.get(name, "–") for one in plain]) for name in dict.fromkeys(key for one in plain for key in one)
@@ -98,7 +101,7 @@ def _differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, str]:
-    """Return the leaves of a configuration as text, by dotted keys."""
+    """Return the leaves of a configuration as text, by dotted key."""
     if isinstance(value, dict) and value:
         return {key: text for part, inner in value.items() for key, text in _flat(inner, f"{name}.{part}").items()}
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -106,7 +109,7 @@ def _flat(value: Any, name: str = "") -> dict[str, str]:
 
 
 def _tiles(runs: list[Run], stage: str) -> list[dict[str, Any]]:
-    """Return the key numbers, each with one entry per run: a value, and a note on it."""
+    """Return the key numbers; each has one entry per run with a value and a note."""
     tiles = []
     for tile in _TILES:
         if tile.metric in runs[0].series.get(stage, {}):
@@ -117,7 +120,7 @@ def _tiles(runs: list[Run], stage: str) -> list[dict[str, Any]]:
 
 
 def _entry(tile: Tile, points: Points | None) -> dict[str, Any]:
-    """Return the value of a tile and its note; the value is None when a run does not have the metric."""
+    """Return the value of a tile and its note. The value is None when the run lacks the metric."""
     drawn = ([], []) if points is None else shown(tile.metric, points)
     pairs = [(step, value) for step, value in zip(*drawn, strict=True) if value is not None]
     if not pairs:
@@ -135,7 +138,7 @@ def _entry(tile: Tile, points: Points | None) -> dict[str, Any]:
         value = sum(end) / len(end)
         return {"value": value, "note": f"mean of the last {len(end)}; {note}" if len(values) > 1 else ""}
     begun = [value for step, value in pairs if step > 0]
-    steady = begun[1:] or values  # the first step compiles and allocates
+    steady = begun[1:] or values  # the first step includes compilation and allocation
     note = f"mean of {len(steady)} steps; {number(min(steady), 3)} to {number(max(steady), 3)}"
     return {"value": sum(steady) / len(steady), "note": note if len(steady) > 1 else ""}
 
@@ -174,7 +177,7 @@ def _facts(run: Run, stage: str) -> list[tuple[str, str]]:
 
 
 def _graph(folder: Path) -> str | None:
-    """Return the task graph as a data URI: inside <img> a drawing cannot run scripts."""
+    """Return the drawing of the task graph as a data URI: inside <img> it cannot run scripts."""
     path = folder / "graph.svg"
     return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else None
 
@@ -202,11 +205,11 @@ _SCRIPTS = ("report_charts.js", "report_samples.js", "report.js")
 
 
 def write_report(run_dir: str | os.PathLike[str], compare: Sequence[str | os.PathLike[str]] = ()) -> Path:
-    """Write RUN_DIR/report.html from the current files of the run folder; the run may still be going.
+    """Write RUN_DIR/report.html from the current files of the run folder. The run may still be running.
 
     Args:
         run_dir: run folder with metrics.jsonl.
-        compare: more run folders whose curves are plotted with it; the page is then `compare.html`.
+        compare: further run folders, whose curves are added; the page is then `compare.html`.
 
     Raises:
         DataError: a folder has no metrics.jsonl.
@@ -223,7 +226,7 @@ def write_report(run_dir: str | os.PathLike[str], compare: Sequence[str | os.Pat
 
 
 def render(title: str, data: dict[str, Any]) -> str:
-    """Return the page. Text of users reaches it as JSON whose `<` are escaped, and through `textContent` only."""
+    """Return the page. Text of users reaches it only as JSON with escaped `<`, and through `textContent`."""
     assets = files("megarl.tracking")
     parts = {
         "TITLE": html.escape(f"{title} · megarl"),

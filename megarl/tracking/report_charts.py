@@ -1,4 +1,4 @@
-"""Charts of report.html: which metrics are drawn together, in which groups, under which titles."""
+"""Charts of report.html: which metrics share a chart, their groups and titles."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from megarl.artifacts.timings import WITHIN_PHASES
 from megarl.tracking import teams
 from megarl.tracking.report_runs import Points, Run
 
-_EXACT = ("actor/lr", "sft/lr", "perf/max_memory_gb")  # not smoothed, as in val/...: each round stands by itself
-_HERO = ("critic/score/mean", "val/acc")  # charts shown large, and never folded
-_SAME = 1e-5  # a series whose values differ by less than this share of them is constant
+# metrics that are not smoothed, like val/...: each value stands by itself
+_EXACT = ("actor/lr", "sft/lr", "perf/max_memory_gb")
+_HERO = ("critic/score/mean", "val/acc")  # charts that are shown large and never folded
+_SAME = 1e-5  # a series is constant if its values differ by less than this share
 _UNITS = (("timing_s/", "", "seconds"), ("", "_s", "seconds"), ("", "_gb", "GB"), ("", "_tokens", "tokens"),
           ("", "/acc", "share"))  # fmt: skip
-_NAMED = ("%", "seconds", "GB", "tokens", "steps", "rounds")  # units that follow a number
-_PERCENT = frozenset({"perf/mfu"})  # shares that are shown as percent
+_NAMED = ("%", "seconds", "GB", "tokens", "steps", "rounds")  # units that are written after a number
+_PERCENT = frozenset({"perf/mfu"})  # shares that are shown in percent
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Metrics that are drawn together; those that a run does not have are left out.
+    """Metrics that share a chart; metrics that a run lacks are left out.
 
     Attributes:
-        lines: metric, and its text in the legend (empty: the metric's last part). `reward/*` stands for all of that
-            form.
+        lines: (metric, text in the legend); an empty text stands for the last part of the metric's name. `reward/*`
+            stands for all metrics of that form.
         unit: title of the axis of values.
-        band: metrics of the lowest and the highest value, drawn as a shade.
+        band: metrics of the lowest and the highest value, drawn as a shaded band.
     """
 
     title: str
@@ -114,8 +115,8 @@ _SFT = (
 
 
 def groups(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return the groups of charts of all stages, each with an id, a title and a short one, charts and constants."""
-    found = []
+    """Return the groups of charts of all stages, each with an id, a long and a short title, charts and constants."""
+    result = []
     stages = list(dict.fromkeys(stage for run in runs for stage in run.series))
     for stage in sorted(stages, key=lambda s: (s != "train", s)):
         used: set[str] = set()
@@ -127,25 +128,25 @@ def groups(runs: list[Run]) -> list[dict[str, Any]]:
             ("Lengths", "Lengths", _LENGTHS),
         ]
         for title, short, rows in plan if train else [(name.capitalize(), "", _SFT)]:
-            found.append(_group(title, short, stage, _line_charts(runs, stage, rows, used)))
+            result.append(_group(title, short, stage, _line_charts(runs, stage, rows, used)))
         speed = _phase_charts(runs, stage, used) + _team_charts(runs, stage, used)
         speed += _line_charts(runs, stage, (*_SPEED, *_of_teams(runs, stage)), used)
-        found.append(_group("Speed" if train else f"Speed ({name})", "Speed", stage, speed))
+        result.append(_group("Speed" if train else f"Speed ({name})", "Speed", stage, speed))
         names = sorted({name for run in runs for name in run.series.get(stage, {})} - used)
         rest = _line_charts(runs, stage, [_one(metric, "", metric, unit_of(metric)) for metric in names], used)
         title = "Everything else" if train else f"Everything else ({name})"
-        found.append(_group(title, "Other", stage, rest) | {"folded": True, "note": "metrics without a place above"})
-    return [group for group in found if group["charts"] or group["constants"]]
+        result.append(_group(title, "Other", stage, rest) | {"folded": True, "note": "metrics without a place above"})
+    return [group for group in result if group["charts"] or group["constants"]]
 
 
 def _group(title: str, short: str, stage: str, charts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a group; charts of nothing but constant lines are listed by their values."""
+    """Return a group of charts. Charts that contain only constant lines are replaced by a list of their values."""
     constants = [chart for chart in charts if _is_constant(chart)]
-    own = stage if stage != "train" else ""
+    drawn = stage if stage != "train" else ""
     return {
-        "id": "-".join([*title.lower().replace("(", "").replace(")", "").split(), own]).strip("-"),
+        "id": "-".join([*title.lower().replace("(", "").replace(")", "").split(), drawn]).strip("-"),
         "title": title,
-        "short": f"{stage.upper()} {short.lower()}".strip() if own else short,
+        "short": f"{stage.upper()} {short.lower()}".strip() if drawn else short,
         "note": "",
         "charts": [chart for chart in charts if chart not in constants],
         "constants": [[chart["title"], _values(chart)] for chart in constants],
@@ -153,14 +154,14 @@ def _group(title: str, short: str, stage: str, charts: list[dict[str, Any]]) -> 
 
 
 def _is_constant(chart: dict[str, Any]) -> bool:
-    """Tell whether every line has one value in several steps, in a chart that may be folded."""
+    """Return whether a chart can be folded because every line has one value in several steps."""
     if chart["kind"] != "line" or chart.get("hero") or "band" in chart:
         return False
     return all(len(line["y"]) > 1 and one_value(line["y"]) and "start" not in line for line in chart["lines"])
 
 
 def one_value(values: Sequence[float | None]) -> bool:
-    """Tell whether all values are the same but for rounding, and none is missing."""
+    """Return whether all values are equal except for rounding, and none is missing."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return False
@@ -176,7 +177,7 @@ def _values(chart: dict[str, Any]) -> str:
 
 
 def unit_of(metric: str) -> str:
-    """Return the title of the axis of a metric that no chart above is made for, by its name.
+    """Return the axis title of a metric without a chart above, derived from its name.
 
     >>> [unit_of(name) for name in ("timing_s/load", "perf/resident_gb", "my/own")]
     ['seconds', 'GB', 'value']
@@ -186,7 +187,7 @@ def unit_of(metric: str) -> str:
 
 
 def _votes(runs: list[Run], stage: str) -> list[Chart]:
-    """Return one chart with best@n, maj@n, worst@n of the largest n that was logged."""
+    """Return a chart with best@n, maj@n, worst@n for the largest logged n; an empty list without any."""
     names = {name for run in runs for name in run.series.get(stage, {}) if name.startswith("val/best@")}
     if not names:
         return []
@@ -200,7 +201,9 @@ def _line_charts(runs: list[Run], stage: str, rows: Sequence[Chart], used: set[s
 
 
 def _line_chart(runs: list[Run], stage: str, row: Chart, used: set[str]) -> dict[str, Any] | None:
-    """Return a chart of the metrics of `row` over all runs; colours distinguish several runs, else metrics."""
+    """Return a chart of the metrics of `row` over all runs. Colours distinguish runs if there are several, else
+    metrics.
+    """
     lines = []
     for r, run in enumerate(runs):
         have = run.series.get(stage, {})
@@ -233,13 +236,13 @@ def _line_chart(runs: list[Run], stage: str, row: Chart, used: set[str]) -> dict
 
 
 def shown(name: str, points: Points) -> Points:
-    """Return the points of a metric as they are drawn: some shares as percent."""
+    """Return the points of a metric as drawn: some shares in percent."""
     x, y = points
     return (x, [value and 100 * value for value in y]) if name in _PERCENT else points
 
 
 def _start(run: Run, stage: str, name: str) -> dict[str, Any]:
-    """Return what the supervised start measured of a metric of held-out prompts, drawn before the first RL step."""
+    """Return the value of a held-out metric that the supervised phase measured, drawn before the first RL step."""
     before = run.series.get("sft", {}).get(name)
     if stage != "train" or before is None or not name.startswith("val/"):
         return {}
@@ -247,7 +250,9 @@ def _start(run: Run, stage: str, name: str) -> dict[str, Any]:
 
 
 def _expand(wanted: Sequence[tuple[str, str]], have: dict[str, Points]) -> list[tuple[str, str]]:
-    """Expand `reward/*` and `team/*/busy` to all metrics of that form; a single part would only repeat the score."""
+    """Expand `reward/*` and `team/*/busy` to all metrics of that form. A single reward part is left out, as it equals
+    the score.
+    """
     names = []
     for name, label in wanted:
         before, star, after = name.partition("*")
@@ -266,7 +271,7 @@ def _range(runs: list[Run], stage: str) -> list[int]:
 
 
 def _phase_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, Any]]:
-    """Return the stacked seconds of the phases of a step, one chart per run."""
+    """Return charts of the stacked seconds of a step's phases, one per run."""
     charts = []
     for run in runs:
         have = run.series.get(stage, {})
@@ -298,7 +303,7 @@ def _phase_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str,
 
 
 def _team_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, Any]]:
-    """Return work and waits of every team in a step, one chart per run with several teams."""
+    """Return charts of the work and waits of every team in a step, one per run with several teams."""
     charts = []
     for run in runs:
         have = run.series.get(stage, {})
@@ -308,7 +313,7 @@ def _team_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, 
             continue
         used.update(teams.shown_as_waits(have))
         title = "Who waited for whom" + (f": {run.label}" if len(runs) > 1 else "")
-        hint = "strong: at work, pale: waiting for the team of that colour; means of ranks and steps"
+        hint = "strong: working, pale: waiting for the team of that colour; means over ranks and steps"
         bounds = teams.bounding_team(values)
         charts.append({"kind": "waits", "stage": stage, "title": title, "hint": hint, "unit": "seconds of a step",
                        "wide": True, "teams": found, "bounds": bounds})  # fmt: skip
@@ -316,7 +321,7 @@ def _team_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, 
 
 
 def _of_teams(runs: list[Run], stage: str) -> list[Chart]:
-    """Return the charts with one line per pair of teams."""
+    """Return the charts that have one line per pair of teams."""
     names = {name for run in runs for name in run.series.get(stage, {})}
     rows = [
         Chart("What teams waited for", "in a step", teams.lines_of_waits(names), "seconds"),

@@ -1,4 +1,4 @@
-"""Run folders as report.html shows them: run.json, and the metrics as series of points."""
+"""Run folders as report.html shows them: run.json, and each metric as a series of points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.artifacts.records import read_run
 from megarl.artifacts.trained import run_folder_fix
 from megarl.system.errors import DataError
 
-MAX_POINTS = 1500  # per line; more are averaged in bins
+MAX_POINTS = 1500  # most points per line; more are averaged in bins
 _NOT_METRICS = ("step", "stage", "time")
 Points = tuple[list[int], list[float | None]]
 
@@ -22,7 +22,7 @@ Points = tuple[list[int], list[float | None]]
 class Run:
     """One run folder: run.json, and for each stage and metric its points in order of steps.
 
-    `label` distinguishes it from other runs of a page; empty until there is one.
+    `label` distinguishes the run from other runs of a page; it is empty until a page sets it.
     """
 
     folder: Path
@@ -36,11 +36,11 @@ class Run:
         return str(self.info.get("name") or self.folder.name)
 
     def main_stage(self) -> str:
-        """Return `train` when there is such a stage, else the first one."""
+        """`train` if the run has this stage, else its first stage."""
         return "train" if "train" in self.series or not self.series else next(iter(self.series))
 
     def steps(self, stage: str) -> tuple[int, int] | None:
-        """Return the first and the last step of a stage; None: it has none."""
+        """Return the first and the last step of a stage; None when the stage has no steps."""
         ends = [x for xs, _ in self.series.get(stage, {}).values() for x in (xs[0], xs[-1])]
         return (min(ends), max(ends)) if ends else None
 
@@ -53,7 +53,7 @@ def load_run(folder: Path) -> Run:
     """
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        raise DataError("no metrics.jsonl here", where=str(folder), fix=run_folder_fix(folder))
+        raise DataError("this folder has no metrics.jsonl", where=str(folder), fix=run_folder_fix(folder))
     series: dict[str, dict[str, dict[int, float | None]]] = {}
     for line in read_jsonl(metrics, needs={"step": int}):
         stage = series.setdefault(str(line.get("stage", "train")), {})
@@ -71,7 +71,7 @@ def load_run(folder: Path) -> Run:
 
 
 def distinct_labels(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the runs, with as much of their folders as it takes to distinguish equal names."""
+    """Return the names of the runs, with as much of their paths as equal names need."""
     names = [run.name for run in runs]
     folders = [run.folder.absolute().parts for run in runs]
     for depth in range(max(len(parts) for parts in folders) + 1):
@@ -79,11 +79,11 @@ def distinct_labels(runs: Sequence[Run]) -> list[str]:
         labels = [f"{n} ({t})" if t and names.count(n) > 1 else n for n, t in zip(names, tails, strict=True)]
         if len(set(labels)) == len(runs):
             return labels
-    return [f"{number}. {name}" for number, name in enumerate(names, 1)]  # the same folder, named twice
+    return [f"{number}. {name}" for number, name in enumerate(names, 1)]  # the same folder was given twice
 
 
 def _thin(points: list[tuple[int, float | None]]) -> Points:
-    """Return at most MAX_POINTS points with six digits; bins are averaged and placed at their last step."""
+    """Return at most MAX_POINTS points with six digits. Bins are averaged and placed at their last step."""
     size = math.ceil(len(points) / MAX_POINTS)
     x, y = [], []
     for start in range(0, len(points), size):

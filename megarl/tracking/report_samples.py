@@ -1,4 +1,4 @@
-"""Generations in report.html: tables of held-out samples with pictures and films, and groups of training samples."""
+"""Samples in report.html: tables of held-out samples with images and films, and groups of training samples."""
 
 from __future__ import annotations
 
@@ -14,34 +14,40 @@ MAX_SAMPLE_STEPS = 12
 MAX_SAMPLES_PER_STEP = 40
 MAX_TEXT = 4000
 MAX_GROUP_STEPS = 8
-_MAX_GROUP_ROWS = 64  # of a step
+_MAX_GROUP_ROWS = 64  # most rows of groups per step
 _OF_TOKENS = ("pieces", "advantages", "ratios", "ages")
-_FILM_BYTES = 8 << 20  # total size of films of a run in a report; others stay in the run folder
+_FILM_BYTES = 8 << 20  # largest total size of a run's films in a report, in bytes; others stay in the run folder
 
 
 def held_out_samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], dict[str, str], str]:
-    """Return rows for the table, pictures by name, and a note on omissions: all steps if they are few, else evenly
-    spaced ones."""
+    """Return rows of held-out samples for the table, images by name, and a note on omissions. With many steps, evenly
+    spaced ones are shown.
+    """
     rows = [
         row for row in read_jsonl(folder / "samples.jsonl", needs={"step": int}) if row.get("stage", stage) == stage
     ]
     shown = []
     for step in _some_steps(rows, MAX_SAMPLE_STEPS):
         shown += [row for row in rows if row["step"] == step][:MAX_SAMPLES_PER_STEP]
-    notes = [f"{len(shown)} of {len(rows)}; all are in samples.jsonl"] if len(shown) < len(rows) else []
+    notes = [f"{len(shown)} of {len(rows)} samples; samples.jsonl has all"] if len(shown) < len(rows) else []
     if without := _embed_films(folder, shown):
-        notes.append(f"{without} films are too large for this page; they are in the run's folder, see video")
+        notes.append(
+            f"{without} films are too large for this page; the column video names their files in the run folder"
+        )
     pictures, missing = embedded(folder, shown)
     if missing:
-        notes.append(f"{missing} images do not fit into this page; they are in the run's folder, see images")
+        notes.append(
+            f"{missing} images do not fit into this page; the column images names their files in the run folder"
+        )
     own = ("film", "images")
     found = [{key: value if key in own else _cell(value) for key, value in row.items()} for row in shown]
     return found, pictures, "; ".join(notes)
 
 
 def training_groups(folder: Path) -> list[dict[str, Any]]:
-    """Return the groups of training samples that the run has kept, of evenly spaced steps, as
-    `megarl.runtime.training_samples` describes them."""
+    """Return the groups of training samples that the run kept, of evenly spaced steps;
+    `megarl.runtime.training_samples` describes them.
+    """
     rows = read_jsonl(folder / "training_samples.jsonl", needs={"step": int, "pieces": list})
     found = []
     for step in _some_steps(rows, MAX_GROUP_STEPS):
@@ -52,7 +58,7 @@ def training_groups(folder: Path) -> list[dict[str, Any]]:
 
 
 def _some_steps(rows: list[dict[str, Any]], most: int) -> list[int]:
-    """Return the steps of rows, or `most` of them: the first, the last, and evenly spaced ones between."""
+    """Return the steps of the rows, at most `most`: the first, the last, and evenly spaced steps between."""
     steps = sorted({row["step"] for row in rows})
     if len(steps) <= most:
         return steps
@@ -60,10 +66,10 @@ def _some_steps(rows: list[dict[str, Any]], most: int) -> list[int]:
 
 
 def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
-    """Put films into their rows as data URIs, `film`, latest steps first; return the number of omitted films."""
+    """Put films into their rows as data URIs in `film`, latest steps first; return the number of omitted films."""
     left, without = _FILM_BYTES, 0
     for row in sorted(rows, key=lambda row: row["step"], reverse=True):
-        row.pop("film", None)  # text of other origin is not shown as a picture
+        row.pop("film", None)  # a `film` in samples.jsonl is untrusted and not shown
         path = _film(folder, row.get("video"))
         if path is None:
             continue
@@ -77,7 +83,7 @@ def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
 
 
 def _film(folder: Path, name: Any) -> Path | None:
-    """Return the file of a film, if `name` is one inside of `folder`."""
+    """Return the file of a film, or None if `name` is not a path inside `folder`."""
     if not isinstance(name, str):
         return None
     path = (folder / name).resolve()
@@ -92,7 +98,7 @@ def _cell(value: Any) -> Any:
 
 
 def sample_columns(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the columns of the table of samples: the known ones first, then all others of the rows."""
+    """Return the columns of the table of samples: known columns first, then all others in the rows."""
     first = ["film", "images", "prompt", "response", "answer", "score"]
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [n for n in first if n in names] + [

@@ -1,4 +1,4 @@
-"""`megarl report --serve`: the report over HTTP for browsers of this machine; it follows runs that are under way."""
+"""`megarl report --serve`: serve the report over HTTP to browsers on this machine; the page follows runs in flight."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from megarl.tracking.report import render, report_data
 from megarl.tracking.report_runs import load_run
 
 HOST = "127.0.0.1"
-_PERIOD_S = 5.0  # between two looks of a page at the run
+_PERIOD_S = 5.0  # seconds after which a page looks for changes
 _FILES = ("metrics.jsonl", "samples.jsonl", "training_samples.jsonl", "run.json", "restarts.jsonl", "graph.svg")
 
 
 class ReportServer(ThreadingHTTPServer):
-    """A server of one report: `/` is the page, `/data?tag=TAG` its data as JSON, or 204 when it is as TAG was.
+    """A server of one report: `/` is the page; `/data?tag=TAG` is its data as JSON, or 204 if nothing changed since
+    TAG.
 
-    Only this machine reaches it, and only under a name of this machine: a page of another site that a browser is led to
-    under a name of its own (DNS rebinding) gets nothing.
+    Only this machine can reach it, under a name of this machine. A page of another site that a browser reaches under
+    that site's name (DNS rebinding) gets nothing.
 
     Args:
-        folders: run folders, the first one is the subject.
-        port: 0 for a free one.
-        period_s: between two looks of a page.
+        folders: run folders; the first one is the subject.
+        port: port number; 0: any free port.
+        period_s: seconds after which a page looks for changes.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is in use.
         DataError: a folder has no metrics.jsonl.
     """
 
@@ -41,14 +42,14 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, folders: Sequence[Path], port: int, period_s: float = _PERIOD_S) -> None:
         self.folders, self._period_s = list(folders), period_s
-        self.data()  # refuses folders that hold no run
+        self.data()  # raises for folders without a run
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            fix = "name another one, 0 for a free one: --serve PORT"
-            raise ConfigError("the port is taken", where="--serve", found=str(port), fix=fix) from error
+            fix = "name another port, or 0 for a free one: --serve PORT"
+            raise ConfigError("the port is in use", where="--serve", found=str(port), fix=fix) from error
 
     @property
     def address(self) -> str:
@@ -56,15 +57,15 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def tag(self) -> str:
-        """Return a text that changes with the files of the runs."""
+        """Return a text that changes whenever the files of the runs change."""
         for folder in self.folders:
             close_if_killed(folder)
         found = [path.stat() for folder in self.folders for name in _FILES if (path := folder / name).is_file()]
         return "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in found)
 
     def data(self) -> dict[str, Any]:
-        """Return the page's data, with what it takes to follow the runs."""
-        tag = self.tag()  # before the files are read: what comes in between is noticed at the next look
+        """Return the page's data, with the tag and period that it needs to follow the runs."""
+        tag = self.tag()  # taken before the files are read, so that later changes are found at the next look
         now = f"{datetime.datetime.now():%H:%M:%S}"
         data = report_data([load_run(folder) for folder in self.folders])
         return data | {"live": {"tag": tag, "at": now, "period_s": self._period_s}}
@@ -74,9 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
 
     def do_GET(self) -> None:
-        """Answer with the page, or its data."""
+        """Reply with the page or its data."""
         if (urlsplit(f"//{self.headers.get('Host', '')}").hostname or "") not in (HOST, "localhost"):
-            self._answer(403, "text/plain", "this server is for this machine only")
+            self._answer(403, "text/plain", "this server is only for this machine")
             return
         where = urlsplit(self.path)
         try:
@@ -102,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of single requests."""
+        """Do not log single requests."""
 
 
 def serve(folders: Sequence[Path], port: int) -> None:

@@ -1,4 +1,4 @@
-"""RUN_DIR/restarts.jsonl: automatic restarts of the run, or of a team, by a launcher, with the reason."""
+"""RUN_DIR/restarts.jsonl: automatic restarts of a run or team by a launcher, with their reasons."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NEEDS: Needs = {"restart": int, "time": (int, float), "why": str}
 
 
 def note_restart(run_dir: Path, why: str, start: str) -> None:
-    """Record a restart at this moment.
+    """Record a restart that happens now.
 
     Args:
         run_dir: the run folder.
         why: the failed worker, with the error and its place.
-        start: description of the resume point.
+        start: description of the checkpoint from which the run continues.
     """
     number = len(read_restarts(run_dir)) + 1
     writer = JsonlWriter(run_dir / NAME)

@@ -1,6 +1,6 @@
-"""Small pictures of the images of samples, for the report: RUN_DIR/images/DIGEST.png, one for each image.
+"""Small copies of the samples' images for the report: RUN_DIR/images/DIGEST.png, one file per distinct image.
 
-Validation shows the same prompts again and again, so that files are named by what they hold.
+Validation shows the same prompts repeatedly, so files are named by their content.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from numpy.typing import NDArray
 from megarl.system.processes import write_atomically
 
 FOLDER = "images"
-#: Longest side in pixels: small images are enlarged to be visible, large ones reduced.
+#: Longest side in pixels: smaller images are enlarged to be visible, larger ones reduced.
 _LEAST, _MOST = 96, 192
-#: Images of a sample that are shown.
+#: Most images that are shown of a sample.
 MOST_SHOWN = 8
-#: Total size of the pictures in a report; others stay in the run folder.
+#: Largest total size of the images in a report, in bytes; others stay in the run folder.
 REPORT_BYTES = 4 << 20
 _NAME = re.compile(rf"{FOLDER}/[0-9a-f]{{16}}\.png")
 
 
 def write_images(run_dir: Path, images: Sequence[tuple[int, NDArray[np.uint8]]]) -> list[str]:
-    """Write small pictures of the images of a sample, and return their paths in the run's folder.
+    """Write small copies of a sample's images, and return their paths relative to the run folder.
 
     Args:
-        images: digest of 64 bits with sign, and pixels uint8 [height, width, 3]; the first `MOST_SHOWN` are written.
+        images: (signed 64-bit digest, pixels uint8 [height, width, 3]); the first `MOST_SHOWN` are written.
     """
     names = []
     for digest, pixels in images[:MOST_SHOWN]:
@@ -57,9 +57,9 @@ def thumbnail(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def embedded(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, str], int]:
-    """Return the pictures that rows of a report name, as data URIs by their paths, and the number of omitted ones.
+    """Return the images that rows of a report name, as data URIs by path, and the number of omitted images.
 
-    The names of a row's `images` that are no pictures of the run's folder are taken out of it.
+    Names in a row's `images` that are no image in the run folder are removed from the row.
     """
     found: dict[str, str] = {}
     left, without = REPORT_BYTES, set[str]()

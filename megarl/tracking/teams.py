@@ -1,20 +1,20 @@
-"""Analysis of a run with several teams: which team bounds its steps, and which team waited for which."""
+"""Analysis of a run with several teams: which team limits its steps, and which team waited for which."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-BOTTLENECK = "perf/bottleneck/"  # followed by the name of a team: 1 where it bounds the step, else 0
+BOTTLENECK = "perf/bottleneck/"  # prefix; a team's metric is 1 in steps that this team limits, else 0
 _TEAM, _BUSY, _FOR, _WHAT, _QUEUE = "team/", "/busy_s", "/wait_for/", "/wait/", "store/queue/"
 Values = Mapping[str, Sequence[float | None]]
 
 
 def bounding_team(values: Values) -> str | None:
-    """Return the team that bounded most steps, as text; None: there is one team.
+    """Return the team that limited most steps, as text; None when there is only one team.
 
     Args:
-        values: of all steps, by the names of metrics.
+        values: values of all steps, by metric name.
 
     >>> bounding_team({"perf/bottleneck/draw": [1, 1, 0], "perf/bottleneck/train": [0, 0, 1], "actor/lr": [0.1]})
     'draw, in 67% of the steps'
@@ -29,23 +29,23 @@ def bounding_team(values: Values) -> str | None:
 
 
 def waits(values: Values) -> list[dict[str, Any]]:
-    """Return for each of several teams its mean seconds of work in a step, and of waits for each other team.
+    """Return for each team its mean seconds of work per step, and its mean seconds of waiting for each other team.
 
     >>> waits({"team/draw/busy_s": [3, 5], "team/draw/wait_for/train_s": [1, 1], "team/train/busy_s": [2, 2],
     ...        "team/train/wait_for/draw_s": [3, 3]})
     [{'name': 'draw', 'work': 4.0, 'waits': [['train', 1.0]]}, {'name': 'train', 'work': 2.0, 'waits': [['draw', 3.0]]}]
     """
     teams = [name.removeprefix(_TEAM).removesuffix(_BUSY) for name in sorted(values) if _is(name, _BUSY)]
-    found = []
+    rows = []
     for team in teams:
         before = f"{_TEAM}{team}{_FOR}"
         pairs = [[other, _mean(values.get(f"{before}{other}_s", ()))] for other in teams if other != team]
-        found.append({"name": team, "work": _mean(values[f"{_TEAM}{team}{_BUSY}"]), "waits": pairs})
-    return found
+        rows.append({"name": team, "work": _mean(values[f"{_TEAM}{team}{_BUSY}"]), "waits": pairs})
+    return rows
 
 
 def after_start(series: Mapping[str, tuple[Sequence[int], Sequence[float | None]]]) -> Values:
-    """Return the values of the training steps: step 0 only validates."""
+    """Return the values of the training steps; step 0, which only validates, is left out."""
     return {
         name: [value for step, value in zip(steps, values, strict=True) if step > 0]
         for name, (steps, values) in series.items()
@@ -62,13 +62,13 @@ def shown_as_waits(names: Iterable[str]) -> set[str]:
 
 
 def lines_of_waits(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return metric and legend of each team's waits, `draw: weights`."""
+    """Return metric and legend of each team's waits, as in `draw: weights`."""
     found = [name for name in sorted(names) if _is(name, "_s") and _WHAT in name]
     return [(name, name.removeprefix(_TEAM).removesuffix("_s").replace(_WHAT, ": ")) for name in found]
 
 
 def lines_of_queues(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return metric and legend of the buffer's queues, `rollout, for train`."""
+    """Return metric and legend of the buffer's queues, as in `rollout, for train`."""
     found = [name for name in sorted(names) if name.startswith(_QUEUE)]
     return [(name, name.removeprefix(_QUEUE).replace("/", ", for ")) for name in found]
 

@@ -1,7 +1,7 @@
-"""The trace: closed phases of every rank, merged into one trace.json that https://ui.perfetto.dev opens.
+"""The trace: closed phases of every rank, merged into one trace.json for https://ui.perfetto.dev.
 
-Every rank appends to `trace/rank_K.jsonl`; `merge_trace` writes the Chrome trace-event form, one process row per rank.
-For a rank's wait for another team, an arrow starts at that team's work when the wait ended.
+Every rank appends to `trace/rank_K.jsonl`; `merge_trace` writes the Chrome trace-event format with one process row per
+rank. A rank's wait for another team gets an arrow from that team's work at the time when the wait ended.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megarl.artifacts.records import Needs, parse_object, warn_once
 from megarl.system.tracing import PhaseEvent
 from megarl.tracking.restarts import read_restarts
 
-#: Bytes of the ranks' files that trace.json uses: about 300,000 phases, in some seconds and 200 MB of memory.
+#: Largest total size of the ranks' files that trace.json uses: about 300,000 phases, some seconds and 200 MB of memory.
 MOST_BYTES = 64 << 20
 _NEEDS: Needs = {"rank": int, "path": str, "start_ns": int, "end_ns": int, "step": int}
-_TO_ITS_END = {"ph": "f", "bp": "e"}  # an arrow ends at the slice around that moment
-_INSIDE_NS = 1000  # a slice does not contain the moment of its end
+_TO_ITS_END = {"ph": "f", "bp": "e"}  # binds an arrow's end to the enclosing slice
+_INSIDE_NS = 1000  # subtracted, because a slice does not contain the moment of its end
 
 log = logging.getLogger(__name__)
 
 
 class TraceWriter:
-    """The writer of one rank's phases; any rank may use it.
+    """Writes one rank's phases; any rank may use it.
 
     Args:
         run_dir: run folder.
         rank: global rank.
         label: name of the row in the viewer; None: `rank K`.
-        team: of the rank; empty: there is only one.
+        team: the rank's team; empty when there is only one.
     """
 
     def __init__(self, run_dir: Path, rank: int, label: str | None = None, team: str = "") -> None:
@@ -47,7 +47,7 @@ class TraceWriter:
         self._writer = JsonlWriter(Path(run_dir) / "trace" / f"rank_{rank}.jsonl", durable=False)
 
     def write(self, events: Iterable[PhaseEvent]) -> None:
-        """Append closed phases. A full or failing disk ends the trace, with a log line, and not the run."""
+        """Append closed phases. A full or failing disk ends the trace with a warning, but not the run."""
         if self._lost:
             return
         try:
@@ -59,12 +59,12 @@ class TraceWriter:
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):  # unwritten phases have been given up
+        with contextlib.suppress(OSError):  # phases that could not be written are lost
             self._writer.close()
 
 
 class _Slice(NamedTuple):
-    """One phase of one rank; times in nanoseconds."""
+    """One phase of one rank. Times are in nanoseconds."""
 
     rank: int
     path: str
@@ -76,16 +76,16 @@ class _Slice(NamedTuple):
 
     @property
     def of_step(self) -> tuple[str, int]:
-        """Stage and step: each stage of a run counts its own steps."""
+        """Stage and step, since each stage of a run counts its own steps."""
         return self.path.split("/", 1)[0], self.step
 
 
 def merge_trace(run_dir: Path, most_bytes: int = MOST_BYTES) -> Path | None:
-    """Write RUN_DIR/trace.json from the ranks' files; return None when there are none.
+    """Write RUN_DIR/trace.json from the ranks' files; return its path, or None when there are no files.
 
     Args:
         run_dir: run folder.
-        most_bytes: if the files are larger together, only the last steps are used, the same of every rank.
+        most_bytes: if the files are larger together, only the last steps are used, the same steps of every rank.
     """
     sources = [path for path in (run_dir / "trace").glob("rank_*.jsonl") if path.stem.removeprefix("rank_").isdecimal()]
     sources.sort(key=lambda path: int(path.stem.removeprefix("rank_")))
@@ -119,7 +119,7 @@ def merge_trace(run_dir: Path, most_bytes: int = MOST_BYTES) -> Path | None:
 
 
 def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_Slice], bool]:
-    """Read the phases at the end of a rank's file, from the beginning of a step on; also return whether earlier ones
+    """Return the phases at the end of a rank's file, beginning at the start of a step, and whether earlier phases
     exist.
 
     Damaged lines are skipped and logged.
@@ -127,7 +127,7 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
     Args:
         source: the file.
         most_bytes: number of bytes to read.
-        labels: of rows in the viewer, by rank; filled here.
+        labels: row names in the viewer, by rank; this function fills it.
     """
     found: list[_Slice] = []
     damaged, reason = 0, ""
@@ -138,7 +138,7 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
             file.readline()
         for line in file:
             if not line.endswith(b"\n"):
-                break  # its rank was killed while it wrote this one
+                break  # the rank was killed while it wrote this line
             try:
                 record = parse_object(line, _NEEDS)
             except ValueError as error:
@@ -156,9 +156,9 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
 
 
 def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield metadata per rank, a complete event per phase, an instant event per step of a stage and per restart.
+    """Yield metadata per rank, a complete event per phase, and an instant event per step of a stage and per restart.
 
-    Times in microseconds.
+    Times are in microseconds.
     """
     origin = min(one.start_ns for one in slices)
     for rank, label in sorted(labels.items()):
@@ -196,12 +196,13 @@ def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[st
 
 
 def _arrows(slices: list[_Slice], origin: int) -> Iterator[dict[str, Any]]:
-    """Yield an arrow for every wait for another team: from that team's last work before the wait ended, to its end.
+    """Yield an arrow for every wait for another team: from that team's last work before the wait ended to the wait's
+    end.
 
-    That work is the likely cause of the wait: samples come from `give`, weights and messages from the work that
-    follows. Clocks of several machines may differ, and so may the arrows.
+    That work is the likely cause of the wait: samples come from `give`, weights and messages from later work. Arrows
+    may be wrong when clocks of machines differ.
     """
-    works: dict[tuple[str, bool], list[_Slice]] = {}  # by team; True: only work that hands over samples
+    works: dict[tuple[str, bool], list[_Slice]] = {}  # by (team, whether only work that hands over samples is listed)
     for one in sorted(slices, key=lambda one: one.start_ns):
         if one.team and not one.waits_for:
             works.setdefault((one.team, False), []).append(one)

@@ -1,4 +1,4 @@
-"""Recording of a run's numbers to all destinations.
+"""Records a run's metrics and samples to all destinations.
 
 RUN_DIR/metrics.jsonl   one line per `log` call, on disk when it returns
 RUN_DIR/samples.jsonl   generations of held-out prompts
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Status = Literal["finished", "failed", "stopped", "killed"]
 Part = Literal["whole", "first", "second"]
-_SHOW_LIMIT_S = 1800.0  # for files that show a finished run
+_SHOW_LIMIT_S = 1800.0  # deadline for writing the files that show a finished run
 _ARTIFACTS = (
     "report.html",
     "trace.json",
@@ -57,29 +57,28 @@ log = logging.getLogger(__name__)
 
 
 def end_text(name: str, stage: str, status: str) -> str:
-    """Describe how a command ended, as the title of its table."""
+    """Return a title for the final table that says how the command ended."""
     return f"{name}: {stage} {status}"
 
 
 class Tracker:
-    """The writer of a run's numbers; created on one rank only.
+    """Writes a run's metrics and samples; created on one rank only.
 
     Args:
-        run_dir: run folder, created when absent.
+        run_dir: run folder, created if missing.
         cfg: the `tracking` section.
         name: run name.
         resolved: resolved configuration as plain data.
-        stage: `train` or `sft`: stages of one run folder count their own steps.
+        stage: `train` or `sft`; stages of one run folder count their own steps.
         total_steps: steps of this stage; None: unknown.
-        resume_step: continue after this step: later lines of this stage are cut. None: a fresh start, which moves
-            lines of an earlier try to `metrics.old-N.jsonl`; a second part only those of its stage.
-        part: this stage is the whole run, its first phase (another follows, so the end of this one does not end the
-            run), or its second.
-        restarts: the launcher may restart the run after a failure, and shows the table otherwise
+        resume_step: step after which the run continues; later lines of this stage are cut. None: a fresh start, which
+            moves lines of an earlier try to `metrics.old-N.jsonl`; a second part moves only those of its stage.
+        part: whether this stage is the whole run, its first phase (whose end does not end the run), or its second.
+        restarts: the launcher may restart the run after a failure; if not, the launcher prints the final table
             (`megarl.tracking.close.show_end`).
-        last: no team outlives this process; else the launcher writes trace.json when all have ended
+        last: no team outlives this process; otherwise the launcher writes trace.json when all have ended
             (`megarl.tracking.close.complete_trace`).
-        console: for console lines; None: standard output.
+        console: where to print; None: standard output.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Tracker:
         self._run |= {"machine": machine_info(), "folder": os.getcwd(), "config": resolved}
         self._write_run()
         self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage, cfg.console)
-        earlier = self._lines(self.run_dir / "metrics.jsonl")  # of before it was continued
+        earlier = self._lines(self.run_dir / "metrics.jsonl")  # lines from before the run was resumed
         for line in earlier:
             self.view.recall(line["step"], line)
         about = describe_run(self.run_dir, cfg.project, name, stage, resolved, started=started, resume_step=resume_step)
@@ -124,17 +123,17 @@ class Tracker:
         self._loggers = [LoggerThread(logger, about) for logger in cfg.loggers]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a step; may be called more than once per step.
+        """Record metrics of a step. A step may get several calls.
 
         Raises:
-            FolderTaken: another attempt has the folder.
-            ConfigError: MLflow could not be started (noticed at the first call after that), or a metric has the name of
+            FolderTaken: another attempt uses the folder.
+            ConfigError: MLflow could not be started (raised by the first call after that), or a metric has the name of
                 another column of metrics.jsonl.
         """
-        taken = COLUMNS & metrics.keys()
-        if taken:
+        reserved = COLUMNS & metrics.keys()
+        if reserved:
             raise ConfigError(
-                f"a metric is called {min(taken)!r}, which metrics.jsonl has for itself",
+                f"the metric name {min(reserved)!r} is reserved in metrics.jsonl",
                 where="metrics of a stage",
                 allowed="names with a prefix, such as my_stage/time",
                 fix="rename the metric",
@@ -150,27 +149,27 @@ class Tracker:
     def samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Record generations for the report: dicts with prompt, response, answer, score and further known values."""
         refuse_if_taken(self.run_dir)
-        kept = list(rows)
-        for row in kept:
+        copies = list(rows)
+        for row in copies:
             self._samples.write({"step": step, "stage": self._stage, **row})
         for logger in self._loggers:
-            logger.samples(step, kept)
+            logger.samples(step, copies)
 
     def groups(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
-        """Record training samples for the report, as `megarl.runtime.training_samples` makes them."""
+        """Record groups of training samples for the report, as `megarl.runtime.training_samples` makes them."""
         refuse_if_taken(self.run_dir)
         for row in rows:
             self._groups.write({"step": step, "stage": self._stage, **row})
 
     def progress(self, description: str, total: int | None = None) -> AbstractContextManager[Callable[[float], None]]:
-        """Show long work: `with tracker.progress("validate", 64) as advance: ... advance(1)`."""
+        """Show the progress of long work: `with tracker.progress("validate", 64) as advance: ... advance(1)`."""
         return self.view.progress(description, total)
 
     def finish(self, status: Status = "finished") -> None:
         """Close everything: status, trace.json, report.html, MLflow artifacts, the final table.
 
         Raises:
-            FolderTaken: another attempt has the folder, and continues its record.
+            FolderTaken: another attempt uses the folder and continues its record.
         """
         self._metrics.close()
         self._samples.close()
@@ -179,7 +178,7 @@ class Tracker:
         lines = self._lines(self.run_dir / "metrics.jsonl")
         if self._part == "first" and status == "finished":
             self.view.final(f"{self._name}: first phase ({self._stage}) is done", lines)
-            self.view.note("the run goes on with its second phase")
+            self.view.note("the run continues with its second phase")
         else:
             self._run |= {"status": status, "ended": time.time()}
             self._write_run()
@@ -191,21 +190,22 @@ class Tracker:
         with keep_beating(_SHOW_LIMIT_S):
             for logger in self._loggers:
                 logger.finish(status)
-        for logger in self._loggers if status == "finished" else ():  # else another error is on its way to the user
+        # otherwise another error is on its way to the user
+        for logger in self._loggers if status == "finished" else ():
             logger.check()
 
     def _close_trace(self, status: Status) -> None:
-        """Write trace.json, unless others add to it; a failure is only logged."""
+        """Write trace.json, unless other teams still add to it; a failure is only logged."""
         try:
             if self._last or status != "finished":
                 merge_trace(self.run_dir)
             else:
-                (self.run_dir / "trace.json").unlink(missing_ok=True)  # of an earlier command
+                (self.run_dir / "trace.json").unlink(missing_ok=True)  # remove the trace of an earlier command
         except Exception as error:
             log.warning("trace.json could not be written: %s: %s", type(error).__name__, error)
 
     def _close_files(self, status: Status, lines: list[dict[str, Any]]) -> None:
-        """Write report.html, and log a failure; show the final table, unless the run may go on."""
+        """Write report.html, logging a failure, and print the final table unless the run may be restarted."""
         report = None
         if self._cfg.report:
             from megarl.tracking.report import write_report
@@ -222,7 +222,7 @@ class Tracker:
             self.view.note(f"report: {report}")
 
     def _started(self) -> float:
-        """Return when the run that this one continues began: by its record, else by its first line, else now."""
+        """Return when the run first began: by its record, else by its first line, else now."""
         record = read_run(self.run_dir)
         if "started" in record:
             return float(record["started"])
@@ -230,15 +230,15 @@ class Tracker:
         return min((time_ for time_ in times if isinstance(time_, (int, float))), default=time.time())
 
     def _lines(self, path: Path) -> list[dict[str, Any]]:
-        """Return the lines of this stage."""
+        """Return the lines of this stage in a JSONL file."""
         return [line for line in read_jsonl(path, needs=STEP) if line["stage"] == self._stage]
 
     def _prepare(self, path: Path, resume_step: int | None) -> None:
-        """Cut the lines after the step resumed from; before a fresh start move the old lines away."""
+        """Cut the lines after the step from which the run resumes; for a fresh start move the old lines away."""
         if resume_step is not None:
             rewrite_jsonl(path, lambda line: line["stage"] != self._stage or line["step"] <= resume_step, needs=STEP)
             return
-        rewrite_jsonl(path, lambda line: True, needs=STEP)  # valid from here on
+        rewrite_jsonl(path, lambda line: True, needs=STEP)  # only valid lines remain
         old = self._lines(path) if self._part == "second" else read_jsonl(path, needs=STEP)
         if not old:
             return

@@ -220,7 +220,7 @@ def test_eval_of_a_run_of_preferences_asks_for_prompts_with_answers(check, tmp_p
     with pytest.raises(UserError) as caught:
         check([row], *recipe, "data.val_files=[train.jsonl]", job="eval")
     assert f"no column '{missing}'" in str(caught.value)
-    assert "megarl eval does it, takes prompts with answers" in str(caught.value)
+    assert "as in megarl eval, needs prompts with answers" in str(caught.value)
     assert "data.val_files=[prompts with answers]" in str(caught.value)
     assert "learns from it" not in str(caught.value)
     (tmp_path / "test.jsonl").write_text(json.dumps(GOOD) + "\n")

@@ -101,7 +101,7 @@ def test_an_interpreter_that_does_not_answer_is_found_before_a_run(failures, on,
     monkeypatch.setattr(sglang, "_ANSWER_S", 0.1)
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
     (check,) = failures(*on)
-    assert "no answer within 0.1 s" in check.message
+    assert "did not reply within 0.1 s" in check.message
     assert "make sglang-env" in check.fix
 
 

@@ -61,8 +61,8 @@ CASE = str(ROOT / "benchmarks" / "cases" / "llama31_8b_h100x16_ahead.yaml")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([RUN, "--run", RUN, "--what-if", "train_mfu=0.3"], "with --run this comes from the run"),
-        ([RUN, "--run", RUN, "--assume", "step_s=3"], "with --run this comes from the run"),
+        ([RUN, "--run", RUN, "--what-if", "train_mfu=0.3"], "this assumption is taken from the run with --run"),
+        ([RUN, "--run", RUN, "--assume", "step_s=3"], "this assumption is taken from the run with --run"),
         (["grpo_qwen3_8b_8gpu", "actor.parallel.pp=5"], "actor.parallel.pp"),
         (["grpo_qwen3_8b_8gpu", "--what-if", "actor.parallel.tp=3"], "tp 3 does not divide"),
         (["grpo_qwen3_8b_8gpu", "rollout.sglang.servers=16"], "set rollout.sglang.servers=8"),
@@ -80,7 +80,7 @@ def test_what_does_not_go_together_is_refused(arguments, said, capsys):
 def test_another_model_than_the_runs_is_said(capsys):
     keys = ["model.hf_config.hidden_size=128", "--run", RUN, "--steps", "6"]
     _, shown, _ = run(capsys, RUN, *keys)
-    assert "the seconds are those of the run's model" in shown
+    assert "the seconds come from a run with another model" in shown
     _, shown, _ = run(capsys, RUN, "--run", RUN, "--steps", "6")
     assert "run's model" not in shown
 

@@ -293,7 +293,7 @@ def test_what_a_stage_changes_in_the_whole_process_is_put_right_and_named(change
         return batch
 
     before = ProcessState.now()
-    with pytest.raises(UserError, match=r"node 'a' \(.*careless\) changes what torch does") as caught:
+    with pytest.raises(UserError, match=r"node 'a' \(.*careless\) changes torch settings") as caught:
         run(Pipeline("p").add(careless, "a"))
     assert found in str(caught.value)
     assert ProcessState.now() == before

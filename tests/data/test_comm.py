@@ -123,7 +123,7 @@ def test_three_processes():
             "only_here": 7.0,
         }
     assert results[0]["late"] == (
-        "rank 0 of two impatient ranks timed out waiting for what the other ranks give in phase step/probe "
+        "rank 0 of two impatient ranks timed out waiting for the tensors of the other ranks in phase step/probe "
         "(deadline 0.2 s, cluster.timeout_s)"
     )
 

@@ -76,7 +76,7 @@ def test_what_a_server_prints_as_errors_has_a_bound(servers, capfd):
         captured = capfd.readouterr()
         printed += captured.out + captured.err
     assert printed.count("x") <= LIMIT
-    assert "the MCP server 'arithmetic': what it prints beyond" in printed
+    assert "the MCP server 'arithmetic': output beyond" in printed
 
 
 def test_a_server_that_ends_is_started_again(servers):

@@ -78,7 +78,7 @@ def test_a_conversation_goes_through_its_own_template(folder):
 def test_a_sample_that_is_too_long_has_failed_and_the_others_have_not(folder):
     found = scores(samples(("1+1=", "2"), ("1" * 20, "2" * 20)), path=folder)
     assert isinstance(found[1], ScoringFailure)
-    assert found[1].reason == "has 41 tokens, and the classifier takes 24"
+    assert found[1].reason == "has 41 tokens, and the classifier accepts at most 24"
     assert "overall" in found[0]
 
 

@@ -276,7 +276,7 @@ def test_verdicts_that_cannot_be_kept_count_and_the_log_says_so_once(served, tmp
     assert scores("judge", kwargs, samples("2", "3")) == [{"overall": 0.5}] * 2
     assert len(served.requests) == 2
     assert [one.getMessage() for one in caplog.records] == [
-        f"reward.kwargs.cache: verdicts of the judge are not kept in {tmp_path}/cache: Not a directory"
+        f"reward.kwargs.cache: cannot save verdicts of the judge in {tmp_path}/cache: Not a directory"
     ]
     with pytest.raises(RewardError, match=r"got no score: .*cache/calls cannot count the judge's calls"):
         scores("judge", {**kwargs, "budget": 9}, samples("2"))

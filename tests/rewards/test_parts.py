@@ -139,5 +139,5 @@ def test_a_models_score_is_added_to_the_functions_and_a_sample_without_one_has_f
 
 def test_two_parts_of_one_reward_model_are_refused():
     both = {"a": {"name": "reward_model"}, "b": {"name": "reward_model"}}
-    with pytest.raises(ConfigError, match="several parts name it"):
+    with pytest.raises(ConfigError, match="several parts name the reward model"):
         Rewards(section(both))

@@ -41,7 +41,7 @@ def files(tmp_path, monkeypatch):
             ["does not import", "a_package_that_is_nowhere", "no_import.py:1", "correct the file"],
         ),
         ("raises:score", {}, ["'raises' does not import: KeyError", "raises.py:2"]),
-        ("made.py:score", {}, ["this is not callable"]),
+        ("made.py:score", {}, ["this name is not callable"]),
         ("good.py:score", {"wait": 1}, ["does not take these arguments", "reward.kwargs"]),
     ],
 )

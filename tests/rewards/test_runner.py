@@ -212,7 +212,7 @@ def test_on_error_scores_only_the_failing_sample_and_counts_it(file, workers, fu
 
 
 def test_a_batch_that_fails_only_as_a_whole_is_said_to(file):
-    with pytest.raises(RewardError, match="no single sample does, only this batch of 2"):
+    with pytest.raises(RewardError, match="no single sample, only this batch of 2"):
         run(config(f"{file}:only_together", "batch"), samples("a", "b"))
 
 
@@ -268,7 +268,7 @@ def test_what_a_killed_process_scored_is_scored_once_more(file, tmp_path, functi
     batch = [sample | {"uid": i // 2} for i, sample in enumerate(samples("ok", "ok", "ok", "bad", "ok", "ok"))]
     batch = [sample | {"answer": str(tmp_path / "killed")} for sample in batch]
     assert run(config(f"{file}:{function}", mode, workers=2), batch) == [{"overall": 1.0}] * 6
-    assert "was killed (signal SIGKILL, out of memory?); what it scored is scored once more, by itself" in caplog.text
+    assert "was killed (signal SIGKILL, out of memory?); its samples are scored again, by themselves" in caplog.text
 
 
 def test_a_sample_that_kills_its_process_twice_is_blamed_with_settings_of_the_reward(file):
@@ -284,7 +284,7 @@ def test_what_a_function_prints_has_a_bound_for_each_batch(file, capfd):
         for said in ("first", "second"):
             assert runner.result(runner.submit(samples(said))) == [{"overall": 1.0}]
     printed = capfd.readouterr().out
-    assert printed.count("what it prints beyond 65,536 bytes is dropped") == 2
+    assert printed.count("output beyond 65,536 bytes is dropped") == 2
     assert len(printed) < 140_000
     assert "\\x1b[31mfirst" in printed
 

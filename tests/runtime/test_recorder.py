@@ -74,7 +74,7 @@ def test_a_full_disk_is_said_without_a_traceback(tmp_path, capsys, monkeypatch):
     found = health.report(tmp_path, error, 0)
     assert found == health.read_errors(tmp_path)[0]
     assert (found.exit_code, found.explained, found.repeats) == (2, True, True)
-    assert "no room is left on a disk that the run writes to" in found.message
+    assert "a disk to which the run writes is full" in found.message
 
     def full(*given):
         raise error
@@ -82,7 +82,7 @@ def test_a_full_disk_is_said_without_a_traceback(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(health, "write_atomically", full)
     health.write_error(tmp_path, found)
     said = capsys.readouterr().err
-    assert "make room" in said
+    assert "free some space" in said
     assert "Traceback" not in said
 
 

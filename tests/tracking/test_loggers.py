@@ -75,7 +75,7 @@ def test_a_logger_of_the_users_gets_finite_numbers_samples_and_the_end(tmp_path,
     assert begin[2:5] == ["my run", "maths", False]
     assert {"run_dir", "model", "megarl"} <= set(begin[5])
     assert rest == [[1, {"critic/score/mean": 0.25}], [3, {"critic/score/mean": 0.75}], [3, ROWS], ["finished"]]
-    assert "training goes on: OSError: the service is away" in caplog.text  # and the third step arrived
+    assert "training continues: OSError: the service is away" in caplog.text  # and the third step arrived
     assert "1 calls" in caplog.text
     assert "secret" not in caplog.text
 

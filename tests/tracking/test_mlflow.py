@@ -169,7 +169,7 @@ def test_a_server_that_is_down_is_said_at_once_and_the_run_goes_on(tmp_path, cap
     log = opened(tmp_path, uri)
     wait_until(lambda: caplog.records)
     assert time.monotonic() - start < PATIENCE_S
-    assert f"tracking.mlflow_uri: MLflow does not answer at {uri}" in caplog.text
+    assert f"tracking.mlflow_uri: MLflow does not reply at {uri}" in caplog.text
     assert "Connection refused" in caplog.text
     for step in range(3):
         log.metrics(step, {"x": 1.0})
@@ -183,7 +183,7 @@ def test_a_server_that_is_down_is_said_at_once_and_the_run_goes_on(tmp_path, cap
 def test_the_command_says_it_before_workers_start(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"tracking: {{mlflow_uri: '{closed_port()}'}}\n")
-    with pytest.warns(UserWarning, match=r"tracking.mlflow_uri: MLflow does not answer at .*Connection refused"):
+    with pytest.warns(UserWarning, match=r"tracking.mlflow_uri: MLflow does not reply at .*Connection refused"):
         warn_of_mlflow(load_config(recipe, []))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -204,7 +204,7 @@ def test_what_waited_arrives_when_the_server_comes_back(tmp_path, uri, monkeypat
     log.finish("FINISHED", [])
     assert stored(uri) == {"x": [1, 2]}
     assert log.failures == 0
-    assert "answers again" in caplog.text
+    assert "replies again" in caplog.text
 
 
 def test_a_server_that_comes_back_with_an_error_ends_no_run(tmp_path, uri, monkeypatch, caplog):
@@ -223,9 +223,9 @@ def test_a_server_that_comes_back_with_an_error_ends_no_run(tmp_path, uri, monke
     log.metrics(1, {"x": 1.0})
     wait_until(lambda: "closed for a while" in caplog.text)
     down.clear()
-    wait_until(lambda: not errors and "answers with an error" in caplog.text)
+    wait_until(lambda: not errors and "returns an error" in caplog.text)
     log.metrics(2, {"x": 2.0})
-    wait_until(lambda: "answers again" in caplog.text)
+    wait_until(lambda: "replies again" in caplog.text)
     log.finish("FINISHED", [])
     assert stored(uri) == {"x": [1, 2]}
     assert log.failures == 0
@@ -247,7 +247,7 @@ def test_a_server_that_goes_away_for_good_does_not_hold_up_the_end(tmp_path, uri
     log.finish("FINISHED", [])
     assert time.monotonic() - start < PATIENCE_S
     assert log.failures == 3
-    assert "MLflow does not answer" in caplog.text
+    assert "MLflow does not reply" in caplog.text
 
 
 def test_a_call_that_hangs_when_the_server_is_gone_is_left(tmp_path, uri, monkeypatch, caplog):
@@ -265,7 +265,7 @@ def test_a_call_that_hangs_when_the_server_is_gone_is_left(tmp_path, uri, monkey
     start = time.monotonic()
     log.finish("FINISHED", [])
     assert time.monotonic() - start < PATIENCE_S
-    assert "does not answer (gone); its run is incomplete" in caplog.text
+    assert "does not reply (gone); its run is incomplete" in caplog.text
     hanging.set()
 
 
@@ -397,7 +397,7 @@ def test_the_default_store_is_in_its_folder_whatever_the_name(tmp_path, empty_st
 
 
 def test_a_folder_whose_name_is_not_utf_8_is_refused_before_the_start(tmp_path):
-    with pytest.raises(ConfigError, match="not UTF-8, and MLflow takes no other"):
+    with pytest.raises(ConfigError, match="not UTF-8, which MLflow requires"):
         check_default_store(tmp_path / "n\udcff")
 
 

@@ -61,7 +61,7 @@ def test_a_run_that_cannot_be_read_any_more_is_said_so(served):
     with pytest.raises(urllib.error.HTTPError) as refused:
         get(f"{served.address}data?tag=0")
     assert refused.value.code == 500
-    assert "no metrics.jsonl here" in refused.value.read().decode()
+    assert "no metrics.jsonl" in refused.value.read().decode()
 
 
 def test_only_this_machine_is_listened_to(served):
@@ -69,7 +69,7 @@ def test_only_this_machine_is_listened_to(served):
 
 
 def test_a_port_that_is_taken_and_a_folder_without_a_run_are_refused(served, tmp_path):
-    with pytest.raises(ConfigError, match="the port is taken"):
+    with pytest.raises(ConfigError, match="the port is in use"):
         ReportServer([tmp_path], served.server_address[1])
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no metrics\.jsonl"):

@@ -187,13 +187,13 @@ def test_mlflow_that_fails_later_warns_once_and_counts(tmp_path, screen, caplog)
     with caplog.at_level(logging.WARNING):
         t.log(1, {"x": 1.0})
         t.finish()
-    assert sum("training goes on: OSError: disk full" in r.message for r in caplog.records) == 1
+    assert sum("training continues: OSError: disk full" in r.message for r in caplog.records) == 1
     assert any("2 calls failed" in r.message for r in caplog.records)
 
 
 @pytest.mark.parametrize("name", ["step", "stage", "time"])
 def test_metrics_cannot_take_the_columns_of_the_file(tmp_path, screen, name):
-    with pytest.raises(ConfigError, match=rf"a metric is called '{name}'"):
+    with pytest.raises(ConfigError, match=rf"the metric name '{name}' is reserved"):
         tracker(tmp_path, screen).log(1, {"x": 1.0, name: 2.0})
 
 
@@ -271,7 +271,7 @@ def test_the_end_of_a_first_phase_is_not_the_end_of_the_run(tmp_path, screen):
     first.finish()
     text = screen.file.getvalue()
     assert "my run: first phase (sft) is done" in text
-    assert "the run goes on" in text
+    assert "the run continues" in text
     assert "finished" not in text
     assert "report:" not in text
     record = json.loads((tmp_path / "run" / "run.json").read_text())

@@ -10,15 +10,15 @@ from megarl.rewards.mathematics.regions import region
 from megarl.rewards.mathematics.tree import Apply, Compound, Node, Relation, Symbol, UnreadError, mapped, symbols, walk
 from megarl.rewards.mathematics.values import OutsideError, exact
 
-_MAX_UNORDERED = 40  # more items are only compared in order
-_OTHER = frozenset({"vmatrix", "Vmatrix", "cases"})  # rows that are no matrix
+_MAX_UNORDERED = 40  # longer lists are only compared in order
+_OTHER = frozenset({"vmatrix", "Vmatrix", "cases"})  # environments with rows that are not matrices
 _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "\\subset": "\\supset", "\\supset": "\\subset",
            "\\subseteq": "\\supseteq", "\\supseteq": "\\subseteq", "\\in": "\\ni", "\\ni": "\\in"}  # fmt: skip
 _SYMMETRIC = frozenset({"=", "!=", "\\approx", "\\sim", "\\simeq", "\\cong", "\\perp", "\\parallel", "\\equiv"})
 
 
 def same(reference: Node, answer: Node) -> bool:
-    """Return whether two answers are the same, in any form.
+    """Return whether two answers are the same, whatever their form.
 
     Raises:
         UnreadError: a value in one of them has no bound.
@@ -204,12 +204,12 @@ def _may_be_marked(a: Compound, b: Compound) -> bool:
 
 
 def _is_bounded(group: Compound) -> bool:
-    """Return whether inequalities are among these; `region` computes their common solution."""
+    """Return whether inequalities are among the items; `region` computes their common solution."""
     return any(isinstance(item, Relation) and item.ops != ("=",) for item in group.items)
 
 
 def _names_many(group: Compound) -> bool:
-    """Return whether these are equations for several names."""
+    """Return whether the items are equations for several names."""
     sides = [item.sides[0] for item in group.items if isinstance(item, Relation) and item.ops == ("=",)]
     return len(sides) == len(group.items) > 1 and len(set(sides)) > 1 and not _is_numbered(sides)
 
@@ -284,7 +284,7 @@ def _ratios(a: Compound, b: Compound) -> bool:
 
 
 def _converted(a: Node, b: Node) -> bool:
-    """Return whether `a`, a group, equals `b` in another form."""
+    """Return whether the group `a` equals `b` in another form."""
     if not isinstance(a, Compound):
         return False
     if a.kind in ("set", "list") and len(a.items) == 1 and not isinstance(b, Compound):
@@ -346,7 +346,7 @@ def _is_name(node: Node) -> bool:
     if isinstance(node, Symbol):
         return node.kind in ("variable", "word", "set")
     if isinstance(node, Apply) and node.name in ("abs", "norm", "det"):
-        inner = node.args[0]  # |AB| and |\\vec{a}| are lengths, |x| = 3 says that x is 3 or -3
+        inner = node.args[0]  # |AB| and |\\vec{a}| are lengths; |x| = 3 means x is 3 or -3
         return isinstance(inner, Symbol) and (inner.kind == "word" or not inner.name.islower() or " " in inner.name)
     return (
         isinstance(node, Compound)

@@ -22,8 +22,8 @@ from megarl.rewards.mathematics.values import (
     whole_points,
 )
 
-_RELATIVE = Fraction(1, 10**6)  # of the reference: how far a decimal may be from the value that it represents
-_ENOUGH = 2  # points where both expressions are defined
+_RELATIVE = Fraction(1, 10**6)  # relative distance that a decimal may have from the value that it stands for
+_ENOUGH = 2  # number of points at which both expressions must be defined
 
 
 def equal_expressions(reference: Node, answer: Node) -> bool:
@@ -88,7 +88,7 @@ def _is_pure_unit(node: Node) -> bool:
 
 
 def _without_units(node: Node) -> Node | None:
-    """Return a quantity without its unit; None: it is no number times a unit."""
+    """Return a quantity without its unit; None if it is not a number times a unit."""
     if isinstance(node, Apply) and node.name == "neg":
         inner = _without_units(node.args[0])
         return None if inner is None else Apply("neg", (inner,))
@@ -145,7 +145,7 @@ def _values_equal(reference: Node, answer: Node) -> bool:
 
 
 def _step(node: Node) -> Fraction | None:
-    """Return the last place of a number written as a decimal, possibly times a power of ten."""
+    """Return the place value of the last digit of a decimal, possibly times a power of ten."""
     if isinstance(node, Number):
         return None if node.places is None else Fraction(1, 10) ** node.places
     if not isinstance(node, Apply):
@@ -165,7 +165,9 @@ def _is_power_of_ten(node: Node) -> bool:
 
 
 def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
-    """Return whether a decimal rounds the other number: less than one in its last place away, and relatively near."""
+    """Return whether `answer`, a decimal, rounds `reference`: less than one in its last place away, and relatively
+    near.
+    """
     distance = abs(reference - answer)
     return distance < step and distance <= _RELATIVE * max(abs(reference), abs(answer))
 
@@ -213,7 +215,9 @@ def _agree(reference: Node, answer: Node, names: list[str], base: float | None) 
 
 
 def _values(reference: Node, answer: Node, names: list[str], base: float | None) -> Iterator[tuple[Any, Any, int]]:
-    """Yield both values and their digits where both are defined: over the reals, else at integers, else complex."""
+    """Yield both values and their number of digits at points where both are defined: real, else integer, else
+    complex.
+    """
     complex_ = is_complex(reference, answer)
     attempts = [(points(names, has_steps(reference, answer)), not complex_)]
     if not complex_:
@@ -252,7 +256,7 @@ def proportional(first: Node, second: Node, positive: bool) -> bool:
 def _is_multiple(first: Node, second: Node, names: list[str], base: float | None, positive: bool) -> bool:
     ratios, least = [], 0
     for left, right, digits in _values(first, second, names, base):
-        if not left or not right:  # an identity
+        if not left or not right:  # one side is an identity
             return False
         ratios.append(left / right)
         least = min(least or digits, digits)

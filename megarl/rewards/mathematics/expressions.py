@@ -426,7 +426,9 @@ class ExpressionReader(TokenReader):
         return node if power is None or inverse else Apply("^", (node, power))
 
     def _function_arguments(self, divided: bool) -> tuple[Node, ...]:
-        """Read a function's arguments; `divided`: `\\sin x/2` is the sine of a half, `\\ln x/2` half a logarithm."""
+        """Read a function's arguments. `divided` means that a quotient may follow: `\\sin x/2` is the sine of a half of
+        x, but `\\ln x/2` is half a logarithm.
+        """
         if self.next_is("(", "[", "{", "\\{"):
             inner = self._enclosed(self.step().text)
             if isinstance(inner, Compound) and inner.kind in ("tuple", "list", "set"):

@@ -11,7 +11,7 @@ from megarl.rewards.mathematics.tree import Apply, Compound, Node, Number, Symbo
 
 
 def known_words(text: str) -> Node | None:
-    """Return a unit, a number or a set written in words; None: other words."""
+    """Return a unit, a number or a set written in words; None for other words."""
     lower = text.lower()
     if lower in words.SPEEDS:
         over, under = words.SPEEDS[lower]

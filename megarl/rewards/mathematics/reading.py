@@ -8,18 +8,18 @@ from megarl.rewards.mathematics.tree import UnreadError
 
 
 class TokenReader:
-    """A reader that steps over the tokens of an answer from left to right; the readers of expressions extend it.
+    """Steps over the tokens of an answer from left to right; the readers of expressions extend it.
 
     Args:
-        tokens: all of them.
+        tokens: all tokens of the answer.
     """
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
         self.at = 0
         self.depth = 0
-        self.bars = 0  # open |, inside of the innermost bracket
-        self.in_set = False  # directly inside of \{ \}, where | separates
+        self.bars = 0  # number of open | inside the innermost bracket
+        self.in_set = False  # whether the reader is directly inside \{ \}, where | separates
 
     def peek(self, ahead: int = 0) -> Token | None:
         """Return the next token, or None at the end."""
@@ -27,13 +27,13 @@ class TokenReader:
         return self.tokens[position] if position < len(self.tokens) else None
 
     def step(self) -> Token:
-        """Step over the next token, which `next_is` has found, and return it."""
+        """Return the next token, which must exist, and step over it."""
         token = self.tokens[self.at]
         self.at += 1
         return token
 
     def next_is(self, *texts: str, ahead: int = 0) -> bool:
-        """Return whether the next token is one of these commands or marks."""
+        """Return whether the next token is one of `texts`."""
         token = self.peek(ahead)
         return token is not None and token.kind in ("mark", "command") and token.text in texts
 
@@ -67,7 +67,7 @@ class TokenReader:
         raise UnreadError("a brace without its other")
 
     def digits(self, ahead: int) -> tuple[str, int]:
-        """Return the digits, in braces or without, and where they end; empty if there are none."""
+        """Return the digits at this place, with or without braces, and where they end; empty if there are none."""
         braced = self.next_is("{", ahead=ahead)
         token = self.peek(ahead + braced)
         if token is None or token.kind != "number" or not token.text.isdigit():
@@ -77,7 +77,9 @@ class TokenReader:
         return token.text, ahead + 1
 
     def multiplies(self, name: str) -> bool:
-        """Return whether the bracket after h, H or P is a factor: a height times a sum, `P(1+r)^t`."""
+        """Return whether the bracket after h, H or P is a factor (a height times a sum, `P(1+r)^t`) and not an
+        argument.
+        """
         if name not in ("h", "H", "P") or not self.next_is("("):
             return False
         depth, at, sum_ = 0, 0, False

@@ -14,7 +14,7 @@ from megarl.rewards.mathematics.values import DIGITS, Evaluation, OutsideError, 
 _MAX_PARTS = 64
 _REALS = frozenset({"bbR"})
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
-#: Points at which a side is evaluated to test that it is linear: of both signs and no integers, for |x| and floors.
+#: Points of both signs, not integers, at which a side is evaluated to test that it is linear (|x| and floors are not).
 _TRIED = (Fraction(1), Fraction(2), Fraction(7, 3), Fraction(-5, 2), Fraction(-100003, 7))
 INFINITY = Symbol("infty", "constant")
 
@@ -50,7 +50,7 @@ class RealInterval:
 
 @dataclass(frozen=True)
 class Region:
-    """A union of intervals in order, of one variable (None: any)."""
+    """A union of ordered intervals of one variable (None: any variable)."""
 
     spans: tuple[RealInterval, ...]
     variable: str | None = None
@@ -67,7 +67,7 @@ def _same_span(a: RealInterval, b: RealInterval) -> bool:
 
 
 def region(node: Node) -> Region | None:
-    """Return the set of real numbers that an answer denotes; None: this module cannot read it."""
+    """Return the set of real numbers that an answer denotes; None if this module cannot read it."""
     try:
         return _region(node)
     except (UnreadError, OutsideError):
@@ -140,7 +140,7 @@ def _builder(node: Compound) -> Region:
         limited = _region(bound.sides[1])
         bound = bound.sides[0]
     if not isinstance(bound, Symbol):
-        raise UnreadError("a set-builder of no variable")
+        raise UnreadError("a set-builder without a variable")
     found = _region(condition)
     if found.variable != bound.name:
         raise UnreadError("a set-builder of another variable")
@@ -179,7 +179,7 @@ def _inequality(left: Node, op: str, right: Node) -> Region:
     for x in _TRIED:
         found = (_exact_at(difference, name, x) - start) / x
         if found == 0 or slope not in (0, found):
-            raise UnreadError("no linear inequality")
+            raise UnreadError("the inequality is not linear")
         slope = found
     return _half(_end(Number(-start / slope)), op if slope > 0 else _FLIPPED[op], name)
 

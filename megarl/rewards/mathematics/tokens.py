@@ -19,12 +19,12 @@ class Token:
     """A piece of an answer.
 
     Attributes:
-        kind: `word` is a run of letters that is no product of them.
-        text: normalised.
-        spaced: white space stands before it.
+        kind: type of the token; a `word` is a run of letters that is not a product of single letters.
+        text: normalised text.
+        spaced: white space stands before the token.
         value: exact value of a number.
-        places: decimal places, of a number written as a decimal.
-        base: of a number written with one.
+        places: decimal places of a number written as a decimal.
+        base: base of a number written with one.
     """
 
     kind: Kind
@@ -198,7 +198,8 @@ class _Scanner:
         self.text, self.grouping = text, grouping
         self.made: list[Token] = []
         self.spaced = False
-        self.braces: list[str] = []  # of each open brace: "{" in a formula, "text", "look" for a dropped style
+        # what each open brace belongs to: "{" in a formula, "text", "look" for a dropped style
+        self.braces: list[str] = []
         self.only_words = not re.search(r"[\d\\^_=+*/<>|{}]", text)
         self.prose = self.only_words and re.search(r"[A-Za-z]{4,}", text) is not None
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 
 class UnreadError(Exception):
-    """An answer is not mathematics that this package reads, so its text is compared."""
+    """An answer is not mathematics that this package can read, so its text is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class Number:
     """A number.
 
     Attributes:
-        value: exact.
+        value: exact value.
         places: decimal places if it is written as a decimal; None: an exact number.
-        base: if it is written with one.
+        base: base if it is written with one.
     """
 
     value: Fraction
@@ -88,7 +88,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
-    """Return the node with each of its children changed; the modulus of a relation stays."""
+    """Return the node with `change` applied to each child; the modulus of a relation stays."""
     if isinstance(node, Apply):
         return Apply(node.name, tuple(map(change, node.args)))
     if isinstance(node, Compound):

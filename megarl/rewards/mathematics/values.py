@@ -18,13 +18,13 @@ from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.tree import Apply, Node, Number, Symbol, UnreadError, symbols, walk
 
 DIGITS = 50
-_MAX_BITS = 20_000  # of an exact number
-_MAX_MAGNITUDE = 10_000_000  # of an approximate one: 2 to this power
+_MAX_BITS = 20_000  # most bits of an exact number
+_MAX_MAGNITUDE = 10_000_000  # largest magnitude of an approximate number: 2 to this power
 _BITS_PER_DIGIT = 3.3219
 _MAX_SPREAD = 40  # bits that a sum may lose before more digits are used
 _MOST_DIGITS = 3_000
 _POINTS = 6
-_SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # of the variables at each point
+_SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # sizes of the variables at each point
 _FIRST_MIXED = 4  # from this point on, each variable has its own sign
 _WIDE = (57.0, 1234.0, 311.0, 98765.0)  # further points where values are whole numbers nearly everywhere
 #: Functions that are slow for large arguments.
@@ -37,7 +37,7 @@ class OutsideError(Exception):
 
 @functools.cache
 def context(digits: int) -> Any:
-    """Return mpmath's arithmetic with so many digits."""
+    """Return mpmath's context with this many digits."""
     from mpmath.ctx_mp import MPContext
 
     made = MPContext()
@@ -96,16 +96,16 @@ def _exact_operation(name: str, args: list[Fraction]) -> Fraction | None:
 
 
 class Evaluation:
-    """An evaluator of expressions at one point.
+    """Evaluates expressions at one point.
 
     Args:
-        values: of the variables and units, by name.
+        values: values of the variables and units, by name.
         real: values off the real line are outside the domain.
-        log_base: base of `\\log` without one.
-        digits: of the arithmetic.
+        log_base: base of `\\log` without a base.
+        digits: decimal digits of the arithmetic.
 
     Attributes:
-        spread: binary orders of magnitude between the terms of a sum: the loss of the smaller ones.
+        spread: binary orders of magnitude between the terms of a sum, which smaller terms lose.
     """
 
     def __init__(self, values: Mapping[str, Any], real: bool, log_base: float | None, digits: int = DIGITS) -> None:
@@ -314,11 +314,11 @@ def unknowns(*nodes: Node) -> list[str]:
 
 
 def points(names: list[str], wide: bool = False) -> list[dict[str, Any]]:
-    """Return values of unknowns at some generic points; units are positive everywhere.
+    """Return values of the unknowns at some generic points; units are positive everywhere.
 
     Args:
-        names: of the unknowns.
-        wide: also at points far from zero.
+        names: names of the unknowns.
+        wide: also use points far from zero.
     """
     ctx = context(DIGITS)
     made = []
@@ -334,7 +334,7 @@ def points(names: list[str], wide: bool = False) -> list[dict[str, Any]]:
 
 
 def _is_negative(name: str, index: int) -> bool:
-    """Return the sign of every variable; the first two points have opposite ones."""
+    """Return whether a variable is negative at a point; the first two points have opposite signs."""
     bits = zlib.crc32(name.encode()) >> 8
     return not name.startswith("unit") and bool((bits ^ 1 if index == 1 else bits >> index) & 1)
 

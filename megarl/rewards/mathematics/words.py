@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-#: Units: name -> (factor, dimension); spellings lead to names below. A factor is exact in the unit of its dimension.
+#: Units: name -> (factor, dimension). Spellings below lead to these names. A factor is exact in the dimension's unit.
 UNITS: dict[str, tuple[Fraction, str]] = {}
-#: Spelling (casefolded but for symbols) -> unit.
+#: Spelling (in lower case, except symbols) -> unit.
 UNIT_SPELLINGS: dict[str, str] = {}
 
 
@@ -86,7 +86,7 @@ _unit("pence", 1, "pence", "penny", "pennies")
 #: Speeds with a name: numerator and denominator.
 SPEEDS = {"mph": ("mi", "h"), "kph": ("km", "h"), "kmh": ("km", "h"), "kmph": ("km", "h"), "fps": ("ft", "s")}
 
-#: Things that are counted. `5\text{ apples}` answers 5, and not 5 oranges; any other word is part of an answer.
+#: Things that are counted: `5\text{ apples}` answers 5, but not 5 oranges. Any other word is part of the answer.
 COUNTED = (
     "apple animal arrangement ball bag bead bean bird block board book bottle bowl box|boxes boy brick bus|buses "
     "cake candle candy|candies car card case cat chair chicken child|children choice class|classes coin combination "

@@ -1,1 +1,1 @@
-"""Patches and version gates for third-party packages; no other module changes what it did not write."""
+"""Patches and version checks for third-party packages. No other module changes third-party code."""

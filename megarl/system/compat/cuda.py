@@ -1,4 +1,4 @@
-"""CUDA around an interpreter's torch: driver, toolkit, runtime libraries, NCCL; read without touching a device."""
+"""CUDA as an interpreter's torch sees it: driver, toolkit, runtime libraries, NCCL. No device is touched."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from pathlib import Path
 
 from megarl.system.errors import ConfigError
 
-#: CUDA of the packages that the tested SGLang asks for, and of torch from 2.11 on the package index.
+#: CUDA version of the packages that the tested SGLang requires, and of torch from 2.11 on in the package index.
 MAJOR = 13
-#: First driver of each CUDA: an older one does not load its runtime, but for NVIDIA's compatibility packages.
+#: First driver of each CUDA version. Older drivers cannot load its runtime, except with NVIDIA's compatibility
+#: packages.
 FIRST_DRIVER = {12: 525, 13: 580}
 _SYSTEM = Path("/usr/local/cuda")
-_UUID_BYTES = 96  # of NVML, at most
-_ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
-# Of the library that torch loads, not of its headers: `torch.cuda.nccl.version()` is the latter, and a wheel may have
-# been exchanged. Where NCCL is part of torch's own library there is nothing else to ask.
+_UUID_BYTES = 96  # maximum length in NVML
+_ANSWER_S = 60  # a first start of an interpreter on a network disk takes seconds
+# Version of the NCCL library that torch loads. `torch.cuda.nccl.version()` gives the version of the headers, and a
+# wheel may have been exchanged; it is used only where NCCL is built into torch.
 _ASK_NCCL = """
 import ctypes, torch
 if hasattr(torch._C, "_nccl_version"):
@@ -42,27 +43,28 @@ if hasattr(torch._C, "_nccl_version"):
 
 
 def site_folders(python: Path) -> list[Path]:
-    """Return the folders of packages of an interpreter, in a virtual environment or of a system."""
+    """Return the package folders of an interpreter, which may be in a virtual environment or the system's."""
     root = python.absolute().parent.parent
     forms = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
     return [folder for form in forms for folder in sorted(root.glob(form))]
 
 
 def version_in(python: Path, package: str) -> str | None:
-    """Return the version of a package in an interpreter, from its metadata; None: it is not there."""
+    """Return the version of a package in an interpreter, from its metadata; None when it is not installed."""
     folders = list(map(str, site_folders(python)))
-    return next((found.version for found in importlib.metadata.distributions(name=package, path=folders)), None)
+    return next((versions.version for versions in importlib.metadata.distributions(name=package, path=folders)), None)
 
 
 def runtime_libraries(python: Path) -> list[Path]:
-    """Return the folders of `libcudart` in the wheels of an interpreter, newest CUDA first; none where torch brings
-    its own or the system has it."""
-    found = {file.parent for site in site_folders(python) for file in site.glob("nvidia/*/lib/libcudart.so.*")}
-    return sorted(found, reverse=True, key=lambda folder: max(file.name for file in folder.glob("libcudart.so.*")))
+    """Return the folders of `libcudart` in an interpreter's wheels, newest CUDA first; empty when torch or the system
+    has it.
+    """
+    folders = {file.parent for site in site_folders(python) for file in site.glob("nvidia/*/lib/libcudart.so.*")}
+    return sorted(folders, reverse=True, key=lambda folder: max(file.name for file in folder.glob("libcudart.so.*")))
 
 
 def driver_version(root: Path = Path("/")) -> str | None:
-    """Return the version of the loaded NVIDIA driver, as `580.65.06`; None without one.
+    """Return the version of the loaded NVIDIA driver, such as `580.65.06`; None without a driver.
 
     Args:
         root: parent of `proc`.
@@ -76,10 +78,10 @@ def driver_version(root: Path = Path("/")) -> str | None:
 
 
 def driver_problem(major: int = MAJOR, root: Path = Path("/")) -> ConfigError | None:
-    """Return why the loaded driver cannot run CUDA `major`; None: it can, or there is no driver.
+    """Return the error that the loaded driver is too old for CUDA `major`; None when it is not, or there is no driver.
 
     Args:
-        major: major version of CUDA, as of `torch.version.cuda`.
+        major: major version of CUDA, as in `torch.version.cuda`.
         root: parent of `proc`.
     """
     version, needed = driver_version(root), FIRST_DRIVER.get(major)
@@ -90,18 +92,20 @@ def driver_problem(major: int = MAJOR, root: Path = Path("/")) -> ConfigError | 
         where="driver",
         found=version,
         allowed=f"{needed} or newer",
-        fix=f"install a driver from {needed} on; on data-centre GPUs NVIDIA's package cuda-compat-{major}-0 stands in",
+        fix=f"install a driver from version {needed} on; on data-centre GPUs NVIDIA's package cuda-compat-{major}-0 "
+        "is enough",
     )
 
 
 def own_toolkit(python: Path) -> Path:
-    """Return the folder in an interpreter's environment where `make sglang-env` lays a toolkit out of its wheels."""
+    """Return the folder in an interpreter's environment where `make sglang-env` puts a CUDA toolkit made of wheels."""
     return python.absolute().parent.parent / "cuda"
 
 
 def toolkit_home(environment: Mapping[str, str] = os.environ, python: Path | None = None) -> Path:
-    """Return the folder of the CUDA toolkit that servers compile with: in the order in which SGLang searches, and last
-    the one of their interpreter."""
+    """Return the folder of the CUDA toolkit with which servers compile: searched as SGLang does, and last in their own
+    environment.
+    """
     configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured:
         return Path(configured)
@@ -114,29 +118,29 @@ def toolkit_home(environment: Mapping[str, str] = os.environ, python: Path | Non
 
 @functools.lru_cache
 def compiler_version(home: Path) -> tuple[int, int] | None:
-    """Return the version of the toolkit's nvcc, as (13, 0); None: there is none, or it does not run."""
+    """Return the version of the toolkit's nvcc, such as (13, 0); None when it is missing or does not run."""
     try:
         done = subprocess.run(
             [home / "bin/nvcc", "--version"], capture_output=True, text=True, check=False, timeout=_ANSWER_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r"release (\d+)\.(\d+)", done.stdout)
-    return (int(found.group(1)), int(found.group(2))) if found else None
+    release = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return (int(release.group(1)), int(release.group(2))) if release else None
 
 
 def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | None = None) -> ConfigError | None:
-    """Return why servers on GPUs cannot compile kernels here, as SGLang does when it starts; None: they can.
+    """Return the error that GPU servers cannot compile kernels here, which they do at their start; None when they can.
 
     Args:
-        environment: variables that the servers get.
-        python: their interpreter, which may have a toolkit of its own.
+        environment: environment variables of the servers.
+        python: the servers' interpreter, which may have its own toolkit.
     """
     home = toolkit_home(environment, python)
     version = compiler_version(home)
     install = (
         f"install the toolkit of CUDA {MAJOR} (NVIDIA's package cuda-toolkit-{MAJOR}-0) and set CUDA_HOME to its "
-        "folder, or let `make sglang-env` make the servers' interpreter, with a compiler of its own"
+        "folder, or let `make sglang-env` make an interpreter for the servers that includes a compiler"
     )
 
     def problem(what: str, found: object, allowed: str, fix: str) -> ConfigError:
@@ -147,10 +151,14 @@ def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | 
         return problem("there is no CUDA compiler", home / "bin/nvcc", f"nvcc of CUDA {MAJOR}", install)
     if version[0] != MAJOR:
         found = f"{home / 'bin/nvcc'} of CUDA {version[0]}.{version[1]}"
-        return problem("the CUDA compiler is of another CUDA than their torch", found, f"CUDA {MAJOR}", install)
+        return problem(
+            "the CUDA compiler has another CUDA version than the servers' torch", found, f"CUDA {MAJOR}", install
+        )
     if not (home / "lib64/libcudart.so").exists():
-        fix = "set CUDA_HOME to the toolkit's own folder; a script or link called nvcc elsewhere does not lead there"
-        return problem("there is no runtime library to link them with", home, "a folder with lib64/libcudart.so", fix)
+        fix = "set CUDA_HOME to the toolkit's own folder, not to that of a script or link called nvcc"
+        return problem(
+            "the CUDA runtime library to link with is missing", home, "a folder with lib64/libcudart.so", fix
+        )
     host = environment.get("CXX", "c++")
     if shutil.which(host, path=environment.get("PATH")) is None:
         return problem("there is no C++ compiler", host, "a C++17 compiler", "install g++, or set CXX")
@@ -159,11 +167,11 @@ def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | 
 
 @dataclass(frozen=True)
 class Nccl:
-    """NCCL of an interpreter's torch.
+    """The NCCL of an interpreter's torch.
 
     Attributes:
-        version: as `2.30.7`.
-        wheel: package that it comes from; None: an image's own, or part of torch.
+        version: version such as `2.30.7`.
+        wheel: package that contains it; None: the container image or torch itself contains it.
     """
 
     version: str
@@ -171,22 +179,24 @@ class Nccl:
 
     @property
     def number(self) -> tuple[int, ...]:
-        """The version, to compare."""
+        """The version as numbers, for comparisons."""
         return tuple(int(part) for part in self.version.split(".") if part.isdigit())
 
 
 def nccl_wheel(python: Path) -> Nccl | None:
-    """Return NCCL of an interpreter if a wheel has it, from the packages' metadata."""
-    for found in importlib.metadata.distributions(path=list(map(str, site_folders(python)))):
-        name = (found.metadata["Name"] or "").lower().replace("_", "-")
+    """Return the NCCL of an interpreter from the metadata of its wheels; None when no wheel has it."""
+    for versions in importlib.metadata.distributions(path=list(map(str, site_folders(python)))):
+        name = (versions.metadata["Name"] or "").lower().replace("_", "-")
         if name.startswith("nvidia-nccl-"):
-            return Nccl(found.version, name)
+            return Nccl(versions.version, name)
     return None
 
 
 @functools.lru_cache
 def nccl_of(python: Path) -> Nccl | None:
-    """Return NCCL of an interpreter: of its wheel, else what its torch answers, in seconds; None: it has none."""
+    """Return the NCCL of an interpreter: that of its wheel, else the one that its torch reports (takes seconds), else
+    None.
+    """
     wheel = nccl_wheel(python)
     if wheel is not None:
         return wheel
@@ -201,7 +211,7 @@ def nccl_of(python: Path) -> Nccl | None:
 
 
 def check_same_nccl(servers: Path, trainer: Path = Path(sys.executable)) -> None:
-    """Refuse interpreters with different versions of NCCL; one without NCCL (a CPU build of torch) is not judged.
+    """Refuse interpreters with different versions of NCCL. An interpreter without NCCL (a CPU build of torch) passes.
 
     Raises:
         ConfigError: the versions differ.
@@ -214,19 +224,19 @@ def check_same_nccl(servers: Path, trainer: Path = Path(sys.executable)) -> None
     if older.wheel:
         fix = f"run `make sglang-env`, or in {where}: pip install --no-deps {older.wheel}=={newer.version}"
     else:
-        fix = f"{where} has the older one as part of its image or torch: take a newer image, or torch from the index"
+        fix = f"{where} has the older NCCL in its image or torch: use a newer image, or torch from the package index"
     raise ConfigError(
-        "the trainer and its servers have different versions of NCCL, which do not join one group",
+        "the trainer and its servers have different versions of NCCL, which cannot join one group",
         where="sync.transport",
         found=f"trainer {ours.version}, servers {theirs.version}",
-        allowed="one version in both",
+        allowed="the same version in both",
         fix=f"{fix}; or set sync.transport=disk or delta",
     )
 
 
 def gpu_uuids(library: str = "libnvidia-ml.so.1") -> list[str]:
-    """Return the UUIDs of this machine's GPUs in the order of their bus; empty where the driver does not list them."""
-    found = []
+    """Return the UUIDs of this machine's GPUs in bus order; empty when the driver cannot list them."""
+    uuids = []
     try:
         nvml, count, handle = ctypes.CDLL(library), ctypes.c_uint(), ctypes.c_void_p()
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
@@ -235,8 +245,8 @@ def gpu_uuids(library: str = "libnvidia-ml.so.1") -> list[str]:
         for index in range(count.value):
             failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
             failed = failed or nvml.nvmlDeviceGetUUID(handle, text, _UUID_BYTES)
-            found.append("" if failed else text.value.decode())
+            uuids.append("" if failed else text.value.decode())
         nvml.nvmlShutdown()
-    except (OSError, AttributeError):  # no such library, or one without these functions
+    except (OSError, AttributeError):  # the library is missing or lacks these functions
         return []
-    return found
+    return uuids

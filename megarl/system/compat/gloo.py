@@ -1,6 +1,7 @@
-"""Groups of ranks that share gloo's devices. Torch makes one per group, whose thread wakes a hundred times a second.
+"""Groups of ranks that share gloo's devices. By default torch makes a device per group, whose thread wakes 100 times a
+second.
 
-A rank is in twenty groups and more, so it would use 3% of a core while it waits. A device is a listening socket and one
+A rank is in twenty or more groups, and would use 3% of a core while it waits. A device is a listening socket and a
 thread that moves the data of all its groups.
 """
 
@@ -14,12 +15,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-#: As many as torch would give a group, per device: they run its collectives.
+#: Threads per device, as many as torch gives a group; they run its collectives.
 _THREADS = 2
 
 
 def share_devices() -> None:
-    """Make gloo groups of this process use the same devices, also those that libraries make. Idempotent."""
+    """Make all gloo groups of this process, also those of libraries, use the same devices. A second call does
+    nothing.
+    """
     if not dist.is_gloo_available():
         return
     group: Any = dist.ProcessGroupGloo
@@ -30,14 +33,15 @@ def share_devices() -> None:
     def on_shared_devices(
         self: Any, store: Any, rank: int, size: int, timeout: Any = default_pg_timeout, **settings: Any
     ) -> None:
-        given = not isinstance(timeout, datetime.timedelta)  # options in its place, with devices of the caller's
+        # the caller passed options with its own devices in place of a timeout
+        given = not isinstance(timeout, datetime.timedelta)
         if given or not all(hasattr(group._Options, name) for name in settings):
             make(self, store, rank, size, timeout, **settings)
             return
         options = group._Options()
         options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
         options._timeout, options._threads = timeout, _THREADS * len(options._devices)
-        for name, value in settings.items():  # which ones there are depends on the version of torch
+        for name, value in settings.items():  # the available options depend on the version of torch
             setattr(options, name, value)
         make(self, store, rank, size, options)
 
@@ -46,7 +50,7 @@ def share_devices() -> None:
 
 @functools.cache
 def _devices(interfaces: str, process: int) -> list[Any]:
-    """Return the devices of a process, as torch chooses them; a process that was forked has none of its parent's."""
+    """Return the devices of a process, chosen as torch does. A forked process gets new ones, not its parent's."""
     make: Any = dist.ProcessGroupGloo
     if not interfaces:
         return [make.create_default_device()]

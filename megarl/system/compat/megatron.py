@@ -30,7 +30,9 @@ _STAND_IN = "_megarl_cuda"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One change of source text. `modules` are globs; `cpu_only` entries are left out when CUDA is there."""
+    """One change of source text. `modules` are glob patterns; entries with `cpu_only` are left out when CUDA is
+    available.
+    """
 
     name: str
     modules: tuple[str, ...]
@@ -40,7 +42,7 @@ class Rewrite:
     cpu_only: bool = True
 
     def applies(self, module: str) -> bool:
-        """Tell whether this entry is meant for `module` (dotted name)."""
+        """Return whether this entry applies to `module` (dotted name)."""
         return any(fnmatch.fnmatchcase(module, glob) for glob in self.modules)
 
     def sub(self, source: str) -> tuple[str, int]:
@@ -50,7 +52,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Patch:
-    """One change of a loaded module, for what text cannot express. `needed` tells from the original source."""
+    """One change of a loaded module that a text change cannot express. `needed` decides by the original source."""
 
     name: str
     module: str
@@ -111,7 +113,7 @@ REWRITES: tuple[Rewrite, ...] = (
         ("megatron.core.nccl_allocator", "megatron.core.inference.unified_memory"),
         r"^from torch\.utils(?: import cpp_extension|\.cpp_extension import CUDA_HOME, load_inline)$",
         "cpp_extension = CUDA_HOME = load_inline = None",
-        "allocators of GPU memory that are compiled when used: setuptools take 0.2 s of CPU time to import",
+        "allocators of GPU memory, which are compiled when used: importing setuptools takes 0.2 s of CPU time",
     ),
     Rewrite(
         "sharded-tensors",
@@ -119,7 +121,7 @@ REWRITES: tuple[Rewrite, ...] = (
         r"^( +)from torch\.distributed(?:\._tensor|\.tensor\.placement_types|\.fsdp| import DeviceMesh).*$"
         r"|^( +)from megatron\.core\.distributed\.fsdp\.src\.megatron_fsdp import .*$",
         r"\1\2raise ImportError",
-        "nothing here uses DTensors: torch.distributed.tensor takes a second of CPU time to import",
+        "no code here uses DTensors, and importing torch.distributed.tensor takes a second of CPU time",
     ),
     Rewrite(
         "sharded-checkpoints",
@@ -133,7 +135,7 @@ REWRITES: tuple[Rewrite, ...] = (
         ("megatron.core.utils",),
         r"torch\.norm\(torch\.tensor\(l2\)\)\n(\s+)l2_cuda = torch\.tensor\(\[float\(l2_reduced\)\], [^)]*\)",
         r"torch.norm(torch.stack([norm for norms in l2 for norm in norms]))\n\1l2_cuda = l2_reduced.reshape(1).float()",
-        "without Apex and TE the norm of each parameter's gradient is read by the host: one wait per parameter",
+        "without Apex and TE the host reads the norm of each parameter's gradient, with one wait per parameter",
         cpu_only=False,
     ),
     Rewrite(
@@ -165,14 +167,14 @@ REWRITES: tuple[Rewrite, ...] = (
         ("megatron.core.timers", "megatron.core.inference.*"),
         r"^(try:\n\s+)(?:import wandb|from torch\.utils\.tensorboard import SummaryWriter)\b[^\n]*",
         r"\1raise ImportError",
-        "wandb and tensorboard, used by nobody here, take a quarter of the CPU time that a process needs to start",
+        "wandb and tensorboard are not used here, and importing them takes a quarter of a process's start-up CPU time",
         cpu_only=False,
     ),
 )
 
 
 class _Stream:
-    """The one stream of a CPU: everything is already in order."""
+    """The one stream of a CPU, on which all work is already in order."""
 
     def wait_stream(self, other: object) -> None: ...
     def wait_event(self, event: object) -> None: ...
@@ -186,7 +188,7 @@ _THE_STREAM = _Stream()
 
 
 def _stream(*args: object, **kwargs: object) -> _Stream:
-    return _THE_STREAM  # one object, so that `current_stream() != side_stream` is False
+    return _THE_STREAM  # always the same object, so that `current_stream() != side_stream` is False
 
 
 class _Event:
@@ -220,7 +222,9 @@ def _set_rng_state(state: torch.Tensor, *args: object, **kwargs: object) -> None
 
 
 class _CudaOnCpu:
-    """The stand-in for `torch.cuda` in a rewritten Megatron module. Names it lacks come from the real `torch.cuda`."""
+    """The stand-in for `torch.cuda` in a rewritten Megatron module. Names that it lacks come from the real
+    `torch.cuda`.
+    """
 
     Stream = current_stream = default_stream = staticmethod(_stream)
     Event = _Event
@@ -249,7 +253,9 @@ def _rng_on_cpu(module: types.ModuleType) -> None:
 
 
 def _uneven_splits(module: types.ModuleType) -> None:
-    """Send parts of different lengths one rank after the other, into and out of their places: nothing is padded."""
+    """Exchange parts of different lengths rank by rank, directly between their places in the tensors, without
+    padding.
+    """
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def gather_parts(
@@ -314,7 +320,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-# (message, module): said on every machine without the optional packages, where each fallback is the intended path.
+# (message, module) of warnings that appear on every machine without the optional packages, where fallbacks are
+# intended.
 _QUIET = (
     (r"Transformer Engine and Apex are not installed\.", r"megatron\.core\b"),
     (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core\b"),
@@ -327,7 +334,7 @@ _QUIET_ON_CPU = ((r"When using async grad allreduce it is recommended to set .* 
 
 
 def rewrites_for(module: str, *, cuda: bool) -> list[Rewrite]:
-    """Return the entries of `REWRITES` that are meant for `module` on a machine with or without CUDA."""
+    """Return the entries of `REWRITES` that apply to `module` on a machine with or without CUDA."""
     return [r for r in REWRITES if r.applies(module) and not (cuda and r.cpu_only)]
 
 
@@ -343,7 +350,7 @@ def rewrite(module: str, source: str, *, cuda: bool) -> str:
 
 @functools.cache
 def _compiled_tag(*, cuda: bool) -> str:
-    """Return the suffix of bytecode that is compiled with these entries: other ones, and Python itself, have others."""
+    """Return a suffix for cached bytecode that changes with these entries, so that other versions have other files."""
     return f".megarl-{hashlib.sha256(repr((REWRITES, cuda)).encode()).hexdigest()[:8]}.pyc"
 
 
@@ -352,7 +359,7 @@ def _own_bytecode(path: str) -> str:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """The loader of a module from changed source, whose bytecode is kept beside that of the unchanged one."""
+    """The loader of a module from rewritten source. Its bytecode is cached beside that of the original source."""
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> types.CodeType:  # type: ignore[override]
         source = importlib.util.decode_source(data)
@@ -396,7 +403,7 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core was imported before megarl.system.compat.megatron.install()")
+        raise RuntimeError("megarl.system.compat.megatron.install() must be called before megatron.core is imported")
     for message, module in _QUIET + (() if torch.cuda.is_available() else _QUIET_ON_CPU):
         warnings.filterwarnings("ignore", message=message, module=module)
     sys.meta_path.insert(0, _Finder())

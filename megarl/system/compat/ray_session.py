@@ -1,4 +1,4 @@
-"""A Ray that is started for one run: without what no run asks, and on this machine out of reach of its signals."""
+"""Starts Ray for a single run: without programs that no run needs, and protected from signals on this machine."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _UNASKED = ("start_monitor", "start_log_monitor", "start_api_server", "start_ray
 
 @contextmanager
 def for_one_run() -> Iterator[None]:
-    """Within this block start Ray in sessions of its own, and without the programs that no run asks.
+    """Within this block start Ray's programs in sessions of their own, and without the programs that no run needs.
 
-    Sessions keep it out of reach of a terminal and of `kill -- -GROUP`: its control store and its node manager would
-    end at once, and no step could be finished without them. They end with the thread that started them all the same.
+    Their own sessions protect them from signals of a terminal and of `kill -- -GROUP`, which would end the control
+    store and the node manager at once, so that no step could finish. They still end with the thread that started them.
     """
     from ray._private import services
 
-    own = [(services, "ConsolePopen", functools.partial(services.ConsolePopen, start_new_session=True))]
-    with _replaced(own), only_what_runs_ask():
+    popen_kwargs = [(services, "ConsolePopen", functools.partial(services.ConsolePopen, start_new_session=True))]
+    with _replaced(popen_kwargs), only_what_runs_ask():
         yield
 
 
 @contextmanager
 def only_what_runs_ask() -> Iterator[None]:
-    """Within this block start Ray without four of its programs, each an interpreter that imports Ray.
+    """Within this block start Ray without four of its programs, each of which is an interpreter that imports Ray.
 
-    They take 1 to 2 CPU-seconds each: the autoscaler's monitor, for a cluster that stays as it is; the log monitor,
-    where workers write their logs themselves; the dashboard's server, which Ray also starts where no dashboard is asked
-    for; and on a node of `ray start --head` the server of Ray Client, for drivers outside of the cluster.
+    Each takes 1 to 2 CPU-seconds: the autoscaler's monitor (the cluster does not change), the log monitor (workers
+    write their own logs), the dashboard's server (Ray starts it even without a dashboard), and with `ray start --head`
+    the server of Ray Client, for drivers outside the cluster.
     """
     from ray._private import node
 

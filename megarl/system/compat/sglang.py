@@ -1,6 +1,6 @@
-"""SGLang as megarl uses it: which interpreter and version, and what a server needs in its environment.
+"""SGLang as megarl uses it: the interpreter, the version, and the environment that a server needs.
 
-The servers run in an interpreter of their own, because SGLang pins its own torch and transformers. Nothing of SGLang is
+The servers run in their own interpreter, because SGLang pins its own torch and transformers. Nothing of SGLang is
 imported here.
 """
 
@@ -18,26 +18,27 @@ from pathlib import Path
 from megarl.system.compat.cuda import gpu_uuids, own_toolkit, runtime_libraries, toolkit_home
 from megarl.system.errors import ConfigError
 
-# A server makes a buffer for every bucket that it gets by broadcast. Kept on one heap, in huge pages, the buffers of
-# all buckets are the same memory; otherwise each is mapped, zeroed and given back, with 92,000 page faults for 400 MB.
+# A server allocates a buffer for every bucket that it receives by broadcast. On one heap with huge pages the buffers of
+# all buckets reuse the same memory; otherwise each is mapped, zeroed and returned, with 92,000 page faults for 400 MB.
 CPU_MALLOC = ":".join(
     f"glibc.malloc.{name}={value}"
     for name, value in {"hugetlb": 1, "arena_max": 1, "mmap_threshold": 1 << 30, "trim_threshold": 2 << 30}.items()
 )
-COMPLETE = ".complete"  # in an environment's folder when its installation went through
+COMPLETE = ".complete"  # file in an environment's folder that marks a finished installation
 TESTED, SERIES = "0.5.23", "0.5.2"
 _FOLDER = Path(__file__).with_name("sglang_server")
 LOADERS = _FOLDER / "loaders"
-LOADER, PATCH_LOADER = "megarl_loader.load", "megarl_loader.patch"  # what a server calls with whole tensors, with parts
+# functions that a server calls with whole tensors, and with changed elements
+LOADER, PATCH_LOADER = "megarl_loader.load", "megarl_loader.patch"
 STAND_INS = (_FOLDER / "stand_ins/cpu", _FOLDER / "stand_ins/text")
 SHARED_MEMORY = Path("/dev/shm")
 _KEY = "rollout.sglang.python"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _KINDS = {"cuda": "GPUs", "cpu": "CPUs"}
-_ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
-# Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them. Nor its
-# allocator and stream settings: segments that grow cannot be mapped by another process nor paused by SGLang's memory
-# saver, and one connection to the device keeps a server's kernels in one queue.
+_ANSWER_S = 60  # a first start of an interpreter on a network disk takes seconds
+# Variables for the workers of a torch.distributed job or for the trainer's interpreter, which a server must not see.
+# This includes allocator and stream settings: expandable segments cannot be mapped by another process or paused by
+# SGLang's memory saver, and one connection to the device keeps a server's kernels in one queue.
 _TRAINER_ONLY = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "RAY_AUTH_TOKEN"),
@@ -47,14 +48,13 @@ _TRAINER_PREFIXES = ("PYTHON", "TORCHELASTIC_", "MEGARL_")
 
 
 def environments_folder() -> Path:
-    """Return the folder of environments that `make sglang-env` makes."""
+    """Return the folder in which `make sglang-env` makes environments."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "megarl" / "sglang"
 
 
 def install_fix(cuda: bool | None = None) -> str:
-    """Return the way to get an interpreter. `cuda`: for servers on GPUs, whatever this machine has; else for this
-    machine."""
+    """Describe how to get an interpreter for servers. `cuda` is the kind of machine; None: this machine's kind."""
     command = "make sglang-env SGLANG_KIND=cuda" if cuda else "make sglang-env"
     return f"run `{command}`, or name an interpreter that has sglang {TESTED}"
 
@@ -64,24 +64,24 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
 
     Args:
         configured: `rollout.sglang.python`.
-        cuda: the kind of machine; None: any will do, to learn whether there is one at all.
+        cuda: whether the servers run on GPUs; None: any interpreter will do.
 
     Raises:
-        ConfigError: it does not exist, none was made, or it is for another kind of machine.
+        ConfigError: the interpreter does not exist, none was made, or it is for another kind of machine.
     """
     kinds = ("cuda", "cpu") if cuda is None else ("cuda",) if cuda else ("cpu",)
     if configured is not None:
         python = Path(configured).expanduser()
         if not os.access(python, os.X_OK) or python.is_dir():
-            raise ConfigError("this is no interpreter", where=_KEY, found=configured, fix=install_fix(cuda))
-        stamp = python.absolute().parents[1] / COMPLETE  # of an environment that `make sglang-env` made
+            raise ConfigError("this is not an interpreter", where=_KEY, found=configured, fix=install_fix(cuda))
+        stamp = python.absolute().parents[1] / COMPLETE  # exists in environments that `make sglang-env` made
         if stamp.is_file() and (kind := json.loads(stamp.read_text())["kind"]) not in kinds:
             raise ConfigError(
-                f"this interpreter's sglang is for {_KINDS[kind]}, and the servers of this run need one for "
+                f"this interpreter's sglang is for {_KINDS[kind]}, but the servers of this run need one for "
                 f"{_KINDS[kinds[0]]}",
                 where=_KEY,
                 found=configured,
-                fix="leave the key out, and an environment of the right kind is found; " + install_fix(cuda),
+                fix="leave the key out to use an environment of the right kind, or" + install_fix(cuda),
             )
         return python
     stamps = sorted(environments_folder().glob(f"*/{COMPLETE}"), key=lambda stamp: stamp.stat().st_mtime)
@@ -89,7 +89,7 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
         if json.loads(stamp.read_text())["kind"] in kinds:
             return stamp.parent / "bin" / "python"
     raise ConfigError(
-        f"servers need an interpreter of their own; none for {' or '.join(kinds)} is in {environments_folder()}",
+        f"servers need their own interpreter, and {environments_folder()} has none for {' or '.join(kinds)}",
         where=_KEY,
         fix=install_fix(cuda),
     )
@@ -100,10 +100,10 @@ def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
     """Return the version of sglang in the servers' interpreter.
 
     Args:
-        cuda: as for `find_python`; messages depend on it.
+        cuda: as in `find_python`; messages depend on it.
 
     Raises:
-        ConfigError: it has none, or one of another series than the update protocol was tested with.
+        ConfigError: sglang is missing, or its series is not one with which the update protocol was tested.
     """
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     try:
@@ -112,7 +112,7 @@ def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
         )
         found = done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
-        what = f"no answer within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+        what = f"it did not reply within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
         raise ConfigError(
             f"this interpreter does not run: {what}", where=_KEY, found=str(python), fix=install_fix(cuda)
         ) from error
@@ -139,10 +139,10 @@ def cpu_arguments() -> list[str]:
 
 
 def shared_memory(instance: str) -> list[Path]:
-    """Return the files through which the processes of a server talk to each other; SGLang itself never removes them.
+    """Return the files in shared memory that a server's processes use; SGLang itself never removes them.
 
     Args:
-        instance: as given to `server_environment`.
+        instance: the name given to `server_environment`.
     """
     return [file for kind in ("sglang_loads", "sgl_shm") for file in SHARED_MEMORY.glob(f"{kind}_{instance}_*")]
 
@@ -159,18 +159,18 @@ def server_environment(
     colocated: bool = False,
     temporary: Path | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a server process that is started by this one.
+    """Return the environment variables of a server that this process starts.
 
     Args:
-        base: environment to start from; the trainer's own variables are taken out.
-        python: the servers' interpreter. Its programs (ninja) come first, and on GPUs its CUDA runtime, which the
-            memory saver of colocated servers needs before torch is loaded.
-        api_key: handed over here, so that no process list shows it.
-        instance: the server's name of its shared memory, which no other server has.
+        base: environment to start from; the trainer's own variables are removed.
+        python: the servers' interpreter. Its programs (ninja) come first on the path, and on GPUs its CUDA runtime,
+            which the memory saver of colocated servers needs before torch is loaded.
+        api_key: passed in the environment, so that no process list shows it.
+        instance: name of the server's shared memory, unique to the server.
         cuda: the server runs on GPUs.
-        tp_size: ranks of the server; on a CPU each gets a core of its own.
-        gpus: devices it may use; None: those this process sees.
-        colocated: its memory is taken away between calls, and a health check that generates would end it then.
+        tp_size: ranks of the server; on a CPU each gets its own core.
+        gpus: devices that it may use; None: those that this process sees.
+        colocated: its memory is released between calls, when a health check that generates would crash it.
         temporary: folder for its sockets, which it never removes; None: the system's.
     """
     env = {
@@ -185,7 +185,7 @@ def server_environment(
         "MEGARL_SERVER_PDEATHSIG": str(int(threading.current_thread() is threading.main_thread())),
         "PATH": _in_front([python.absolute().parent], env.get("PATH") or os.defpath),
         "PYTHONUNBUFFERED": "1",
-        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature, as Completion has them
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature, as in Completion
     }
     env |= {} if temporary is None else {"TMPDIR": str(temporary)}
     if gpus is not None:
@@ -197,11 +197,12 @@ def server_environment(
     else:
         env |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            # With spinning threads a server gets tens of times slower as soon as another process has one of the cores.
+            # With spinning threads a server becomes tens of times slower as soon as another process uses one of its
+            # cores.
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
             "GLIBC_TUNABLES": CPU_MALLOC,
-            "TORCHDYNAMO_DISABLE": "1",  # compiling one small function takes longer than a test's whole generation
+            "TORCHDYNAMO_DISABLE": "1",  # compiling one small function takes longer than all generation of a test
         }
         if tp_size > 1:
             cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(tp_size))
@@ -210,29 +211,30 @@ def server_environment(
 
 
 def numbered(env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with the numbers of the visible GPUs where `env` has their UUIDs: SGLang reads numbers.
+    """Return variables in which GPU UUIDs are replaced by the GPUs' numbers, because SGLang reads numbers.
 
-    Parts of a GPU (MIG), and GPUs that the driver does not list, keep their names: nothing is returned.
+    Names of GPU parts (MIG) and of GPUs that the driver does not list are kept: the result is then empty.
     """
     names = [name.strip() for name in env.get(_VISIBLE, "").split(",") if name.strip()]
     if not names or not all(name.startswith("GPU-") for name in names):
         return {}
     uuids = gpu_uuids()
     numbers = [[number for number, uuid in enumerate(uuids) if uuid.startswith(name)] for name in names]
-    if any(len(matches) != 1 for matches in numbers):  # CUDA takes the beginning of a UUID that fits one GPU
+    if any(len(matches) != 1 for matches in numbers):  # CUDA accepts the beginning of a UUID if it fits one GPU
         return {}
-    # The driver numbers GPUs by their bus; CUDA does so where it is asked to.
+    # The driver numbers GPUs in bus order, and CUDA does so with this variable.
     return {_VISIBLE: ",".join(str(number) for (number,) in numbers), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def _cuda_paths(env: Mapping[str, str], python: Path) -> dict[str, str]:
-    """Return the variables by which servers find the CUDA runtime of their wheels, and their compiler if there is no
-    other."""
+    """Return the variables by which servers find the CUDA runtime of their wheels, and their own compiler if no other
+    exists.
+    """
     home, libraries = toolkit_home(env, python), runtime_libraries(python)
     found = {"CUDA_HOME": str(home)} if home == own_toolkit(python) else {}
     return found | ({"LD_LIBRARY_PATH": _in_front(libraries, env.get("LD_LIBRARY_PATH"))} if libraries else {})
 
 
 def _in_front(folders: Sequence[Path], path: str | None) -> str:
-    """Return a search path with `folders` before the others of `path`."""
+    """Return a search path with `folders` in front of those of `path`."""
     return os.pathsep.join([*map(str, folders), *([path] if path else [])])

@@ -1,7 +1,7 @@
-"""tensordict and torch's optimizers without `torch._dynamo`, the tracer of torch.compile, which they would import.
+"""Imports tensordict and torch's optimizers without `torch._dynamo`, the tracer of torch.compile.
 
-They tell it how to treat their functions, which nothing here compiles. Its import takes a process over a second of CPU
-time.
+They only register their functions with the tracer, and nothing here compiles them. Importing the tracer takes over a
+second of CPU time per process.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch._compile import _disable_dynamo
 
 _TRACER = "torch._dynamo"
-_MARKED = _disable_dynamo(lambda: None).__code__  # of every function that this decorator returns
+_MARKED = _disable_dynamo(lambda: None).__code__  # code object of every function that this decorator returns
 
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Import a package whose functions are not told to the tracer, unless that has been imported already."""
+    """Import a package without registering its functions with the tracer, unless the tracer is already imported."""
     if _TRACER in sys.modules:
         yield
         return
@@ -36,7 +36,9 @@ def untraced() -> Iterator[None]:
 
 
 def install() -> None:
-    """Change Adam and what it inherits so that only a process which compiles imports the tracer. Idempotent."""
+    """Change Adam and its base class so that only a process that compiles imports the tracer. A second call does
+    nothing.
+    """
     for name, method in list(vars(torch.optim.Optimizer).items()):
         if getattr(method, "__code__", None) is _MARKED:
             setattr(torch.optim.Optimizer, name, _either(method, method.__wrapped__))
@@ -46,7 +48,7 @@ def install() -> None:
 
 
 def _either(traced: Callable[..., Any], direct: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that is `direct` until the tracer has been imported, and `traced` from then on."""
+    """Return a method that calls `direct` until the tracer is imported, and `traced` from then on."""
 
     @functools.wraps(traced)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +58,7 @@ def _either(traced: Callable[..., Any], direct: Callable[..., Any]) -> Callable[
 
 
 def _in_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `step` of an optimizer as torch runs it: with gradients of it only where it is differentiable."""
+    """Return an optimizer's `step` as torch runs it: gradients are enabled only if the optimizer is differentiable."""
 
     def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(self.defaults["differentiable"]):

@@ -1,4 +1,4 @@
-"""Changes to torchrun: the signal by which its agent ends workers, and the socket of its store."""
+"""Changes to torchrun: the signal by which its agent ends workers, and the listening socket of its store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which versions of Transformer Engine can be used: those that were tested, and others that take the same arguments.
+"""Which versions of Transformer Engine work: tested versions, and others that accept the same arguments.
 
-megatron-core 0.16.1 names versions in its metadata only; its code asks for a lowest one. So a newer version works where
-everything that Megatron's layers and megarl call takes what they pass.
+megatron-core 0.16.1 names versions only in its metadata; its code checks a minimum. So a newer version works if
+everything that Megatron's layers and megarl call accepts the arguments that they pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from packaging.version import Version
 
 SINCE, BELOW = "2.9.0a0", "2.12.0"
-"""The versions of Transformer Engine that the metadata of megatron-core 0.16.1 names."""
+"""The range of Transformer Engine versions in the metadata of megatron-core 0.16.1."""
 
 _ROOT = "transformer_engine.pytorch"
 _LINEAR = (
@@ -31,7 +31,7 @@ _PACKED = (
     *("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("max_seqlen_q", "max_seqlen_kv", "attn_mask_type"),
 )
-#: Module and name of what is called -> arguments by position, and by name. Methods have `self` in front.
+#: Module and name of each called function -> arguments by position, and by name. Methods have `self` first.
 CALLS: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("", "Linear"): (0, ("in_features", "out_features", *_LINEAR, "rng_tracker_name")),
     ("", "Linear.forward"): (2, ("is_first_microbatch",)),
@@ -67,8 +67,10 @@ def too_old(version: str) -> bool:
 
 
 def other_arguments() -> list[str]:
-    """Return what of `CALLS` the installed Transformer Engine does not have or does not take; empty: it fits."""
-    found = []
+    """Return the functions and arguments in `CALLS` that the installed Transformer Engine lacks; empty when it is
+    compatible.
+    """
+    missing = []
     for (module, name), (count, keywords) in CALLS.items():
         try:
             called: Any = importlib.import_module(_ROOT + module)
@@ -76,7 +78,7 @@ def other_arguments() -> list[str]:
                 called = getattr(called, part)
             inspect.signature(called).bind(*[None] * count, **dict.fromkeys(keywords))
         except (ImportError, AttributeError) as error:
-            found.append(f"{_ROOT}{module} has no {name} ({error})")
+            missing.append(f"{_ROOT}{module} has no {name} ({error})")
         except TypeError as error:
-            found.append(f"{name}: {error}")
-    return found
+            missing.append(f"{name}: {error}")
+    return missing

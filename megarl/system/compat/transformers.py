@@ -1,8 +1,8 @@
-"""Configurations of transformers without its modelling code, which a check of some classes (Llama's) would import.
+"""Imports transformers' configurations without its modelling code, which a check in some classes (Llama's) would load.
 
-They look up `hidden_act` in the table of activation functions. Its module imports `torch._dynamo`, DTensors and sympy,
-and searches all installed packages, which takes a process 2.6 seconds of CPU time. Which activations this trainer
-computes is checked in megarl/architectures.
+The check looks up `hidden_act` in the table of activation functions. The table's module imports `torch._dynamo`,
+DTensors and sympy, and searches all installed packages: 2.6 seconds of CPU time per process. megarl/architectures
+checks which activations this trainer can compute.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _CHECKS, _TABLE = "transformers.utils.type_validators", "transformers.activation
 
 
 def install() -> None:
-    """Import the checks with an empty table, with which they allow any activation. Idempotent.
+    """Import the checks with an empty table, so that they accept any activation. A second call does nothing.
 
-    Where the checks or the table have been imported already, nothing is changed.
+    If the checks or the table are already imported, nothing changes.
     """
     if _CHECKS in sys.modules or _TABLE in sys.modules:
         return

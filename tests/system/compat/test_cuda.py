@@ -58,7 +58,7 @@ def test_nccl_of_an_image_is_asked_of_its_torch(tmp_path):
     servers = interpreter(tmp_path / "b", "2.30.7")
     with pytest.raises(ConfigError, match=r"trainer 2\.28\.9, servers 2\.30\.7") as caught:
         cuda.check_same_nccl(servers, interpreter(tmp_path / "a", answer="2.28.9"))
-    assert "the trainer's interpreter has the older one as part of its image" in caught.value.fix
+    assert "the trainer's interpreter has the older NCCL in its image" in caught.value.fix
 
 
 def test_torch_answers_with_the_library_that_it_has_loaded(capsys):

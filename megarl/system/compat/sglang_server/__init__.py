@@ -1,1 +1,1 @@
-"""Files that run in the servers' own interpreter; nothing here is imported by megarl."""
+"""Files that run in the servers' interpreter. megarl imports nothing from here."""

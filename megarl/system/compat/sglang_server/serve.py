@@ -44,8 +44,8 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Kill this process group when the process PARENT ends.
 
-    The kernel's signal also reaches a stopped process, but follows the thread that started this one, so it is asked for
-    only when that was the main thread. The watch does not depend on that, and reaches the whole group.
+    The kernel's signal also reaches a stopped process, but it follows the thread that started this one, so it is
+    requested only when that was the main thread. The polling watch always works, and reaches the whole group.
     """
 
     def watch() -> None:
@@ -59,7 +59,7 @@ def end_with_parent() -> None:
 
 
 def blot_out_key() -> None:
-    """Replace the API key in every log message of this process; SGLang logs all its arguments at the start."""
+    """Replace the API key in every log message of this process, because SGLang logs all its arguments at the start."""
     make = logging.getLogRecordFactory()
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -73,8 +73,10 @@ def blot_out_key() -> None:
 
 
 def listen_on_one_address() -> None:
-    """Make torch's rendezvous store listen only on the address it is called by: whoever reaches it can write to it."""
-    # torch.distributed.rendezvous is also a function; the module has to be asked for by name.
+    """Make torch's rendezvous store listen only on the address by which it is called, since anyone who reaches it can
+    write.
+    """
+    # torch.distributed.rendezvous is also a function, so the module is imported by name
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     make = rendezvous.TCPStore
 
@@ -87,7 +89,7 @@ def listen_on_one_address() -> None:
 
 
 def extend_path() -> None:
-    """Put our loaders, and stand-ins for packages that are missing or need CUDA, in front of the path."""
+    """Put our loaders, and stand-ins for packages that are missing or need CUDA, at the front of the path."""
     sys.path.insert(0, str(Path(__file__).parent / "loaders"))
     folder = Path(__file__).parent / "stand_ins"
     if ON_CPU:
@@ -98,7 +100,7 @@ def extend_path() -> None:
 
 
 def succeeded_everywhere(success: bool) -> bool:
-    """Tell whether an update succeeded on all ranks of this server. Each calls this once per update."""
+    """Return whether an update succeeded on all ranks of this server. Every rank calls this once per update."""
     import torch
     from sglang.srt.runtime_context import get_parallel
 
@@ -111,8 +113,9 @@ def succeeded_everywhere(success: bool) -> bool:
 
 
 def forget_images() -> None:
-    """Drop the features of images that a vision encoder has computed: SGLang keeps them, by a hash of the pixels,
-    whatever weights the encoder gets."""
+    """Drop cached image features, which SGLang keeps by a hash of the pixels even when the vision encoder gets new
+    weights.
+    """
     from sglang.srt.managers import mm_schedule
 
     if mm_schedule.embedding_cache is not None:
@@ -120,9 +123,9 @@ def forget_images() -> None:
 
 
 def refuse_instead_of_dying() -> None:
-    """Answer an update that failed on whatever rank with its message, also a tensor update that raised.
+    """Reply to a failed update with the message of the failing rank, also for a tensor update that raised.
 
-    SGLang itself ends when a tensor update raises, and answers every update only for rank 0.
+    Unpatched SGLang ends when a tensor update raises, and reports only rank 0's result.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -147,14 +150,14 @@ def refuse_instead_of_dying() -> None:
 
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_tensor", update, HookType.AROUND)
-    # These answer what went wrong, in more than one step each, so ranks meet where all steps end.
+    # These updates take more than one step each, so all ranks wait for each other after the last step.
     manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for way in ("disk", "distributed"):
         HookRegistry.register(f"{manager}.update_weights_from_{way}", handle, HookType.AROUND)
 
 
 def name_shared_memory() -> None:
-    """Call what this server shares INSTANCE: SGLang names it after words and processes that nobody knows afterwards."""
+    """Name the server's shared memory INSTANCE. SGLang's own names cannot be recognised after the server was killed."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def name_loads(ports: Any, *args: Any, **kwargs: Any) -> None:
@@ -164,12 +167,12 @@ def name_shared_memory() -> None:
         return str(call(*args, **kwargs)).replace("sgl_shm_", f"sgl_shm_{INSTANCE}_", 1)
 
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", name_loads, HookType.AFTER)
-    queue = "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name"  # of ranks to each other
+    queue = "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name"  # queues between ranks
     HookRegistry.register(queue, name_queue, HookType.AROUND)
 
 
 def insist_on_hooks() -> None:
-    """End a server that lacks the place of a hook: SGLang itself logs that and goes on without."""
+    """End a server in which a hook has no place; unpatched SGLang would log that and continue without the hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     apply, wanted = HookRegistry.apply_hooks, set(HookRegistry._hooks)
@@ -184,7 +187,7 @@ def insist_on_hooks() -> None:
 
 
 def honour_seeds() -> None:
-    """Give every batch the `sampling_seed` of its requests, through SGLang's own registry of hooks."""
+    """Give every batch the `sampling_seed` of its requests, through SGLang's registry of hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def add_seeds(info: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
@@ -200,10 +203,10 @@ def honour_seeds() -> None:
 
 
 def sample_by_token() -> None:
-    """Make the noise of a seeded sample fall on tokens, whoever shares its batch.
+    """Tie the noise of a seeded sample to token ids, so that it does not depend on the other requests of its batch.
 
-    SGLang filters (top_k, top_p) a whole batch if one of its requests asks for it, as health checks do, and then the
-    noise falls on the ranks of the sorted tokens.
+    SGLang filters (top_k, top_p) a whole batch if one of its requests needs it, as health checks do, and then applies
+    the noise to the ranks of the sorted tokens.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -211,7 +214,7 @@ def sample_by_token() -> None:
         import torch
         from sglang.srt.layers.sampler import sampling_from_probs_torch
 
-        *_, seed, positions = filters  # after top_ks, top_ps, min_ps and whether there is any of the latter
+        *_, seed, positions = filters  # arguments after top_ks, top_ps, min_ps and the flag for min_ps
         if seed is None or options.get("return_filtered_probs"):
             return call(probs, *filters, **options)
         _, kept, tokens, _ = call(probs, *filters, **options | {"return_filtered_probs": True})
@@ -223,9 +226,9 @@ def sample_by_token() -> None:
 
 
 def fork_processes() -> None:
-    """Fork the server's processes from this one: SGLang starts new ones, which import for ten seconds each.
+    """Fork the server's processes from this one: new processes would import for ten seconds each.
 
-    Without CUDA there is nothing that a fork does not survive; OpenMP has started no threads yet.
+    Without CUDA nothing here prevents a fork; OpenMP has started no threads yet.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -236,9 +239,9 @@ def fork_processes() -> None:
 
 
 def rest_while_paused() -> None:
-    """Let a scheduler that is paused wait for what comes next, as `--sleep-on-idle` lets one without requests.
+    """Let a paused scheduler wait for messages, as `--sleep-on-idle` does for one without requests.
 
-    SGLang's asks again and again: a core would be busy with that for as long as an update takes.
+    SGLang's own loop polls, which would keep a core busy for the duration of an update.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -269,5 +272,5 @@ if ON_CPU:
 insist_on_hooks()
 if __name__ == "__main__":
     if KEY:
-        sys.argv.append(f"--api-key={KEY}")  # a key may begin with a dash
+        sys.argv.append(f"--api-key={KEY}")  # written with =, because a key may begin with a dash
     runpy.run_module("sglang.launch_server", run_name="__main__")

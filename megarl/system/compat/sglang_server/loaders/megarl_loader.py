@@ -1,11 +1,11 @@
-"""Loaders for a running SGLang server: `--custom-weight-loader megarl_loader.load megarl_loader.patch`.
+"""Weight loaders for a running SGLang server: `--custom-weight-loader megarl_loader.load megarl_loader.patch`.
 
-This file runs in the servers' own interpreter, without megarl. `load` takes a bucket of whole tensors. `patch` takes
-changed elements. Where an element of a Hugging Face tensor lies in the server's parameters (fused projections, tensor
-parallel parts, experts) only the model's own `load_weights` knows. So it is called once with probes in the place of
-tensors: their slices are followed, and where it would copy one into a parameter, the place is noted and nothing is
-written. This is as general as loading is. A tensor that loading does more with than slice and copy (padding, packing,
-quantising) is refused, and the trainer sends it whole.
+This file runs in the servers' own interpreter, without megarl. `load` receives a bucket of whole tensors, `patch`
+changed elements. Only the model's `load_weights` knows where an element of a Hugging Face tensor lies in the server's
+parameters (fused projections, tensor-parallel parts, experts). So `patch` calls it once with probes in place of
+tensors: slices of probes are tracked, and where a probe would be copied into a parameter, the place is recorded and
+nothing is written. Tensors that loading does not merely slice and copy (padding, packing, quantising) are refused, and
+the trainer sends them whole.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.
 
 
 class CannotPatch(Exception):
-    """The model does more with this tensor than slice and copy it."""
+    """The model's loading does not merely slice and copy this tensor."""
 
 
 @dataclass(frozen=True)
 class CopyTarget:
-    """A part of a tensor, and the memory of a parameter that it is copied into.
+    """A part of a tensor, and the memory of a parameter into which loading copies it.
 
     Attributes:
         offset, strides: offset and strides of the part, in elements of the whole tensor.
@@ -41,11 +41,13 @@ class CopyTarget:
     target: Tensor
 
     def write(self, positions: Tensor, values: Tensor) -> None:
-        """Set the elements `positions` of the tensor, int64 [n], rising, to `values` [n], where they lie in this
-        part."""
+        """Write `values` [n] of the tensor's elements at `positions` (int64 [n], ascending) into the parameter, for
+        elements in this part.
+        """
         word = _WORDS[self.target.itemsize]  # not every dtype can be written by index
         values, target = values.to(self.target.dtype).view(word), self.target.view(word)
-        if self.target.is_contiguous() and self.target.stride() == self.strides:  # one run of elements on both sides
+        # the part is one run of elements on both sides
+        if self.target.is_contiguous() and self.target.stride() == self.strides:
             run = torch.tensor([self.offset, self.offset + self.target.numel()], device=positions.device)
             first, last = torch.searchsorted(positions, run).tolist()
             target.view(-1)[positions[first:last] - self.offset] = values[first:last]
@@ -62,14 +64,14 @@ class CopyTarget:
 
 
 class ProbeTensor(Tensor):
-    """A tensor with a shape and no bytes, which notes where it, or a slice of it, is copied to."""
+    """A tensor with a shape and no data that records where it, or a slice of it, is copied to."""
 
     meta: Tensor
     places: list[CopyTarget]
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
-        """Make a probe of `meta`, a meta tensor whose strides and offset tell which part of the whole tensor it is."""
+        """Make a probe of `meta`, a meta tensor whose strides and offset say which part of the whole tensor it is."""
         made = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -95,13 +97,13 @@ class ProbeTensor(Tensor):
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, probe.dtype):
             return probe
         if not (func.is_view or func in _SAME):
-            raise CannotPatch(f"loading calls {func} on it")
+            raise CannotPatch(f"loading calls {func} on the tensor")
         found = func(*tree_map_only(cls, lambda arg: arg.meta, args), **(kwargs or {}))
         return tree_map_only(Tensor, lambda meta: cls(meta, probe.device, probe.places), found)
 
 
 class _Map:
-    """The places of tensors, kept as long as the parameters stay where they are."""
+    """The places of tensors, valid as long as the parameters stay at their addresses."""
 
     def __init__(self) -> None:
         self.parameters: tuple[int, ...] = ()
@@ -121,7 +123,7 @@ class _Map:
 
 
 _MAP = _Map()
-_MAPPED: dict[tuple[str, str], dict[int, Tensor]] = {}  # buffers by address, of each update and sender
+_MAPPED: dict[tuple[str, str], dict[int, Tensor]] = {}  # mapped buffers by address, for each (update, sender)
 
 
 def _probes(
@@ -132,29 +134,30 @@ def _probes(
 
 
 def _to_own_device(model: Any, flat: Tensor) -> Tensor:
-    """Return the buffer on the model's device: with a memory saver no other device may write to the parameters, and a
-    copy between devices is made by the one that has the source."""
+    """Return the buffer on the model's device: with a memory saver no other device may write to the parameters, and the
+    device that holds the source makes the copy.
+    """
     return flat.to(next(model.parameters()).device)
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load the tensors of a bucket.
 
-    A sender's host memory stays mapped until its last bucket: mapping it again for each bucket, page by page, takes a
-    third as long as copying from it. A dead sender's leftovers are freed in the next update.
+    A sender's host memory stays mapped until its last bucket: mapping it for each bucket, page by page, takes a third
+    as long as copying from it. Buffers of a dead sender are freed in the next update.
 
     Args:
-        model: model of the server; called as for any update of its weights.
-        named_tensors: one, uint8 [bytes of the bucket]; in the place of its name a JSON header: `tensors`, a list of
-            (name, shape, dtype, first byte, bytes); `update`, a name that all its senders share; `sender`; `last`,
-            whether this is its last bucket.
+        model: model of the server, as SGLang passes it to a loader.
+        named_tensors: one entry, uint8 [bytes of the bucket]. Its name is a JSON header: `tensors`, a list of (name,
+            shape, dtype, first byte, bytes); `update`, a name that all senders of the update share; `sender`; `last`,
+            whether this is the sender's last bucket.
     """
     ((text, flat),) = named_tensors
     header = json.loads(text)
     for stale in [key for key in _MAPPED if key[0] != header["update"]]:
         del _MAPPED[stale]
     key = header["update"], header["sender"]
-    if not flat.is_cuda:  # there it may be a copy, which nobody reuses
+    if not flat.is_cuda:  # on GPUs the buffer may be a copy, which is not reused
         _MAPPED.setdefault(key, {})[flat.untyped_storage().data_ptr()] = flat
     flat = _to_own_device(model, flat)
     found = [
@@ -163,7 +166,7 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     ]
     model.load_weights(found)
     if flat.is_cuda:
-        torch.cuda.synchronize(flat.device)  # the sender fills its buffer again when this is answered
+        torch.cuda.synchronize(flat.device)  # the sender refills its buffer after this call returns
     if header["last"]:
         _MAPPED.pop(key, None)
 
@@ -173,24 +176,24 @@ def patch(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Write the changed elements of some tensors into the model's parameters.
 
     Args:
-        model: as for `load`.
-        named_tensors: one, uint8: for each element its distance from the one before it, from element -1 at the start of
-            each tensor; then the elements. In the place of its name a JSON header: a list of (name, shape, dtype,
-            number of elements).
+        model: as in `load`.
+        named_tensors: one entry, uint8: the distance of each element from the previous one (from -1 at the start of
+            each tensor), then the elements. Its name is a JSON header: a list of (name, shape, dtype, number
+            of elements).
 
     Raises:
-        CannotPatch: a tensor cannot be changed in part. Some of the others may have been.
+        CannotPatch: a tensor cannot be changed in part. Other tensors may already have been changed.
     """
     ((text, flat),) = named_tensors
     header = json.loads(text)
     if hasattr(model, "post_load_weights"):
-        raise CannotPatch("this model derives other weights from those it loads")
+        raise CannotPatch("this model derives further weights from the loaded ones, so they cannot be changed in part")
     places = _MAP.of(model, [(name, shape, dtype) for name, shape, dtype, _ in header])
     flat = _to_own_device(model, flat)
     steps, values = flat, flat[sum(count for *_, count in header) :]
     for name, _, dtype, count in header:
         kind = getattr(torch, dtype)
-        elements = values[: count * kind.itemsize].clone().view(kind)  # where they lie they may not be aligned
+        elements = values[: count * kind.itemsize].clone().view(kind)  # the bytes may not be aligned at their place
         positions = steps[:count].to(torch.int64).cumsum(0) - 1
         for place in places[name]:
             place.write(positions, elements)

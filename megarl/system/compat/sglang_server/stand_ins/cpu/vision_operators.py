@@ -1,5 +1,6 @@
-"""Lets a torchvision for CUDA be imported beside a torch for CPUs: its own operators are in a library that does not
-load there, and importing asks for the declarations of two. Nothing that servers call needs them."""
+"""Makes a CUDA build of torchvision importable beside a CPU build of torch: its operator library does not load there,
+and importing needs the declarations of two operators. Nothing that servers call uses them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def declare() -> None:
-    """Declare the operators, unless torchvision has brought them."""
+    """Declare the operators, unless torchvision has declared them."""
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
         return

@@ -1,6 +1,7 @@
-"""Stand-in for SGLang's CUDA kernels, whose import needs libcuda. Every name is there and raises when it is called.
+"""Stand-in for SGLang's CUDA kernels, whose import needs libcuda. Every name exists and raises when it is called.
 
-One operator is real, because the sampler calls it on a CPU too: the hash that makes the noise of seeded sampling.
+One operator is implemented, because the sampler calls it on a CPU too: the hash that gives the noise of seeded
+sampling.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
 _LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
 _LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
 _LIBRARY.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
-# The file of the processor of Qwen's vision-language models imports models that ask for these. Calling one raises.
+# The processor file of Qwen's vision-language models imports models that need these names. Calling one raises.
 for _name in (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",

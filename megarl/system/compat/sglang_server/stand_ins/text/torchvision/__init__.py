@@ -1,4 +1,4 @@
-"""Stand-in for torchvision, which SGLang imports only for its multimodal models: every name is there, none works."""
+"""Stand-in for torchvision, which SGLang imports only for multimodal models: every name exists, and none works."""
 
 from __future__ import annotations
 
