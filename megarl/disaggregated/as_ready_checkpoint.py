@@ -47,8 +47,7 @@ def files_of_flow(
 
     Finished groups are in the buffer; `under_way`: `versions` of the others. The rest as in `flow_files`.
     """
-    buffer, layout = c.team.buffer, c.layout
-    assert buffer is not None, "there are other teams"
+    buffer, layout = c.buffer, c.layout
     if not layout.is_lead:
         return {}
     ready, versions = unused_groups(buffer, version, layout.dp_rank, layout.dp_size)

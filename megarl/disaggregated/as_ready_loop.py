@@ -31,7 +31,6 @@ from megarl.data.batch import Batch
 from megarl.disaggregated.as_ready_checkpoint import BufferedGroups, files_of_flow, read_buffered_groups
 from megarl.disaggregated.call_batcher import CallBatcher
 from megarl.disaggregated.generation import publish
-from megarl.disaggregated.in_order_loop import buffer_of
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
 from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 from megarl.runtime.stages import sampling
@@ -63,7 +62,7 @@ def find_buffered_groups(source: Path) -> BufferedGroups | None:
 def tell_place(c: RankState) -> None:
     """Report where prompts stand, for the checkpoint of the context's step; no group begins meanwhile."""
     assert c.loader is not None, "checks refuse a training run without data"
-    c.loader.go_to(buffer_of(c).flow_state()["next"])
+    c.loader.go_to(c.buffer.flow_state()["next"])
     tell_loader(c)
 
 
@@ -148,7 +147,7 @@ class AsReadyLoop:
 
     def _open(self) -> None:
         """Tell the buffer where prompts begin, and hand it what a checkpoint has."""
-        c, buffer, held = self.c, buffer_of(self.c), self.held
+        c, buffer, held = self.c, self.c.buffer, self.held
         assert c.loader is not None, "checks refuse a training run without data"
         late = None
         if c.layout.rank == 0:
@@ -271,7 +270,7 @@ class AsReadyLoop:
         if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
         self._looked = now
-        return buffer_of(self.c).has_come(UpdateWanted.name_of(self._update_number))
+        return self.c.buffer.has_come(UpdateWanted.name_of(self._update_number))
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
         """Walk the nodes after the one that generates, as far as they do not wait for rewards."""
@@ -358,7 +357,7 @@ class AsReadyLoop:
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
                 is_open = ReplicasOpen(number)
-                buffer_of(c).arrive(is_open.name, is_open.encode())
+                c.buffer.arrive(is_open.name, is_open.encode())
             version = UpdateSent.read(c.mail, number).version
         publish(c, version)
         c.context.step = version

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.messages import StepGenerated
-from megarl.dag.stage import Role
 from megarl.dag.staleness import StalenessPolicy, policy_of
 from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_checkpoint import BufferedStep, files_ahead, read_buffered_step
@@ -27,21 +26,9 @@ from megarl.training.checkpoint import read_state
 if TYPE_CHECKING:
     from megarl.dag.executor import Executor
     from megarl.disaggregated.buffer.channel import TeamChannel
-    from megarl.disaggregated.buffer.client import BufferClient
     from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
-
-
-def generates_apart(c: RankState) -> bool:
-    """This team generates samples, and another one trains on them."""
-    return c.team.holds(Role.ROLLOUT) and not c.team.leads
-
-
-def buffer_of(c: RankState) -> BufferClient:
-    """Holds what this team and the others exchange."""
-    assert c.team.buffer is not None, "checks want the rollout in a team of its own"
-    return c.team.buffer
 
 
 @dataclass
@@ -116,7 +103,7 @@ class InOrderLoop:
         # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
         if c.layout.is_lead:
             generated = StepGenerated(c.context.step)
-            buffer_of(c).arrive(generated.name, generated.encode())
+            c.buffer.arrive(generated.name, generated.encode())
 
     def _follow(self, version: int) -> None:
         c, validated = self.c, validates(self.c.config, version)

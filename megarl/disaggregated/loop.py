@@ -32,7 +32,7 @@ from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups
 from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
 from megarl.disaggregated.buffer.client import BufferClient
 from megarl.disaggregated.generation import open_rollout, publish
-from megarl.disaggregated.in_order_loop import InOrderLoop, buffer_of, find_buffered_steps, generates_apart
+from megarl.disaggregated.in_order_loop import InOrderLoop, find_buffered_steps
 from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader, tell_last
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates, WeightUpdates
 from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, settling
@@ -104,7 +104,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             if not start.begun and not c.team.finished and config.validation.before_train and config.data.held_out:
                 checkpoints.rate_start(_validate_first(c, recorder))
             with settling(checkpoints):
-                if generates_apart(c):
+                if c.team.generates_apart:
                     _generate_apart(c, graph, recorder, checkpoints, start)
                 else:
                     _steps(c, graph, recorder, checkpoints)
@@ -201,10 +201,10 @@ def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel | NoChannel:
     """Open this rank's way to other teams around the nodes that it walks."""
     if not c.team.others:
         return NoChannel()
-    keeps = generates_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
+    keeps = c.team.generates_apart and c.config.async_.max_staleness > 0  # for checkpoints
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
     return TeamChannel(
-        graph, c.team.placement, buffer_of(c), *place, keeps=keeps, dealt=dealt, stays=c.team.plan.may_restart
+        graph, c.team.placement, c.buffer, *place, keeps=keeps, dealt=dealt, stays=c.team.plan.may_restart
     )
 
 
@@ -221,7 +221,7 @@ def _generate_apart(
         held = [] if source is None else find_buffered_steps(c, source, c.context.step)
         InOrderLoop(c, executor, channel, recorder, checkpoints, held).run()
         return
-    recorder.channel = groups = GroupChannel(team.placement, buffer_of(c), c.layout.is_lead)
+    recorder.channel = groups = GroupChannel(team.placement, c.buffer, c.layout.is_lead)
     nodes = team.plan.nodes[1:]
     waiting = next((place for place, id in enumerate(nodes) if PENDING in graph[id].declared.consumes), len(nodes))
     before, after = (Executor(graph, c.roles, some, groups) for some in (nodes[:waiting], nodes[waiting:]))

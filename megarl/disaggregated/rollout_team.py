@@ -167,7 +167,7 @@ def share_loader(c: RankState) -> None:
 
     Every team calls; where one holds both roles there is nothing to tell.
     """
-    if c.team.holds(Role.ROLLOUT) and not c.team.leads and c.layout.rank == 0:
+    if c.team.generates_apart and c.layout.rank == 0:
         LoaderAtStart(_state_of(c)).post(c.mail)
     elif c.team.leads and c.team.generates_elsewhere:
         with phase("await_loader", waits_for=c.team.of(Role.ROLLOUT)):
@@ -183,7 +183,7 @@ def tell_loader(c: RankState) -> None:
 
 def resume_loader(c: RankState, checkpoint: Path) -> None:
     """Go on where the loader stood at `checkpoint`, in a rollout's team of its own; in others nothing is to be done."""
-    if c.team.holds(Role.ROLLOUT) and not c.team.leads:
+    if c.team.generates_apart:
         assert c.loader is not None, "the team that generates has the data"
         c.loader.load_state_dict(read_state(checkpoint)["loader"])
 

@@ -19,7 +19,6 @@ from megarl.dag.messages import (
 from megarl.dag.stage import Role
 from megarl.dag.staleness import policy_of
 from megarl.disaggregated.generation import publish
-from megarl.disaggregated.in_order_loop import buffer_of
 from megarl.models.copies import ParameterCopies
 from megarl.runtime.validate import may_be_last, validates
 from megarl.system.tracing import phase
@@ -96,7 +95,7 @@ class InOrderUpdates(WeightUpdates):
             with phase("await_drawn", waits_for=team.name):
                 StepGenerated.read(c.mail, step)
             return True
-        generated = buffer_of(c).is_posted(StepGenerated.name_of(step)) if c.layout.rank == 0 else None
+        generated = c.buffer.is_posted(StepGenerated.name_of(step)) if c.layout.rank == 0 else None
         return bool(c.layout.world.broadcast_json(generated))
 
 
@@ -117,7 +116,7 @@ class AsReadyUpdates(WeightUpdates):
             return
         given = c.team.placement.given_by(self._team.name)[0]
         with phase("take"), phase("wait", waits_for=self._team.name):
-            buffer_of(c).assignment(step, given.samples, c.layout.dp_rank)
+            c.buffer.assignment(step, given.samples, c.layout.dp_rank)
         if self._version < step - 1 and self._is_open():
             self._push(step - 1)
 
@@ -140,7 +139,7 @@ class AsReadyUpdates(WeightUpdates):
         The samples of a step may be the last ones that a replica put before it is open for weights: it is a matter of
         milliseconds then, and without waiting for them it would have nothing to do for a step of training.
         """
-        world, buffer = self._c.layout.world, buffer_of(self._c)
+        world, buffer = self._c.layout.world, self._c.buffer
         found = bool(world.broadcast_json(buffer.drained(self._version) if world.rank == 0 else None))
         if found:
             self._await_open()

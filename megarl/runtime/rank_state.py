@@ -94,6 +94,11 @@ class TeamContext:
         return team.name
 
     @property
+    def generates_apart(self) -> bool:
+        """Whether this team generates samples, and another one trains on them."""
+        return self.holds(Role.ROLLOUT) and not self.leads
+
+    @property
     def generates_elsewhere(self) -> bool:
         """Whether another team generates the run's samples."""
         return self.placement.of_role(Role.ROLLOUT) not in (None, self.plan)
@@ -166,6 +171,12 @@ class RankState:
     def mail(self) -> Mail:
         """The mail between this team and the others."""
         return self.team.buffer or NoMail()
+
+    @property
+    def buffer(self) -> BufferClient:
+        """The buffer between the teams of a run that has several."""
+        assert self.team.buffer is not None, "a run of one team has no buffer"
+        return self.team.buffer
 
     @property
     def models(self) -> dict[str, ModelRole]:

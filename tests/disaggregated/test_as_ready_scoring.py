@@ -73,7 +73,7 @@ class Run:
             has_come=lambda name: self.wanted(),
             flow_state=lambda: {"next": 5},
         )
-        team = SimpleNamespace(buffer=buffer, plan=SimpleNamespace(nodes=["rollout"]))
+        team = SimpleNamespace(plan=SimpleNamespace(nodes=["rollout"]))
         rollout = SimpleNamespace(generating=lambda context, step: nullcontext())
         context = SimpleNamespace(metrics=Metrics(), step=1)
         loader = SimpleNamespace(go_to=lambda number: None)
@@ -81,6 +81,7 @@ class Run:
             config=config,
             layout=layout,
             team=team,
+            buffer=buffer,
             rollout=rollout,
             context=context,
             fleet=None,

@@ -182,7 +182,8 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
     world = SimpleNamespace(broadcast_json=lambda value: value)
     c: Any = SimpleNamespace(
         config=config,
-        team=SimpleNamespace(placement=placement, buffer=buffer),
+        team=SimpleNamespace(placement=placement),
+        buffer=buffer,
         mail=SimpleNamespace(read=lambda name: said.append(name) or StepGenerated(int(name[-1])).encode()),
         layout=SimpleNamespace(rank=0, world=world),
         actor=SimpleNamespace(chunks=[]),

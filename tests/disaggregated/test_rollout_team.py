@@ -13,7 +13,6 @@ import torch
 
 from megarl.config.run import RunConfig
 from megarl.dag.messages import LoaderAtStart, LoaderPlace
-from megarl.dag.stage import Role
 from megarl.dag.staleness import InOrder
 from megarl.data.batch import Batch
 from megarl.data.loader import PromptLoader
@@ -181,7 +180,7 @@ def test_a_resumed_run_draws_the_prompts_that_come_next(tmp_path, resumed_at):
     for _ in range(resumed_at):
         next(written)
     (tmp_path / "state.json").write_text(json.dumps({"loader": written.state_dict()}))
-    team = SimpleNamespace(holds=lambda role: role is Role.ROLLOUT, leads=False, buffer=None)
+    team = SimpleNamespace(generates_apart=True, leads=False, buffer=None)
     c = SimpleNamespace(team=team, layout=SimpleNamespace(world=world()), loader=PromptLoader(data, 4), trained={})
     loop.resume(c, CheckpointPart(c), tmp_path, begun=resumed_at > 0)
     assert next(c.loader)["number"] == next(written)["number"]
