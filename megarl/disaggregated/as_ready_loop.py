@@ -373,7 +373,7 @@ class AsReadyLoop:
             evaluate_last(self.c, self.recorder, version)
 
     def _save(self, version: int, producer: GroupGenerator) -> None:
-        """This team's part of the checkpoint of step `version`, if there is one."""
+        """Write this team's part of the checkpoint of step `version`, if there is one."""
         c = self.c
         if not SavesStep.read(c.mail, version).saves:
             self.checkpoints.poll()

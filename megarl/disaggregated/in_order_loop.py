@@ -1,4 +1,4 @@
-"""The team of the rollout when it is not the actor's: it generates, `async.max_staleness` steps ahead of training.
+"""The loop of a rollout's team of its own: it generates `async.max_staleness` steps ahead of training.
 
 megarl/dag/messages.py shows the messages of a step, with k = `async.max_staleness`. With k = 0 this team generates step
 t + 1 after weights t have come, and no checkpoint has samples of it. In a run of T steps nothing is generated with
@@ -36,7 +36,7 @@ class InOrderLoop:
     """The steps of a rollout's team. All methods are collective over it.
 
     Attributes:
-        held: what a checkpoint has for the first steps.
+        held: samples of the first steps, from a checkpoint.
     """
 
     c: RankState
@@ -48,7 +48,7 @@ class InOrderLoop:
     _ahead: list[BufferedStep] = field(default_factory=list)  # of steps that the newest checkpoint does not have
 
     def run(self) -> None:
-        """All steps that are left, and the weights after the last ones."""
+        """Generate all remaining steps, and take the weights after the last ones."""
         c, policy = self.c, self._policy
         first, steps = c.context.step, policy.steps
         for step in range(first + 1, steps + 1):
@@ -78,7 +78,7 @@ class InOrderLoop:
         return policy_of(self.c.config)
 
     def _generate(self) -> BufferedStep | None:
-        """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""
+        """Walk this team's nodes, and return what they handed over if a checkpoint may have to keep it."""
         c = self.c
         assert c.loader is not None, "checks refuse a training run without data"
         with phase("load"):
@@ -89,7 +89,7 @@ class InOrderLoop:
         return BufferedStep(self.channel.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
 
     def _give_held(self) -> BufferedStep:
-        """Send what the walk gave before the run was interrupted, in place of a walk."""
+        """Hand over samples of a checkpoint in place of a walk."""
         c, generated = self.c, self.held.pop(0)
         c.context.metrics.merge(generated.metrics)
         with phase("give"):
@@ -97,10 +97,10 @@ class InOrderLoop:
         return generated
 
     def _tell(self) -> None:
-        """This replica has generated this step, and measured that; and that is where the loader stands."""
+        """Report the loader's place, and that this replica has generated the step."""
         c = self.c
         tell_loader(c)
-        # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
+        # Replicas report one by one, because a collective has a deadline and one of them may take much longer.
         if c.layout.is_lead:
             generated = StepGenerated(c.context.step)
             c.buffer.arrive(generated.name, generated.encode())
@@ -118,7 +118,7 @@ class InOrderLoop:
             evaluate_last(self.c, self.recorder, version)
 
     def _save(self, version: int) -> None:
-        """This team's part of the checkpoint of step `version`, if there is one."""
+        """Write this team's part of the checkpoint of step `version`, if there is one."""
         self._ahead = [generated for generated in self._ahead if generated.step > version]
         files = partial(files_ahead, self.c.layout, version, self._ahead)
         self.checkpoints.write_part(version, last=version == self.c.config.trainer.steps, files=files)

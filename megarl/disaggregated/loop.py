@@ -120,7 +120,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
 
 
 def follow_start(c: RankState) -> RunStart:
-    """Return the start that the actor's team has announced."""
+    """Wait for the start that the actor's team has posted, and return it."""
     with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
         start = RunStart.read(c.mail)
     c.context.step = max(start.resumed_at or 0, c.team.finished)
@@ -128,8 +128,10 @@ def follow_start(c: RankState) -> RunStart:
 
 
 def all_ready(c: RankState) -> None:
-    """Every team has its models: the actor's waits for that, the others say it, with the checksums of those that do not
-    learn. Collective over a team."""
+    """Wait until every team has its models. Collective over a team.
+
+    The actor's team reads a `TeamReady` of each other team, with the checksums of its models that do not learn.
+    """
     c.layout.world.barrier()
     if not c.team.leads:
         if c.layout.rank == 0:
@@ -141,7 +143,7 @@ def all_ready(c: RankState) -> None:
 
 
 def resume(c: RankState, checkpoints: CheckpointPart, source: Path, *, begun: bool) -> None:
-    """Restore what this team has in the checkpoint at `source`; unless `begun`, the actor of a cold start is there."""
+    """Restore this team's part of the checkpoint at `source`; unless `begun`, it has only the actor of a cold start."""
     with phase("resume"):
         if begun:
             checkpoints.load(source)
@@ -198,7 +200,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
 
 
 def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel | NoChannel:
-    """Open this rank's way to other teams around the nodes that it walks."""
+    """Open the channel through which this rank exchanges samples with other teams."""
     if not c.team.others:
         return NoChannel()
     keeps = c.team.generates_apart and c.config.async_.max_staleness > 0  # for checkpoints

@@ -41,10 +41,10 @@ def teams_of(c: RankState) -> Teams | None:
 
 
 class CheckpointPart:
-    """Saves and restores what a team has of a checkpoint. Its methods are collective over the team, but for `settle`.
+    """Saves and restores a team's part of checkpoints. All methods but `settle` are collective over the team.
 
     Attributes:
-        ends: the step that was saved last is the last one of this job, as far as this team decides it.
+        ends: the step that was saved last is the last one of this job; always False but in the actor's team.
     """
 
     def __init__(self, c: RankState) -> None:
@@ -67,7 +67,7 @@ class CheckpointPart:
             checkpoint.load_random_states(source, self._c.layout)
 
     def poll(self) -> None:
-        """After a step that no checkpoint may follow: has what is being written come to its end?
+        """Check the checkpoint that is being written, after a step without one.
 
         Raises:
             CheckpointError: it could not be written; the checkpoint before it is whole.
@@ -75,7 +75,7 @@ class CheckpointPart:
         self._under_way.poll()
 
     def settle(self) -> None:
-        """Let what is being written come to its end before an error of this rank ends the run. Not collective."""
+        """Finish the checkpoint that is being written, before an error of this rank ends the run. Not collective."""
         self._under_way.settle()
 
     def write_part(self, step: int, *, last: bool, files: Callable[[], Mapping[str, bytes]] = dict) -> None:
@@ -109,7 +109,7 @@ class CheckpointPart:
 
     @property
     def over(self) -> bool:
-        """Whether no further step is needed, as far as this team decides it."""
+        """Whether no further step is needed; only the actor's team decides that."""
         return False
 
     def begin(self) -> None:
