@@ -262,7 +262,7 @@ class StepGenerated(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class UpdateWanted(Message):
-    """Actor's team to rollout's team (as ready), after `step`, when the next weights cannot wait.
+    """Actor's team to rollout's team (as ready), after a step, when the next weights cannot wait.
 
     Attributes:
         update: number of the weight update since the start of the processes.
@@ -270,7 +270,6 @@ class UpdateWanted(Message):
 
     topic, keys = "wanted", 1
     update: int
-    step: int
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -127,7 +127,7 @@ class AsReadyUpdates(WeightUpdates):
             SavesStep(step, saved).post(c.mail)
         if saved or validates(c.config, step) or self._policy.weights_must_go(self._version, step + 1):
             if c.layout.rank == 0:
-                UpdateWanted(self._update_number, step).post(c.mail)
+                UpdateWanted(self._update_number).post(c.mail)
             self._await_open()
             self._push(step)
         elif self._is_open():
