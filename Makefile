@@ -107,7 +107,7 @@ metaworld-env: $(STAMP) ## the interpreter of the Meta-World simulator, 0.4 GB
 	$(BIN)/python tools/simulator_env.py metaworld
 
 # Nothing is compiled while it is installed, which would take as long again. These import what a run needs.
-COMPILED := ray, mlflow.store.tracking.sqlalchemy_store, megarl.runtime.worker, megarl.runtime.loop, megarl.training.engine
+COMPILED := ray, mlflow.store.tracking.sqlalchemy_store, megarl.runtime.worker, megarl.disaggregated.loop, megarl.training.engine
 # uv installs in seconds; without it, pip installs (tools/installer.py). torch comes first, by itself: resolved together
 # with the rest, another build of several gigabytes may be chosen.
 INSTALL := $(BIN)/python tools/installer.py $(BIN)/python

@@ -220,7 +220,7 @@ def environments(placement: Placement, port: int) -> list[dict[str, str]]:
 
 def enter(environment: dict[str, str]) -> None:
     """In a worker's process: become a worker of its team, with this buffer in place of the one that Ray holds."""
-    from megarl.disaggregated.buffer import client
+    from megarl.disaggregated import loop
 
     os.environ.update(environment)
-    client.BufferClient = FarClient  # type: ignore[assignment, misc]
+    loop.BufferClient = FarClient  # type: ignore[assignment, misc]
