@@ -50,7 +50,7 @@ or only for this shell:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser with all subcommands and their arguments."""
     parser = Parser(
         prog="megarl",
@@ -316,20 +316,21 @@ def _run(argv: Sequence[str] | None) -> int:
     if rest and not unknown:
         arguments.overrides = [*arguments.overrides, *rest]
     warnings.showwarning = _show_warning
-    return _guarded(functools.partial(_refuse, unknown) if unknown else arguments.run, arguments)
+    return _guarded(functools.partial(_refuse, parser, unknown) if unknown else arguments.run, arguments)
 
 
-def _refuse(unknown: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
+def _refuse(parser: Parser, unknown: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
     """Refuse arguments that the command does not have."""
     command = " ".join(filter(None, ["megarl", arguments.command, getattr(arguments, "check", None)]))
     from megarl.config.other_names import option_meaning
 
+    near = parser.nearest_option(arguments.command, unknown[0])
     keys = "; keys of the recipe are written key.path=value" if "recipe" in arguments else ""
     raise UserError(
         "this command has no such argument" if len(unknown) == 1 else "this command has no such arguments",
         where=command,
         found=" ".join(unknown),
-        fix=f"{command} --help tells which it has{keys}{option_meaning(unknown)}",
+        fix=f"did you mean {near}?" if near else f"{command} --help tells which it has{keys}{option_meaning(unknown)}",
     )
 
 

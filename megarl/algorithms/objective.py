@@ -354,7 +354,7 @@ def _policy_loss(
     inputs = (logp, old_logp, advantages, mask, chosen.settings)
     with located(POLICY_LOSSES.kind, chosen.function):
         result = chosen.function(*inputs, offsets=offsets, **fields)
-    token_loss, metrics = checked_loss(chosen.function, result, mask, (logp, old_logp, advantages, *fields.values()))
+    token_loss, metrics = checked_loss(chosen.function, result, logp, mask, (old_logp, advantages, *fields.values()))
     return token_loss if is_weights is None else is_weights.detach() * token_loss, metrics
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
+from megarl.checks.hub import check_hub
 from megarl.config.run import RunConfig, steps_of_epochs
 from megarl.system.errors import ConfigError, count
 
@@ -18,10 +19,13 @@ def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
         ConfigError: an epoch is not a number of steps: groups are replaced, or prompts are the trials of a simulator.
         DataError: as `PromptDataset` raises it.
     """
-    if job in ("train", "sft") and config.sft.epochs is not None:
-        config = _with_sft_steps(config, config.sft.epochs)
-    epochs = config.trainer.epochs
-    if epochs is None or job != "train":
+    supervised = config.sft.epochs if job in ("train", "sft") else None
+    epochs = config.trainer.epochs if job == "train" else None
+    if supervised is not None or epochs is not None:
+        check_hub(config, job, ask=True)  # the packages that read from it try for minutes
+    if supervised is not None:
+        config = _with_sft_steps(config, supervised)
+    if epochs is None:
         return config
     reason = _why_not(config)
     if reason is not None:

@@ -33,6 +33,11 @@ class Check:
         return ConfigError(self.message, where=self.key, found=self.found, allowed=self.allowed, fix=self.fix)
 
 
+def problems_of(checks: Iterable[Check]) -> list[ConfigError]:
+    """Return the checks that failed, as errors."""
+    return [check.problem() for check in checks if check.status == "fail"]
+
+
 @dataclass(frozen=True)
 class Checklist:
     """A list of checks, in order, seen from the subject that further ones are recorded under."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.checks.checklist import Check
+from megarl.checks.checklist import Check, problems_of
 from megarl.checks.host import host_memory
 from megarl.checks.layout import divides_devices
 from megarl.checks.machine import gpu_room
@@ -68,9 +68,8 @@ def make_plan(
         sections["Teams"] = _teams_text(config, checked, checked.placement, machine)
     sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config, checked.placement)
     found = memory_and_checks(config, checked, checks, job, machine)
-    failed = [check for check in checks if check.status == "fail"]
     text = _as_text(sections)
-    return RunPlan(f"{text}\n\n{found}. Nothing was started.", [check.problem() for check in failed])
+    return RunPlan(f"{text}\n\n{found}. Nothing was started.", problems_of(checks))
 
 
 def _full_text(config: RunConfig) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.asynchrony import check_async
-from megarl.checks.checklist import Check, Checklist, Roles
+from megarl.checks.checklist import Check, Checklist, Roles, problems_of
 from megarl.checks.correction import check_correction
 from megarl.checks.descriptors import check_descriptors
 from megarl.checks.disk import check_disk
@@ -135,7 +135,8 @@ def check_config(
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     check_unused(config, graph, placement, checks)  # last: a key with a problem of its own is named once
-    return Checked(checks.items, sizes, graph, placement, check_time(config, graph, placement, sizes, machine, checks))
+    seconds = check_time(config, graph, placement, sizes, machine, checks, job)
+    return Checked(checks.items, sizes, graph, placement, seconds)
 
 
 def _check_learning(
@@ -199,7 +200,7 @@ def validate(
     checked = check_config(
         config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True, run_dir=run_dir
     )
-    raise_problems([check.problem() for check in checked.items if check.status == "fail"])
+    raise_problems(problems_of(checked.items))
     for check in checked.items:
         if check.status == "warn":
             warnings.warn(str(check.problem()), ConfigWarning, stacklevel=2)

@@ -25,6 +25,7 @@ from megarl.system.errors import close_matches
 _COLDEST = 1e-3
 _LARGEST_GROUP = 1024
 #: Learning rates beyond which AdamW breaks fresh weights and trained ones; tiny models still learn just below.
+_TRIAL = 10  # optimizer steps: a shorter run tries out a recipe, and no schedule is meant for it
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-4
 
 
@@ -473,7 +474,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, ch
             allowed=f"integer from 0 to {end - 1}",
             fix=f"set {key}.warmup_steps={end // 10}",
         )
-    elif warmup >= steps:
+    elif warmup >= steps >= _TRIAL:
         cut = f"; it is cut to {steps - 1}" if optim.schedule != "constant" and optim.decay_steps is None else ""
         checks.warn(
             f"{key}.warmup_steps",

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
 from megarl.planning.hardware import Hardware, typical_cpu, with_memory
 from megarl.planning.passes import total
 from megarl.planning.shards import Sizes
-from megarl.planning.step import occupied, plan_step
+from megarl.planning.step import occupied, plan_step, plan_supervised_step
 from megarl.system.errors import ConfigError, duration
 from megarl.system.machine import Machine
 
 _LONG_S = 3600.0
+_SMALLER = ", such as that of make smollm2"
 
 
 def check_time(
@@ -25,6 +28,7 @@ def check_time(
     sizes: Sizes,
     machine: Machine | None,
     checks: Checklist,
+    job: str = "train",
 ) -> float | None:
     """Estimate the seconds of a step, record them and those of the run, and warn when a step takes over an hour.
 
@@ -37,7 +41,11 @@ def check_time(
     checks = checks.of("time")
     hardware = _hardware(config, machine)
     failed = any(check.status == "fail" for check in checks.items)
-    if hardware is None or graph is None or placement is None or failed:
+    if hardware is None or placement is None or failed:
+        return None
+    if job == "sft":
+        return _check_supervised(config, placement, sizes[Role.ACTOR], hardware, checks)
+    if graph is None:
         return None
     if config.robot is not None or graph.has_responses:
         checks.skip(f"no formulas for {'simulators' if config.robot is not None else 'runs that generate nothing'}")
@@ -57,14 +65,42 @@ def check_time(
     where, parts = plan.hardware.describe(), "by formulas; megarl plan shows the parts"
     if not hardware.gpu:
         where, parts = "this CPU", "by formulas and typical rates; megarl plan measures the rates and shows the parts"
-    text = f"about {_step(plan.step_s)} a step, {run} on {where}, {parts}"
-    if plan.step_s <= _LONG_S:
+    fix = "take fewer or shorter samples, more devices, or a smaller model"
+    fix += "; megarl plan --search ranks layouts" if hardware.gpu else _SMALLER
+    _record(config, plan.step_s, f"about {_step(plan.step_s)} a step, {run} on {where}, {parts}", fix, checks)
+    return plan.step_s
+
+
+def _check_supervised(
+    config: RunConfig, placement: Placement, facts: ModelFacts | None, hardware: Hardware, checks: Checklist
+) -> float | None:
+    """Record the seconds of a step of `megarl sft` and of the run, and return the former; None: no formula knows."""
+    if config.robot is not None or facts is None:
+        checks.skip("no formulas for simulators" if facts is not None else "the model's sizes are not known here")
+        return None
+    nodes, devices = config.cluster.nnodes, sum(team.devices for team in placement.teams)
+    try:
+        step_s = plan_supervised_step(
+            config, placement, facts, replace(hardware, per_node=-(-devices // nodes), nodes=nodes)
+        )
+    except ConfigError as error:
+        checks.skip(f"no plan: {error.what}")
+        return None
+    where = hardware.describe() if hardware.gpu else "this CPU"
+    text = (
+        f"about {_step(step_s)} a step, {duration(config.sft.steps * step_s)} for {config.sft.steps:,} steps on "
+        f"{where}, by formulas, of examples as long as data.max_prompt_tokens and rollout.sampling let samples be"
+    )
+    fix = f"set a smaller sft.batch_size, more devices, or a smaller model{'' if hardware.gpu else _SMALLER}"
+    _record(config, step_s, text, fix, checks)
+    return step_s
+
+
+def _record(config: RunConfig, step_s: float, text: str, fix: str, checks: Checklist) -> None:
+    if step_s <= _LONG_S:
         checks.ok(text)
     else:
-        fix = "take fewer or shorter samples, more devices, or a smaller model"
-        fix += "; megarl plan --search ranks layouts" if hardware.gpu else ", such as that of make smollm2"
         checks.warn("model", f"a step takes long: {text}", found=config.model.path, fix=fix)
-    return plan.step_s
 
 
 def _step(seconds: float) -> str:

@@ -158,6 +158,7 @@ def _check(
     Returns:
         The teams of the job (None when they are not known), and the text, empty without `show`.
     """
+    from megarl.checks.checklist import problems_of
     from megarl.checks.dry_run import memory_and_checks
     from megarl.checks.host import host_memory
     from megarl.checks.recipe import check_config
@@ -167,7 +168,7 @@ def _check(
     checked = check_config(config, launcher=launcher, job=job, here=False)
     checks = [check for check in checked.items if not (image and check.key == "rollout.sglang.python")]
     shown = memory_and_checks(config, checked, checks, job) if show else ""
-    raise_problems([check.problem() for check in checks if check.status == "fail"])
+    raise_problems(problems_of(checks))
     for check in checks:
         if check.status == "warn":
             _warn(str(check.problem()))

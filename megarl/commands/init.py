@@ -26,6 +26,8 @@ _SLOW_S = 120.0  # slower steps than this are reported, because a first try woul
 _SMALL_MODEL = "~/.cache/megarl/smollm2-135m-instruct"
 _PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "label", "output", "response")
+#: Columns of rows that algorithms without a reward learn from.
+_LEARNT = {"dpo": ("chosen", "rejected"), "kto": ("completion", "label")}
 _NUMBER = re.compile(r"\s*[-+]?[\d,]*\.?\d+\s*")
 #: Data and reward when the command names none.
 _PROBLEMS, _PAIRS = "megarl.recipes.word_problems:make_rows", "megarl.recipes.arithmetic:make_pairs"
@@ -153,7 +155,7 @@ _NEXT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl init`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the recipe to write, for example my_run.yaml")
-    parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="grpo", help="default: grpo")
+    parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), help="default: grpo")
     parser.add_argument("--model", help=f"Hugging Face folder or hub name (default: {_MODEL})")
     other = "file with settings of TRL, verl or NeMo-RL to translate: YAML or JSON, or a text file with a command line"
     parser.add_argument("--from", dest="source", metavar="FILE", type=Path, help=other)
@@ -179,6 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the recipe and raise the problems that its dry run would have; return the exit code."""
     from megarl.artifacts.facts import model_facts
+    from megarl.checks.checklist import problems_of
     from megarl.checks.rows import check_rows
     from megarl.config.base import raise_problems
     from megarl.config.model import ModelConfig
@@ -198,7 +201,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     machine = this_machine()
     if arguments.source is not None:
+        if arguments.algorithm is not None:
+            raise ConfigError(
+                "--from takes the algorithm from the settings that it translates",
+                where="--algorithm",
+                found=arguments.algorithm,
+                fix="leave --algorithm out, or --from",
+            )
         return _run_from(arguments, file, machine)
+    arguments.algorithm = arguments.algorithm or "grpo"
     arguments.model = arguments.model or _MODEL
     gpus = int(machine.has_gpu) if arguments.gpus is None else arguments.gpus
     facts = model_facts(ModelConfig(path=arguments.model))
@@ -209,16 +220,16 @@ def run(arguments: argparse.Namespace) -> int:
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         config, checked = _write_first_fit(file, arguments, settings, layouts, machine)
-        problems = [check for check in checked.items if check.status == "fail"]
-        if any(check.name != "memory" for check in problems):
-            raise_problems([check.problem() for check in problems])
+        problems = problems_of(checked.items)
+        if any(check.name != "memory" for check in checked.items if check.status == "fail"):
+            raise_problems(problems)
     # on an error, such as an unknown reward, remove the file: the corrected command must not find it
     except BaseException:
         file.unlink(missing_ok=True)
         raise
     print(f"wrote {file}: {arguments.algorithm} of {arguments.model} on {_devices(gpus)}")
     _print_time(checked, gpus)
-    raise_problems([check.problem() for check in problems])
+    raise_problems(problems)
     check_rows(config, "train")
     print(f"  megarl train {file} --dry-run    every check; starts nothing\n  megarl train {file}")
     return 0
@@ -367,7 +378,7 @@ def _data_settings(arguments: argparse.Namespace, *, pairs: bool) -> _Settings:
 
 def _check_sources(sources: Mapping[str, str | None]) -> None:
     """Refuse files and folders that do not exist. `sources` maps an option to its source of rows."""
-    from megarl.checks.checklist import Checklist
+    from megarl.checks.checklist import Checklist, problems_of
     from megarl.checks.files import check_source
     from megarl.config.base import raise_problems
 
@@ -375,7 +386,7 @@ def _check_sources(sources: Mapping[str, str | None]) -> None:
     for option, source in sources.items():
         if source is not None:
             check_source(source, option, checks)
-    raise_problems([check.problem() for check in checks.items if check.status == "fail"])
+    raise_problems(problems_of(checks.items))
 
 
 def answers_of(rows: Sequence[Row], settings: _Settings) -> list[Any]:
@@ -390,12 +401,14 @@ def reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
 
     texts = [str(answer) for answer in answers]
     if not texts:
+        algorithm = next((name for name, needed in _LEARNT.items() if set(needed) <= set(columns)), None)
+        pairs = f"--algorithm {algorithm}, which learns from {' and '.join(_LEARNT[algorithm])}; " if algorithm else ""
         raise UserError(
             "no column has a usual name of answers, and no reward is given",
             where="--data",
             found=f"columns here: {', '.join(columns)}" if columns else None,
             allowed=f"a column {', '.join(_ANSWERS)}; or a reward: {', '.join(REWARDS.names())} or file.py:function",
-            fix="give --answer-key COLUMN, or --reward my_reward.py:score",
+            fix=f"give {pairs}--answer-key COLUMN, or --reward my_reward.py:score",
         )
     if all("####" in text for text in texts):
         return {"reward.name": "gsm8k"}

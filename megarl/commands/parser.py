@@ -41,6 +41,12 @@ class Parser(argparse.ArgumentParser):
             self._refuse(self._no_recipe())
         super().error(message)
 
+    def nearest_option(self, command: str, text: str) -> str | None:
+        """Return the option of a command whose name is nearest to `text`; None: no name is near."""
+        commands = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        options = [name for name in commands.choices[command]._option_string_actions if name.startswith("--")]
+        return next(iter(close_matches(text.partition("=")[0], options)), None)
+
     def _refuse(self, problem: UserError) -> NoReturn:
         self.exit(problem.exit_code, f"megarl: {problem}\n")
 

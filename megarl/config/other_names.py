@@ -337,7 +337,8 @@ _ABSENT = {
     "adapters are on linear layers here (model.lora.targets)": "lora_target_parameters lora_modules_to_save",
     "there is no moving average of weights here": "ema",
     "the optimizer is always AdamW here (actor.optim has its settings)": (
-        "optim optimizer optim.name optimizer.name optim.optimizer muon adafactor"
+        "optim optimizer optim.name optimizer.name optim.optimizer muon adafactor lion sgd adamw_torch adamw_8bit "
+        "adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit"
     ),
     "this is a command here: megarl eval RECIPE": "val_only eval_only",
 }

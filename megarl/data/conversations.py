@@ -48,14 +48,16 @@ class Conversations:
     Args:
         chat: the chat template; None: prompts and responses are plain text.
         ends: texts of the tokens that end a turn.
+        special: texts of the tokenizer's special tokens, of which the template may end a turn with another one.
 
     Attributes:
         without_reasoning: rows whose prompt opens `<think>` and whose response has no reasoning.
         shortened: rows with reasoning in turns that the template writes without it, as Qwen3's does before the last.
     """
 
-    def __init__(self, chat: ChatTemplate | None, ends: Sequence[str]) -> None:
+    def __init__(self, chat: ChatTemplate | None, ends: Sequence[str], special: Sequence[str] = ()) -> None:
         self._chat, self._ends = chat, [end for end in dict.fromkeys(ends) if end]
+        self._special = [token for token in dict.fromkeys(special) if token]
         # Number of characters, such as a blank, that the template writes between a prompt and the answer, by whether
         # the turn is the last one; None: it begins an answer in another way than it ends a prompt.
         self._inserted: dict[bool, int | None] = {}
@@ -141,7 +143,10 @@ class Conversations:
             starts.append(
                 (len(shown), "") if text.startswith(shown) else self._start(chat, messages, place, text, shown, row)
             )
-        turns = self._cut(text, starts, row)
+        turns, stops = self._cut(text, starts, row)
+        places = [place for place in range(first, len(messages)) if messages[place]["role"] == ASSISTANT]
+        for place, turn, stop in zip(places, turns, stops, strict=True):
+            self._refuse_run_on(chat, messages[: place + 1], turn, text[:stop], row)
         content = messages[-1]["content"]
         # DeepSeek-R1's template takes the reasoning out of every turn, also of the one that is to be generated.
         if _CLOSE in content and _CLOSE not in turns[-1].text and shown.startswith(text[: starts[-1][0]]):
@@ -173,12 +178,35 @@ class Conversations:
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(before[: len(before) - inserted], text, strict=False))
         return sum(1 for _ in alike), ""
 
-    def _cut(self, text: str, starts: Sequence[tuple[int, str]], row: Row) -> list[Turn]:
-        """Return the turns that begin at these places of a conversation, each up to its end token.
+    def _refuse_run_on(self, chat: ChatTemplate, messages: list[Message], turn: Turn, text: str, row: Row) -> None:
+        """Refuse the last of these messages where its turn, whose end is that of `text`, holds the next message, too.
+
+        The template ends such a turn with a special token that is no end token.
+        """
+        content = json.dumps(messages[-1], ensure_ascii=False)
+        end = next((end for end in self._ends if turn.ended and turn.text.endswith(end)), "")
+        inner = turn.text.removesuffix(end)
+        if not any(token in inner and token not in content for token in self._special):
+            return
+        alone = chat.write(messages, row, prompt=False)
+        if len(alone) < len(text) and text.startswith(alone):
+            raise self._no_end(inner)
+
+    def _no_end(self, text: str) -> ConfigError:
+        return ConfigError(
+            "the chat template does not end a turn of the assistant with an end token",
+            where="data.override_chat_template",
+            found=text,
+            allowed=self._ends,
+            fix="add the token that ends a turn to rollout.sampling.stop_token_ids, or name another template",
+        )
+
+    def _cut(self, text: str, starts: Sequence[tuple[int, str]], row: Row) -> tuple[list[Turn], list[int]]:
+        """Return the turns that begin at these places of a conversation, each up to its end token, and where they end.
 
         A prompt that comes with a place stands instead of the text before it.
         """
-        turns, done, end = list[Turn](), 0, ""
+        turns, ends, done, end = list[Turn](), list[int](), 0, ""
         for (start, prompt), (limit, _) in pairwise([*starts, (len(text), "")]):
             if prompt and not prompt.startswith(text[:done]):
                 raise _not_continued(text, prompt, row)
@@ -186,16 +214,11 @@ class Conversations:
             stops = [(text.find(token, start, limit), token) for token in self._ends]
             stop, end = min((found for found in stops if found[0] >= 0), default=(limit, ""))
             if not end and limit < len(text):
-                raise ConfigError(
-                    "the chat template does not end a turn of the assistant with an end token",
-                    where="data.override_chat_template",
-                    found=text[start:limit],
-                    allowed=self._ends,
-                    fix="add the token that ends a turn to rollout.sampling.stop_token_ids, or name another template",
-                )
+                raise self._no_end(text[start:limit])
             done = stop + len(end)
+            ends.append(done)
             turns.append(Turn(before, text[start:done] if end else text[start:].rstrip(), bool(end)))
-        return turns
+        return turns, ends
 
 
 def _not_continued(text: str, prompt: str, row: Row) -> DataError:

@@ -168,7 +168,8 @@ class SFTDataset(PromptDataset):
         # A template may end some turns with another token, as Llama 3.1's does those that call a tool.
         others = [] if self.chat is None else [token for token in stops if is_special(tokenizer, token)]
         ends = [str(tokenizer.decode([token])) for token in (end, int(tokenizer.eos_token_id), *others)]
-        writer = Conversations(self.chat, ends)
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        writer = Conversations(self.chat, ends, special)
         conversations = [writer.turns(*row) for row in zip(self.texts, self.given, talks, self.rows, strict=True)]
         self._noted = (
             (writer.without_reasoning, "without reasoning where its prompt opens <think>"),

@@ -405,11 +405,7 @@ class StepFormulas:
         """Return the costs of one step of the cold start; empty if the recipe has none."""
         if not self.config.sft.steps:
             return []
-        model, work = self.model(Role.ACTOR), self.work
-        lengths = work.lengths
-        number = self.config.sft.batch_size / model.replicas
-        share = Share(number, work.prompt, lengths.expected, lengths.variance, work.patches)
-        return model.update(share, 1, 1)
+        return supervised_costs(self.config, self.model(Role.ACTOR), self.work)
 
     def checkpoint(self) -> tuple[float, float, float]:
         """Return the bytes of a checkpoint, the seconds to write it, and the seconds that training waits. [C1]"""
@@ -459,6 +455,23 @@ class StepFormulas:
             tuple(self.sft()),
             self.given,
         )
+
+
+def supervised_costs(config: RunConfig, model: ModelPass, work: Workload) -> list[Cost]:
+    """Return the costs of one step of supervised fine-tuning, whose examples are taken to be as long as samples."""
+    lengths = work.lengths
+    share = Share(config.sft.batch_size / model.replicas, work.prompt, lengths.expected, lengths.variance, work.patches)
+    return model.update(share, 1, 1)
+
+
+def plan_supervised_step(config: RunConfig, placement: Placement, facts: ModelFacts, hardware: Hardware) -> float:
+    """Return the seconds of one step of `megarl sft`."""
+    team, given = placement.of_role(Role.ACTOR), PlanAssumptions.of(gpu=hardware.gpu)
+    assert team is not None, "it trains the policy"
+    refuse_uneven(team.devices, team.parallel, team.name)
+    engine, model = config.actor.engine, config.model
+    pass_ = ModelPass(facts, team.parallel, team.devices, engine, model.dtype, hardware, given, lora=model.lora)
+    return total(supervised_costs(config, pass_, Workload.of(config, given, facts.encoder)))
 
 
 def plan_step(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.lock import refuse_if_taken
 from megarl.artifacts.run_folder import COLD_START, LAUNCH_FOLDER, SAVE_REQUEST
+from megarl.runtime.files_read import FilesRead, changes_in_place, files_read
 from megarl.runtime.resume_compatibility import announcements, refuse_other_batches
 from megarl.runtime.validate import due
 from megarl.system.tracing import phase
@@ -41,6 +42,7 @@ class ColdStartCheckpoints:
         self._requests = [c.run_dir / LAUNCH_FOLDER / SAVE_REQUEST, c.run_dir / SAVE_REQUEST]
         self._source: Path | None = None
         self._meta: dict[str, Any] | None = None
+        self._read: FilesRead = {}
         self.step: int | None = None
         self.accuracy: float | None = None
 
@@ -51,6 +53,8 @@ class ColdStartCheckpoints:
             ConfigError, DataError: it cannot, with this configuration or data.
             FormatError: another version of megarl wrote it.
         """
+        config = self._c.config.model_dump(mode="json")
+        self._read = self._world.broadcast_json(files_read(config) if self._world.rank == 0 else None)
         if self._c.config.trainer.resume != "auto":
             return
         for step in reversed(self._world.broadcast_json(checkpoint.named_steps(self._root))):
@@ -70,10 +74,11 @@ class ColdStartCheckpoints:
     def _check(self, folder: Path, meta: dict[str, Any]) -> None:
         config = self._c.config.model_dump(mode="json")
         checkpoint.check_model(folder, meta, self._c.trained, self._world)
-        state = checkpoint.read_state(folder)["loader"]
-        self._examples.check_state(state)
-        refuse_other_batches(meta["step"], state, meta["config"], config, "sft")
+        state = checkpoint.read_state(folder)
+        self._examples.check_state(state["loader"])
+        refuse_other_batches(meta["step"], state["loader"], meta["config"], config, "sft")
         lines = announcements(meta["config"], config, "sft")
+        lines += changes_in_place(state.get("read"), self._read, (meta["config"], config), "sft", begun=False)
         if self._world.rank == 0:
             for line in lines:
                 print(f"changed since the checkpoint: {line}", flush=True)
@@ -103,7 +108,7 @@ class ColdStartCheckpoints:
         asked = self._world.broadcast_json(mine)
         if not asked and not due(step, settings.resume_every):
             return
-        extra = {"loader": self._examples.state_dict(), "accuracy": accuracy}
+        extra = {"loader": self._examples.state_dict(), "accuracy": accuracy, "read": self._read}
         with phase("checkpoint"), self._c.offload.phase("checkpoint"):
             config = self._c.config.model_dump(mode="json")
             checkpoint.save(self._root, step, self._c.trained, extra, config=config, keep_last=1)

@@ -88,7 +88,7 @@ def _hidden(value: Any, path: str, places: dict[str, None], *, secret: bool = Fa
     if isinstance(value, dict):
         below = f"{path}." if path else ""
         masked = {
-            name: _hidden(inner, f"{below}{name}", places, secret=secret or _names_secret(str(name)))
+            name: _hidden(inner, f"{below}{name}", places, secret=secret or _names_secret(str(name), inner))
             for name, inner in value.items()
         }
     elif isinstance(value, list):
@@ -108,8 +108,13 @@ def _hidden(value: Any, path: str, places: dict[str, None], *, secret: bool = Fa
     return masked
 
 
-def _names_secret(name: str) -> bool:
-    return _RECIPE_KEY.match(_plain_name(name)) is not None
+def _names_secret(name: str, value: Any = "") -> bool:
+    return _RECIPE_KEY.match(_plain_name(name)) is not None and not _is_token_id(name, str(value))
+
+
+def _is_token_id(name: str, value: str) -> bool:
+    """Return whether a value is a token of the vocabulary, such as `stop_token: 13`; a number may be a password."""
+    return _plain_name(name).lower().endswith("token") and re.fullmatch(r"\d{1,7}", value) is not None
 
 
 def mask_argument(argument: str) -> str:
@@ -121,7 +126,7 @@ def mask_argument(argument: str) -> str:
     'reward.kwargs={api_key: "***", n: 2}'
     """
     key, equals, value = argument.partition("=")
-    if equals and _is_secret(key):
+    if equals and _is_secret(key, value):
         return f"{key}={MASK}"
     whole = _WHOLE.match(value)
     if whole is not None:
@@ -150,7 +155,8 @@ def _secrets(node: yaml.Node | None, inside: bool = False) -> Iterator[tuple[int
     """Yield (start, end, replacement) of each secret in a document. With `inside` all values are secret."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield from _secrets(value, inside or (isinstance(key, yaml.ScalarNode) and _is_secret(key.value)))
+            text = value.value if isinstance(value, yaml.ScalarNode) else ""
+            yield from _secrets(value, inside or (isinstance(key, yaml.ScalarNode) and _is_secret(key.value, text)))
     elif isinstance(node, yaml.SequenceNode):
         option = ""
         for entry in node.value:
@@ -164,9 +170,10 @@ def _secrets(node: yaml.Node | None, inside: bool = False) -> Iterator[tuple[int
         yield node.start_mark.index, node.end_mark.index, f'"{MASK}"'
 
 
-def _is_secret(name: str) -> bool:
-    """Return whether the value of `a.b.name` or `--name` is a secret."""
-    return CREDENTIAL.match(_plain_name(name.rpartition(".")[2])) is not None
+def _is_secret(name: str, value: str = "") -> bool:
+    """Return whether `value`, of `a.b.name` or `--name`, is a secret."""
+    name = name.rpartition(".")[2]
+    return CREDENTIAL.match(_plain_name(name)) is not None and not _is_token_id(name, value)
 
 
 def _plain_name(name: str) -> str:

@@ -23,7 +23,7 @@ from megarl.system.credentials import MASK, PASSWORD, mask, put_back
 from megarl.system.errors import ConfigError
 from megarl.system.tracing import beat
 from megarl.tracking.loggers import LoggedRun
-from megarl.tracking.mlflow_store import down_text, unreachable
+from megarl.tracking.mlflow_store import down_text, make_store, unreachable
 from megarl.tracking.names import SafeNames
 
 log = logging.getLogger(__name__)
@@ -346,6 +346,7 @@ def _connect(uri: str) -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)  # set after the import, which sets its own level
+    make_store(uri, MlflowClient)
     return MlflowClient(put_back(uri, os.environ))
 
 

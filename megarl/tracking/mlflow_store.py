@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import shutil
 import sqlite3
 import ssl
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -29,7 +31,7 @@ def check_store(uri: str) -> None:
     Raises:
         ConfigError: MLflow has no store for this scheme, or the file cannot be written.
     """
-    scheme, colon, rest = uri.partition(":")
+    scheme, colon, _ = uri.partition(":")
     kind = scheme.lower().partition("+")[0]  # postgresql+psycopg2
     if colon and kind not in _SCHEMES and scheme not in entry_points(group="mlflow.tracking_store").names:
         raise ConfigError(
@@ -39,10 +41,8 @@ def check_store(uri: str) -> None:
             allowed=", ".join(f"{name}:" for name in _SCHEMES),
             fix="correct the address, or set tracking.mlflow=false",
         )
-    name = unquote(rest.removeprefix("///").partition("?")[0])
-    if kind != "sqlite" or not rest.startswith("///") or name in ("", ":memory:") or name.startswith("file:"):
-        return
-    why = _unwritable(Path(name))
+    file = _sqlite_file(uri)
+    why = None if file is None else _unwritable(file)
     if why is not None:
         raise ConfigError(
             f"this SQLite store cannot be opened: {why}",
@@ -51,6 +51,38 @@ def check_store(uri: str) -> None:
             allowed="sqlite:///FILE (relative) or sqlite:////FILE, in a folder that exists and that you may write to",
             fix="create the folder, name another one, or leave out tracking.mlflow_uri to use a store in tracking.dir",
         )
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    """Return the file of a SQLite store; None for other stores."""
+    scheme, _, rest = uri.partition(":")
+    name = unquote(rest.removeprefix("///").partition("?")[0])
+    if scheme.lower().partition("+")[0] != "sqlite" or not rest.startswith("///"):
+        return None
+    return None if name in ("", ":memory:") or name.startswith("file:") else Path(name)
+
+
+def make_store(uri: str, connect: Callable[[str], object]) -> None:
+    """Make the file of a SQLite store with all its tables, where there is no file yet.
+
+    MLflow makes one table after another. A run that is interrupted meanwhile would leave a file that no later run can
+    open, so the tables are made elsewhere and the file appears whole.
+
+    Args:
+        connect: opens the store at an address, and makes its tables.
+    """
+    file = _sqlite_file(uri)
+    if file is None or file.exists():
+        return
+    with tempfile.TemporaryDirectory(prefix="megarl-mlflow-") as folder:
+        whole, copy = Path(folder) / _FILE, file.with_name(f".{file.name}.{os.getpid()}")
+        connect(f"sqlite:///{whole}")
+        try:
+            shutil.copyfile(whole, copy)
+            with contextlib.suppress(OSError):  # another run's store is there by now, or there are no hard links here
+                os.link(copy, file)
+        finally:
+            copy.unlink(missing_ok=True)
 
 
 def default_store(folder: Path) -> tuple[str, str]:

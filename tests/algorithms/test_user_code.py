@@ -60,6 +60,7 @@ LOSS = "def mine(logp, old_logp, advantages, mask, cfg, *, offsets):\n    "
         ("return -logp, {'loss': 1.0}", "dict {'loss': 1.0}", "Metrics"),
         ("return None", "None", "Metrics"),
         ("return (logp / 0) * mask, Metrics()", "-inf at [0]", "NaN * 0 is NaN"),
+        ("return -logp.detach(), Metrics()", "float32 tensor of shape [3]", "without detach()"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_located(component, body, found, fix):

@@ -13,6 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from megarl.artifacts.facts import hub_cache_folder, hub_paths
+from megarl.checks.before_start import with_steps
 from megarl.checks.hub import check_hub, sources
 from megarl.checks.recipe import ConfigWarning
 from megarl.config.base import ConfigErrors
@@ -102,6 +103,12 @@ def test_a_hub_that_cannot_be_reached_is_named_with_what_is_missing(no_network: 
     assert "model.path: this is not in the local cache, and the hub at http://127.0.0.1" in str(caught.value)
     assert "data.val_files: this is not in the local cache" in str(caught.value)
     assert "check the network" in str(caught.value)
+
+
+def test_epochs_of_a_hub_model_do_not_wait_for_a_hub_that_cannot_be_reached(no_network: None) -> None:
+    for epochs in ("trainer.epochs=1", "sft.epochs=1"):
+        with pytest.raises(ConfigErrors, match="this is not in the local cache, and the hub at http://127.0.0.1"):
+            with_steps(recipe("data.val_files=[org/set@test]", epochs), "train")
 
 
 def test_a_name_server_that_is_silent_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:

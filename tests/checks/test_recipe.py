@@ -257,7 +257,7 @@ def test_one_mistake_gives_one_failure(failures, config_of, overrides, key, word
         (["actor.optim.lr=0.5"], "actor.optim.lr"),
         (["sft={steps: 300, optim: {lr: 0.011}}"], "sft.optim.lr"),
         (["model.path=org/model", "model.hf_config=null", "actor.optim.lr=2e-4"], "actor.optim.lr"),
-        (["actor.optim={schedule: linear, warmup_steps: 10}", "trainer.steps=3"], "actor.optim.warmup_steps"),
+        (["actor.optim={schedule: linear, warmup_steps: 10}", "trainer.steps=10"], "actor.optim.warmup_steps"),
     ],
 )
 def test_doubtful_setting_warns_and_passes(warned, failures, config_of, overrides, key):
@@ -265,6 +265,10 @@ def test_doubtful_setting_warns_and_passes(warned, failures, config_of, override
     assert failures(*overrides) == []
     with pytest.warns(ConfigWarning, match=key.replace(".", r"\.")):
         validate(config_of(*overrides))
+
+
+def test_no_warm_up_is_meant_for_a_run_of_some_steps(warned):
+    assert warned("actor.optim={schedule: linear, warmup_steps: 10}", "trainer.steps=9") == []
 
 
 def test_adapters_learn_at_rates_that_break_trained_weights(warned):

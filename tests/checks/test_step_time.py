@@ -52,6 +52,18 @@ def test_a_step_of_more_than_an_hour_is_warned_of(overrides, machine, words):
     assert words in check.fix
 
 
+def test_supervised_fine_tuning_by_itself_has_its_time():
+    config = load_config("grpo_quickstart", ["sft.steps=100"], components=COMPONENTS)
+    result = check_config(config, job="sft", machine=LAPTOP)
+    [check] = [check for check in result.items if check.name == "time"]
+    assert check.status == "ok"
+    assert "for 100 steps on this CPU" in check.message
+    assert 0.01 < result.step_s < 10
+    huge = load_config("grpo_quickstart", [*_QWEN, "sft={steps: 9, batch_size: 65536}"], components=COMPONENTS)
+    [check] = [check for check in check_config(huge, job="sft", machine=LAPTOP).items if check.name == "time"]
+    assert (check.status, "sft.batch_size" in check.fix) == ("warn", True)
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides", "why"),
     [

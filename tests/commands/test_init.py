@@ -120,6 +120,12 @@ def test_a_negative_number_of_gpus_is_refused(init, tmp_path, capsys, options):
     assert not (tmp_path / "mine.yaml").exists()
 
 
+def test_the_algorithm_of_pairs_is_named(init, tmp_path, capsys):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    assert main(["init", str(tmp_path / "r.yaml"), "--data", str(tmp_path / "pairs.jsonl")]) == 2
+    assert "fix:     give --algorithm dpo, which learns from chosen and rejected; " in capsys.readouterr().err
+
+
 def test_a_refused_reward_leaves_no_file(init, tmp_path, capsys):
     assert main(["init", "mine", "--reward", "nosuch"]) == 2
     assert "nosuch" in capsys.readouterr().err

@@ -282,6 +282,11 @@ def test_options_go_before_the_settings(write, capsys):
     assert config.cluster.device_memory_gb is None
 
 
+def test_an_algorithm_beside_the_settings_is_refused(write, capsys):
+    assert main(["init", "mine", "--from", str(write("a.sh", TRL_GRPO)), "--algorithm", "ppo"]) == 2
+    assert "--from takes the algorithm from the settings that it translates" in capsys.readouterr().err
+
+
 def test_bf16_of_a_gpu_is_named_as_left_out_of_a_recipe_for_the_cpu(write, tmp_path, capsys):
     file = write("trl.sh", "python train.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name rows --bf16\n")
     main(["init", "mine", "--from", str(file), "--gpus", "0", "--reward", "exact_match"])

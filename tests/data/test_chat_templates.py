@@ -15,6 +15,7 @@ from megarl.data.rows import Row
 from megarl.data.sft import SFTDataset
 from megarl.data.templates import chat_renderer
 from megarl.data.turns import Turns
+from megarl.system.errors import ConfigError
 from tests.data.templates import FAMILIES, Family, tokenizer_of
 
 _WORDS = ["the", "answer", "is", "yes", "12", "4+8=12", "café", "学", "a  b", "[INST]", "no.\n\nSo", "x = 1;\n\ty", "?"]
@@ -242,6 +243,9 @@ def test_a_call_of_a_tool_that_ends_with_a_token_of_its_own_is_learnt_without_th
         {"role": "assistant", "content": "yes"},
     ]
     config = DataConfig(train_files=["rows.jsonl"], prompt_key="talk")
+    with pytest.raises(ConfigError, match="does not end a turn of the assistant with an end token") as caught:
+        SFTDataset(config, tokenizer, "talk", stop_ids=[stops[0], stops[2]], rows=_rows([{"talk": talk}]))
+    assert "<again>" in str(caught.value.found)
     batch = SFTDataset(config, tokenizer, "talk", stop_ids=stops, rows=_rows([{"talk": talk}])).batch([0])
     learnt = batch["response_ids"].values[batch["response_mask"].values.bool()]
     assert tokenizer.decode(learnt.tolist()) == "so{call}<again>yes<end>"

@@ -75,6 +75,8 @@ def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:
             "megarl train --help tells which it has; keys "
             "of the recipe are written key.path=value; write trainer.steps=10, without dashes",
         ),
+        (["train", "r.yaml", "--dryrun"], "'--dryrun'", "did you mean --dry-run?"),
+        (["init", "r.yaml", "--dta", "rows.jsonl"], "'--dta rows.jsonl'", "did you mean --data?"),
         (["report", "run", "another", "--bogus"], "'another --bogus'", "megarl report --help"),
     ],
 )

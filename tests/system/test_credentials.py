@@ -34,6 +34,8 @@ from megarl.tracking import mlflow_log
         ),
         ("reward.kwargs={url: 'http://me:word@host'}", "reward.kwargs={url: 'http://***@host'}"),
         ("model.tokenizer=chars:0123", "model.tokenizer=chars:0123"),
+        ("reward.kwargs.token=13", "reward.kwargs.token=13"),
+        ("reward.kwargs={token: 13, hf_token: t13}", 'reward.kwargs={token: 13, hf_token: "***"}'),
         ("--run-dir", "--run-dir"),
     ],
 )
@@ -179,6 +181,6 @@ def test_a_recipe_with_a_secret_is_refused_and_shown_masked(setting: str, key: s
 
 def test_words_of_a_recipe_that_are_no_secrets_pass() -> None:
     keys = "eos_token: a, answer_key: a, token_env: A, use_auth: yes, secret: null, max_tokens: 3, auth: false, key: k"
-    settings = [f"reward.kwargs={{{keys}}}", "launch.kubernetes.secrets={HF_TOKEN: hub/token}"]
+    settings = [f"reward.kwargs={{{keys}, token: 13}}", "launch.kubernetes.secrets={HF_TOKEN: hub/token}"]
     config = load_config("grpo_quickstart", [*settings, "launch.kubernetes.image_pull_secret=registry"])
     assert hide(config.model_dump()) == (config.model_dump(), [])

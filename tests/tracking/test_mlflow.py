@@ -8,6 +8,8 @@ import sqlite3
 import threading
 import time
 import warnings
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +21,7 @@ from megarl.tracking import mlflow_log, mlflow_store
 from megarl.tracking.close import close_run
 from megarl.tracking.loggers import LoggedRun
 from megarl.tracking.mlflow_log import MlflowLog
-from megarl.tracking.mlflow_store import check_default_store, check_store, default_store, unreachable
+from megarl.tracking.mlflow_store import check_default_store, check_store, default_store, make_store, unreachable
 from megarl.tracking.names import safe_name
 
 PATIENCE_S = 120.0  # MLflow's own client tries again for minutes
@@ -394,6 +396,29 @@ def test_the_default_store_is_in_its_folder_whatever_the_name(tmp_path, empty_st
     with sqlite3.connect(folder / "mlflow.db") as database:
         assert database.execute("SELECT count(*) FROM runs").fetchall() == [(1,)]
     assert list((folder / "mlartifacts").rglob("note.txt"))
+
+
+def test_a_store_is_made_whole_or_not_at_all(tmp_path):
+    file, opened = tmp_path / "mlflow.db", []
+
+    def make_tables(address, *, interrupted=False):
+        opened.append(address)
+        Path(address.removeprefix("sqlite:///")).write_text("some tables" if interrupted else "all tables")
+        if interrupted:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_store(f"sqlite:///{file}", partial(make_tables, interrupted=True))
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        make_store(f"sqlite:///{file}", make_tables)
+    assert ([entry.name for entry in tmp_path.iterdir()], file.read_text(), len(opened)) == (
+        ["mlflow.db"],
+        "all tables",
+        2,
+    )
+    make_store("https://host", make_tables)
+    assert len(opened) == 2
 
 
 def test_a_folder_whose_name_is_not_utf_8_is_refused_before_the_start(tmp_path):

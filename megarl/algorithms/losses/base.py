@@ -25,7 +25,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.registry import Chosen, Registry, Settings, Spec
 from megarl.algorithms.rows import at_least_float32
-from megarl.algorithms.user_code import check_tokens, form, misfit, name_of
+from megarl.algorithms.user_code import check_tokens, form, from_users, misfit, name_of
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -62,12 +62,17 @@ POLICY_LOSSES = Registry("policy loss", "algorithm.loss.name", LossSpec)
 
 
 def checked_loss(
-    function: Callable[..., Any], result: Any, mask: Tensor, inputs: Iterable[Any]
+    function: Callable[..., Any], result: Any, logp: Tensor, mask: Tensor, inputs: Iterable[Any]
 ) -> tuple[Tensor, Metrics]:
     """Return the token loss and the metrics that a loss has returned.
 
+    Args:
+        logp: the log-probs that the loss was given.
+        inputs: its further inputs.
+
     Raises:
-        ConfigError: it is something else, a scalar for example; the message names the file and line of a user's loss.
+        ConfigError: it is something else, a scalar for example, or has no gradient; the message names the file and
+            line of a user's loss.
     """
     kind = POLICY_LOSSES.kind
     if not (isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], Metrics)):
@@ -80,7 +85,16 @@ def checked_loss(
             fix="return one number per token, and what Prologue.metrics() returns or megarl.system.metrics.Metrics()",
         )
     token_loss, metrics = result
-    check_tokens(kind, function, "loss", token_loss, mask, inputs=inputs)
+    check_tokens(kind, function, "loss", token_loss, mask, inputs=(logp, *inputs))
+    if from_users(function) and logp.requires_grad and not token_loss.requires_grad and bool(mask.any()):
+        raise misfit(
+            kind,
+            function,
+            "returns a loss without a gradient, so nothing would be learnt",
+            found=form(token_loss),
+            allowed="a tensor that is computed from logp",
+            fix="compute it from logp with gradients: without detach(), .data, .item() or torch.no_grad()",
+        )
     return token_loss, metrics
 
 
