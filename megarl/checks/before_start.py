@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
-from megarl.checks.hub import check_hub
 from megarl.config.run import RunConfig, steps_of_epochs
 from megarl.system.errors import ConfigError, count
 
@@ -22,6 +21,8 @@ def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
     supervised = config.sft.epochs if job in ("train", "sft") else None
     epochs = config.trainer.epochs if job == "train" else None
     if supervised is not None or epochs is not None:
+        from megarl.checks.hub import check_hub
+
         check_hub(config, job, ask=True)  # the packages that read from it try for minutes
     if supervised is not None:
         config = _with_sft_steps(config, supervised)

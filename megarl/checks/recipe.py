@@ -87,8 +87,8 @@ def check_config(
     here: bool = True,
     run_dir: Path | None = None,
 ) -> Checked:
-    """Run all checks. Nothing is downloaded, and nothing is started except the servers' interpreter, to learn its
-    version. The module of a user's pipeline is imported, to build the task graph.
+    """Run all checks without downloads. Only the servers' interpreter is started, for its version, and the module of a
+    user's pipeline imported, for the task graph.
 
     Args:
         hf: sizes of the model; None: read from the local files that the recipe names.
@@ -127,7 +127,6 @@ def check_config(
     _check_parts(config, facts, placement, checks)
     check_robot(config, placement, checks, starts=starts and launcher != "ray")
     _check_texts(config, facts, job, roles, checks)
-    check_places(config, checks)
     if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
         check_disk(config, sizes, roles, job, run_dir, checks)
     check_secrets(config, checks)
@@ -135,8 +134,8 @@ def check_config(
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     check_unused(config, graph, placement, checks)  # last: a key with a problem of its own is named once
-    seconds = check_time(config, graph, placement, sizes, machine, checks, job)
-    return Checked(checks.items, sizes, graph, placement, seconds)
+    step_s = check_time(config, graph, placement, sizes, machine, checks, job)
+    return Checked(checks.items, sizes, graph, placement, step_s)
 
 
 def _check_learning(
@@ -184,6 +183,7 @@ def _check_texts(config: RunConfig, facts: ModelFacts | None, job: str, roles: R
         check_reward(config, checks)
         check_reward_is_named(config, job, roles, checks)
         check_deadline("reward.timeout_s", config.reward.timeout_s, "the rewards do", config, checks.of("deadlines"))
+    check_places(config, checks)
 
 
 def validate(

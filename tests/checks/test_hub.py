@@ -107,7 +107,7 @@ def test_a_hub_that_cannot_be_reached_is_named_with_what_is_missing(no_network: 
 
 def test_epochs_of_a_hub_model_do_not_wait_for_a_hub_that_cannot_be_reached(no_network: None) -> None:
     for epochs in ("trainer.epochs=1", "sft.epochs=1"):
-        with pytest.raises(ConfigErrors, match="this is not in the local cache, and the hub at http://127.0.0.1"):
+        with pytest.raises(ConfigErrors, match="this is not in the local cache, and the hub"):
             with_steps(recipe("data.val_files=[org/set@test]", epochs), "train")
 
 
