@@ -153,9 +153,10 @@ def _check_learning(
 
 
 def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
-    """Check what a model has in addition to its decoder."""
+    """Check what a model has in addition to its decoder, and the places of its servers."""
     check_lora(config, facts, placement, checks)
     check_images(config, placement, facts, checks)
+    check_places(config, checks)
 
 
 def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: str, checks: Checklist) -> None:
@@ -183,7 +184,6 @@ def _check_texts(config: RunConfig, facts: ModelFacts | None, job: str, roles: R
         check_reward(config, checks)
         check_reward_is_named(config, job, roles, checks)
         check_deadline("reward.timeout_s", config.reward.timeout_s, "the rewards do", config, checks.of("deadlines"))
-    check_places(config, checks)
 
 
 def validate(
