@@ -30,8 +30,9 @@ from megarl.dag.staleness import policy_of
 from megarl.data.batch import Batch
 from megarl.disaggregated.as_ready_checkpoint import BufferedGroups, files_of_flow, read_buffered_groups
 from megarl.disaggregated.call_batcher import CallBatcher
-from megarl.disaggregated.generation import publish
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
+from megarl.rollout.families import family_of
+from megarl.runtime.generation import publish
 from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 from megarl.runtime.stages import sampling
 from megarl.runtime.stages.reward import is_scored
@@ -136,12 +137,10 @@ class AsReadyLoop:
 
     def _make_groups(self) -> GroupGenerator:
         c, config = self.c, self.c.config
-        sampling, most = config.rollout.sampling, config.rollout.max_running
+        sampling = config.rollout.sampling
         fair = -(-policy_of(config).capacity // c.layout.dp_size)  # the others have room, too
-        if c.fleet is not None:
-            bound = config.rollout.sglang.max_concurrency
-            most = fair * sampling.n if bound is None else bound * len(c.fleet.servers) // c.layout.dp_size
-        groups = min(max(1, most // sampling.n), fair)
+        most = family_of(config).most_in_flight(config, c.layout.dp_size)
+        groups = fair if most is None else min(max(1, most // sampling.n), fair)
         self._batcher = CallBatcher(groups, fair)
         return open_groups(c.context, c.rollout, sampling, groups * sampling.n)
 
@@ -180,8 +179,7 @@ class AsReadyLoop:
     def _generate(self, producer: GroupGenerator, version: int) -> None:
         """Generate with `version` until weights are to be updated."""
         c, interrupts = self.c, self.c.config.async_.partial
-        # Ranks that meet while they generate: replicas that ask the same servers do so together.
-        together = c.layout.mp_group if c.fleet is None else c.layout.world
+        together = family_of(c.config).meeting(c.layout)
         self._batcher.begin(time.monotonic())
         with c.rollout.generating(c.context, 0):
             producer.open()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.messages import StepGenerated
 from megarl.dag.staleness import StalenessPolicy, policy_of
-from megarl.disaggregated.generation import publish
 from megarl.disaggregated.in_order_checkpoint import BufferedStep, files_ahead, read_buffered_step
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
+from megarl.runtime.generation import publish
 from megarl.runtime.resume_compatibility import steps_held
 from megarl.runtime.validate import may_be_last, validates
 from megarl.system.metrics import Metrics

@@ -31,7 +31,6 @@ from megarl.dag.stage import Role
 from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups
 from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
 from megarl.disaggregated.buffer.client import BufferClient
-from megarl.disaggregated.generation import open_rollout, publish
 from megarl.disaggregated.in_order_loop import InOrderLoop, find_buffered_steps
 from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader, tell_last
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates, WeightUpdates
@@ -39,6 +38,7 @@ from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, settling
 from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import drop_refused_start
+from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.stages.reward import PENDING

@@ -1,7 +1,6 @@
-"""The rollout role in a team of its own: weights, the loader's place and held-out evaluation (megarl/dag/messages.py).
+"""The rollout role in a team of its own: the loader's place and held-out evaluation (megarl/dag/messages.py).
 
-The actor's team pushes weights to an embedded engine first, and posts `WeightsPushed` then: who reads the message finds
-the weights in the inbox.
+Weights come to it by the links of its engine (megarl/rollout/<engine>/links.py).
 """
 
 from __future__ import annotations
@@ -10,120 +9,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.dag.messages import EngineAddresses, LoaderAtStart, LoaderPlace, StepIsLast, Validated, WeightsPushed
+from megarl.dag.messages import LoaderAtStart, LoaderPlace, StepIsLast, Validated
 from megarl.dag.stage import Role
 from megarl.dag.staleness import StalenessPolicy, policy_of
 from megarl.data.loader import refuse_other_data
-from megarl.rollout.embedded.engine import EmbeddedEngine
-from megarl.rollout.embedded.inbox import PushedWeights, WeightInbox
-from megarl.rollout.embedded.receiver import EngineReceivers
 from megarl.runtime.recorder import VALIDATE, Recorder
 from megarl.runtime.validate import evaluate, may_be_last, validate
-from megarl.sync.updater import SyncReport, WeightSync
-from megarl.system.device import has_cuda
-from megarl.system.errors import ConfigError, ServerError, WorkerError
 from megarl.system.metrics import Metrics
-from megarl.system.processes import LOOPBACK
-from megarl.system.rendezvous import run_key
 from megarl.system.tracing import phase
 from megarl.training.checkpoint import read_state
 
 if TYPE_CHECKING:
-    from megarl.config.run import RunConfig
     from megarl.dag.messages import Mail
     from megarl.runtime.context import StepContext
     from megarl.runtime.rank_state import RankState
-
-_KEY = "weights of engines"
-
-
-# -- weights: the engine's end ----------------------------------------------------------------------------------------
-
-
-def open_engine(c: RankState) -> PushedWeights:
-    """Take weights for this team's engine from the actor's team, and tell it where. Collective over the rollout's team.
-
-    Each replica is a receiver of its own; replicas that share experts are one.
-
-    Raises:
-        ConfigError: replicas that share experts are on several machines.
-    """
-    config, layout, engine = c.config, c.layout, c.rollout.engine
-    assert isinstance(engine, EmbeddedEngine), "servers take weights by themselves"
-    group = layout.world if config.parallel_of("rollout").ep > 1 else layout.mp_group
-    inbox = WeightInbox(engine.chunks, run_key(c.run_dir, _KEY), group, address_of_worker(config))
-    found: list[list[Any]] = layout.world.all_gather_json([group.ranks[0], *inbox.address])
-    engines = [[address for first, *address in found if first == lead] for lead in sorted({lead for lead, *_ in found})]
-    apart = next((ranks for ranks in engines if len({host for host, _ in ranks}) > 1), None)
-    if apart is not None:
-        raise ConfigError(
-            "the ranks of a replica, and replicas that share experts, have to be on one machine to take weights",
-            where="placement.teams",
-            found=", ".join(sorted({host for host, _ in apart})),
-            fix="set rollout.parallel so that a replica fits on one machine, with ep=1",
-        )
-    if layout.rank == 0:
-        EngineAddresses(engines).post(c.mail)
-    return PushedWeights(engine, inbox, config.sync.timeout_s)
-
-
-def address_of_worker(config: RunConfig) -> str:
-    """Address at which the other teams' workers reach this one."""
-    if config.cluster.nnodes == 1:
-        return LOOPBACK[0]
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
-def follow_weights(pushed: PushedWeights, version: int, mail: Mail, trainer: str) -> None:
-    """Generate with `version`, which the team `trainer` pushes, from here on. Collective over the rollout's team."""
-    with phase("await_weights", waits_for=trainer):
-        WeightsPushed.read(mail, version)
-        pushed.follow(version)
-
-
-# -- weights: the trainer's end ---------------------------------------------------------------------------------------
-
-
-def connect_engines(c: RankState) -> WeightSync:
-    """Connect to the engines of the rollout's team, to send them weights. Collective over the actor's team.
-
-    Raises:
-        WorkerError: on every rank alike: an engine does not answer.
-    """
-    key = run_key(c.run_dir, _KEY)
-    with phase("connect_engines"):
-        engines = [[(str(host), int(port)) for host, port in ranks] for ranks in EngineAddresses.read(c.mail).engines]
-        alone = "a worker of another team sees its own GPU only, so it cannot map the trainer's memory"
-        receivers, why = None, None
-        try:
-            receivers = EngineReceivers.connect(
-                engines, key, c.hf_config, c.config.sync.timeout_s, cannot_map=alone if has_cuda() else ""
-            )
-        except ServerError as error:
-            why = str(error)
-        whys = [text for text in c.layout.world.all_gather_json(why) if text is not None]
-        if receivers is None or whys:
-            raise WorkerError(whys[0])
-        return WeightSync(c.actor.chunks, receivers, c.config.sync, c.run_dir, c.layout.world, c.config.model.freeze)
-
-
-def push_weights(c: RankState, version: int) -> SyncReport:
-    """Push the actor's weights to the engines, and tell the rollout's team. Collective over the actor's team.
-
-    Raises:
-        WorkerError: an engine did not take them: the rollout's team can generate nothing, and with it the run ends.
-    """
-    report = c.sync.push(version)
-    if report.failed:
-        raise WorkerError(
-            f"the team of the rollout did not take version {version} of the weights:\n"
-            + "\n".join(why for _, why in sorted(report.failed.items()))
-        )
-    if c.layout.rank == 0:
-        WeightsPushed(version).post(c.mail)
-    return report
 
 
 # -- the loader, as the team sees it that keeps checkpoints -----------------------------------------------------------

@@ -18,8 +18,8 @@ from megarl.dag.messages import (
 )
 from megarl.dag.stage import Role
 from megarl.dag.staleness import policy_of
-from megarl.disaggregated.generation import publish
 from megarl.models.copies import ParameterCopies
+from megarl.runtime.generation import publish
 from megarl.runtime.validate import may_be_last, validates
 from megarl.system.tracing import phase
 

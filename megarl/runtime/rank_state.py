@@ -16,7 +16,7 @@ Stages do not see this state: they are given its `StepContext`, and the roles th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megarl.dag.messages import NoMail
 from megarl.dag.placement import Placement, TeamPlan, together
 from megarl.dag.stage import Role
+from megarl.rollout.family import WeightLink
 from megarl.runtime.roles import ActorRole, ModelRole, ReferenceRole, RolloutRole, ScorerRole
 from megarl.system.tracing import phase
 
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
 
     from megarl.config.run import RunConfig
     from megarl.dag.messages import Mail
+    from megarl.data.batch import Batch, Jagged
     from megarl.data.loader import PromptLoader
     from megarl.data.preferences import LabelledDataset, PairDataset
     from megarl.data.prompts import PromptDataset
     from megarl.disaggregated.buffer.client import BufferClient
     from megarl.disaggregated.rollout_team import RemoteLoader
+    from megarl.models.policy import PolicyModel
     from megarl.robots.rollout.trials import Trials
-    from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
-    from megarl.sync.updater import NullSync, WeightSync
+    from megarl.system.metrics import Metrics
     from megarl.system.offload_schedule import OffloadSchedule
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
@@ -115,12 +117,11 @@ class RankState:
     Attributes:
         team: this rank's team; what another one holds is not here.
         held: this team's roles, by the names under which stages take them.
-        sync: brings the parameters to where samples are generated; see `megarl.runtime.generation`.
         loader: training data, in the team that generates samples; None: there is none.
         val_data: held-out prompts, as `loader`.
         val_pairs: held-out preference pairs, or labelled examples, where nothing is generated.
-        fleet: the servers that generate, when there are any.
         loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
+        link: this team's end of the way of weights to what generates; see `megarl.runtime.generation`.
         frozen: checksums of the models that do not learn, by name, as checkpoints note them.
     """
 
@@ -129,12 +130,11 @@ class RankState:
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
     held: dict[str, ModelRole | RolloutRole | ScorerRole]
-    sync: NullSync | WeightSync
     loader: PromptLoader | None
     val_data: PromptDataset | Trials | None
     val_pairs: PairDataset | LabelledDataset | None = None
-    fleet: Fleet | None = None
     loader_elsewhere: RemoteLoader | None = None
+    link: WeightLink = field(default_factory=WeightLink)
     frozen: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -156,6 +156,11 @@ class RankState:
     def hf_config(self) -> PretrainedConfig:
         """Of the policy."""
         return self.context.hf_config
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of the running step."""
+        return self.context.metrics
 
     @property
     def roles(self) -> Mapping[str, object]:
@@ -187,6 +192,19 @@ class RankState:
     def actor(self) -> ActorRole:
         """The policy; only in its team."""
         return self._role("actor", ActorRole)
+
+    @property
+    def policy(self) -> Sequence[PolicyModel]:
+        """The trained policy's chunks; only in the actor's team."""
+        return self.actor.chunks
+
+    def policy_logprobs(self, samples: Batch) -> Jagged:
+        """Return the trained policy's log-probs of responses; only in the actor's team. Collective."""
+        return self.actor.engine.logprobs(samples, entropy=False)[0]
+
+    def team_of(self, role: Role) -> str:
+        """Return the name of the team that holds a role."""
+        return self.team.of(role)
 
     @property
     def reference(self) -> ReferenceRole:
@@ -227,13 +245,9 @@ class RankState:
             stack.callback(self.rollout.episodes.close)
         if "rollout" in self.held and self.rollout.robots is not None:
             stack.callback(self.rollout.robots.close)
-        if "rollout" in self.held and self.rollout.pushed is not None:
-            stack.callback(self.rollout.pushed.close)
 
     def close(self) -> None:
         """End the processes and threads this rank started."""
         with phase("finish"), contextlib.ExitStack() as stack:  # the last one first, and every one of them
             self._close_generation(stack)
-            if self.fleet is not None:
-                stack.callback(self.fleet.close)
-            stack.callback(self.sync.close)
+            stack.callback(self.link.close)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from megarl.data.messages import PromptColumn
 from megarl.data.teachers import choose_teacher
 from megarl.models.lora import adapters_off
 from megarl.rewards.classifier import shown_text
+from megarl.rollout.family import WeightLink
 from megarl.system import offload_schedule, tracing
 from megarl.system.errors import RewardError
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
     from megarl.rewards.parts import Rewards
     from megarl.robots.setup import Robots
-    from megarl.rollout.embedded.inbox import PushedWeights
     from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
     from megarl.runtime.context import StepContext
@@ -329,8 +329,7 @@ class RolloutRole:
         episodes: the recipe's environment; None when a sample is one prompt and one response.
         robots: simulators in which it acts; None: it writes text.
         stale: generates training samples with older weights (`rollout.stale_steps`).
-        pushed: the weights of an embedded engine in another team than the actor's; None: they are the actor's own, or
-            servers hold them.
+        link: brings new weights to the engine.
     """
 
     engine: RolloutEngine
@@ -339,7 +338,7 @@ class RolloutRole:
     episodes: Episodes | None = None
     robots: Robots | None = None
     stale: StaleWeights | None = None
-    pushed: PushedWeights | None = None
+    link: WeightLink = field(default_factory=WeightLink)
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Response texts without special tokens."""
@@ -351,8 +350,7 @@ class RolloutRole:
     def generating(self, c: StepContext, count: int) -> Iterator[Callable[[int], None]]:
         """Memory and the console are ready for `count` samples inside; gives the function that counts them."""
         name = tracing.current().rpartition("/")[2]
-        held = nullcontext() if self.pushed is None else self.pushed.held()
-        with c.offload.phase("generate"), held, c.progress(name, count) as advance:
+        with c.offload.phase("generate"), self.link.held(), c.progress(name, count) as advance:
             yield advance
 
 

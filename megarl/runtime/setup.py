@@ -41,7 +41,6 @@ from megarl.runtime.context import StepContext
 from megarl.runtime.episodes import Episodes, build_episodes
 from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
-from megarl.sync.updater import NullSync
 from megarl.system.comm import team_world
 from megarl.system.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.system.errors import ConfigError
@@ -123,7 +122,7 @@ def build_rank_state(
             chunks = engine.chunks
             if source is not None and source.robots is not None:
                 source.robots.take_policy(engine.sample, config, layout)
-        elif source is not None and config.rollout.engine == "embedded":
+        elif source is not None and config.rollout.holds_model:
             chunks = build_engine(config, hf_config, layout, _to_be_pushed, trainable=False, name="rollout").chunks
         else:
             chunks = []
@@ -135,7 +134,6 @@ def build_rank_state(
         run_dir,
         tokenizer,
         held,
-        NullSync(),
         pairs.loader if source is None else pairs.loader or source.loader,
         None if source is None else source.val_data,
         pairs.held_out,

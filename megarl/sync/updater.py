@@ -68,21 +68,6 @@ class SyncReport:
     to_probe: list[int] = field(default_factory=list)
 
 
-class NullSync:
-    """The synchronisation for an engine that generates with the trainer's own parameters: there is nothing to send."""
-
-    def push(self, version: int) -> SyncReport:
-        """Do nothing: the engine already has the parameters."""
-        return SyncReport(version, "none")
-
-    def catch_up(self) -> SyncReport:
-        """Do nothing: nobody can fall behind."""
-        return SyncReport(0, "none")
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-
 class WeightSync:
     """The synchronisation that keeps receivers on the trainer's weights.
 

@@ -10,7 +10,7 @@ from megarl.checks.before_start import silent_servers
 from megarl.config.rollout import RolloutConfig
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig
-from megarl.runtime.generation import _addresses_are_the_users
+from megarl.rollout.sglang.start import _addresses_are_the_users
 from megarl.system.errors import ConfigError, ServerError
 
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from megarl.config.run import RunConfig
 from megarl.dag.messages import LoaderAtStart, LoaderPlace
 from megarl.dag.staleness import InOrder
 from megarl.data.batch import Batch
 from megarl.data.loader import PromptLoader
 from megarl.disaggregated import loop, rollout_team
 from megarl.runtime.checkpoint_part import CheckpointPart
-from megarl.system.errors import DataError, WorkerError
-from megarl.system.rendezvous import write_token
-from tests.dist import single_process, world
-from tests.rollout import cases
+from megarl.system.errors import DataError
+from tests.dist import world
 
 
 class Letters:
@@ -36,82 +31,6 @@ class Letters:
 
     def read(self, name: str) -> str:
         return self.posted[name]
-
-
-@pytest.fixture
-def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """Both teams in this process: the trainer's chunks and what pushes them, an engine and what holds its weights."""
-    write_token(tmp_path)
-    config = RunConfig.model_validate({"name": "two teams", "sync": {"timeout_s": 20.0, "bucket_mb": 5}})
-    layout, mail = single_process(), Letters()
-    trained, held = cases.build(seed=3), cases.build(seed=4)
-    engine = cases.engine(held)
-    holder = SimpleNamespace(
-        config=config,
-        run_dir=tmp_path,
-        layout=layout,
-        mail=mail,
-        team=SimpleNamespace(buffer=mail),
-        rollout=SimpleNamespace(engine=engine),
-    )
-    pushed = rollout_team.open_engine(holder)
-    trains = SimpleNamespace(
-        config=config,
-        run_dir=tmp_path,
-        layout=layout,
-        mail=mail,
-        actor=SimpleNamespace(chunks=trained),
-        hf_config=trained[0].hf_config,
-    )
-    trains.sync = sync = rollout_team.connect_engines(trains)
-    yield SimpleNamespace(mail=mail, trained=trained, engine=engine, pushed=pushed, trains=trains)
-    sync.close()
-    pushed.close()
-
-
-def draw(engine: Any) -> list[Any]:
-    return engine.generate(cases.make_requests(3, 2), cases.sampled(max_new_tokens=6), [2])
-
-
-def test_the_engine_draws_what_the_trainers_own_would(teams):
-    own = cases.engine(teams.trained)
-    for version in (0, 1):
-        with torch.no_grad():
-            for parameter in teams.trained[0].parameters():
-                parameter.mul_(1.125)
-        rollout_team.push_weights(teams.trains, version)
-        rollout_team.follow_weights(teams.pushed, version, teams.mail, "train")
-        own.weight_version = version
-        with teams.pushed.held():
-            assert draw(teams.engine) == draw(own)
-
-
-def test_no_other_version_is_drawn_with(teams):
-    for version in (1, 2):
-        rollout_team.push_weights(teams.trains, version)
-    with pytest.raises(WorkerError, match=r"no weights of version 1 .* holding 2@"):
-        rollout_team.follow_weights(teams.pushed, 1, teams.mail, "train")
-
-
-def test_an_engine_that_takes_no_weights_ends_the_run(teams, monkeypatch):
-    def broken(name: str, tensor: torch.Tensor) -> None:
-        raise RuntimeError("no memory left")
-
-    monkeypatch.setattr(teams.pushed._inbox._writer, "write", broken)
-    with pytest.raises(WorkerError, match=r"did not take version 1 .*\nengine 0 at tcp.*no memory left"):
-        rollout_team.push_weights(teams.trains, 1)
-    assert "weights/1" not in teams.mail.posted
-
-
-def test_a_run_without_a_token_has_no_key(tmp_path):
-    c = SimpleNamespace(
-        config=RunConfig(name="two teams"),
-        run_dir=tmp_path,
-        layout=single_process(),
-        rollout=SimpleNamespace(engine=cases.engine(cases.build())),
-    )
-    with pytest.raises(WorkerError, match="the run has no token in"):
-        rollout_team.open_engine(c)
 
 
 class Numbers:

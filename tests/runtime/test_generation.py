@@ -11,6 +11,7 @@ import pytest
 from megarl.config.load import load_config
 from megarl.data.batch import Batch, Jagged
 from megarl.rollout.engine import Completion
+from megarl.rollout.sglang import links, start
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.runtime import generation
 from megarl.runtime.context import Seeds, no_progress
@@ -24,7 +25,7 @@ from tests.runtime.harness import RECIPE
 
 
 @pytest.fixture
-def controller(tmp_path) -> Any:
+def controller(tmp_path, monkeypatch) -> Any:
     """A rank with colocated servers that writes down what it is asked for, in `calls`."""
     calls: list[str] = []
 
@@ -42,28 +43,34 @@ def controller(tmp_path) -> Any:
 
     actor.hold, offload = hold, OffloadSchedule()
     offload.add("actor", actor, offloads=True)
-    fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[], replaced=0)
+    fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[], replaced=0, answer_s=60.0)
     engine = Mock(SglangEngine, weight_version=0)
     engine.pop_drafts.return_value = 0, 0
     c = SimpleNamespace(
         calls=calls,
         team=SimpleNamespace(holds=lambda role: True),
+        tokenizer=None,
         config=load_config(tmp_path / "recipe.yaml", settings),
-        layout=SimpleNamespace(rank=1, world=WorkerGroup.alone()),
+        layout=SimpleNamespace(rank=1, world=WorkerGroup.alone(), dp_rank=0, dp_size=1, mp_group=WorkerGroup.alone()),
         run_dir=tmp_path,
         actor=actor,
         offload=offload,
         servers=SimpleNamespace(hold=told("servers")),
         fleet=fleet,
-        sync=SimpleNamespace(
-            push=lambda version: calls.append("push") or SimpleNamespace(updated=[], failed={}, to_probe=[])
-        ),
+        hf_config=SimpleNamespace(vocab_size=20),
         rollout=RolloutRole(engine, SimpleNamespace(batch_decode=decode), [2]),
         seeds=Seeds(0),
         progress=no_progress,
         metrics=Metrics(),
     )
     c.context = c
+    push = lambda version: calls.append("push") or SimpleNamespace(updated=[], failed={}, to_probe=[])  # noqa: E731
+    c.sync = SimpleNamespace(run="a run", transport_name="none", push=push)
+    with monkeypatch.context() as patched:
+        patched.setattr(links, "start_servers", lambda host: fleet)
+        patched.setattr(links, "send_weights_to", lambda host, fleet: c.sync)
+        c.link = links.OwnServers(c)
+    c.link.engine = engine
     return c
 
 
@@ -78,11 +85,11 @@ def test_gradients_and_optimizer_are_away_before_servers_start(controller, monke
     class StartedError(Exception):
         """The servers start now."""
 
-    def start(*args: Any, **kwargs: Any) -> None:
+    def starts(*args: Any, **kwargs: Any) -> None:
         raise StartedError
 
-    monkeypatch.setattr(generation, "open_fleet", start)
-    monkeypatch.setattr(generation, "_write_model_config", lambda c: c.run_dir)
+    monkeypatch.setattr(start, "open_fleet", starts)
+    monkeypatch.setattr(start, "_write_model_config", lambda c: c.run_dir)
     with pytest.raises(StartedError):
         generation.open_rollout(controller)
     assert controller.calls == [OFFLOAD]
@@ -108,31 +115,26 @@ def test_servers_elsewhere_move_nothing_of_the_trainer(controller, monkeypatch, 
     class StartedError(Exception):
         """The servers start now."""
 
-    def start(*args: Any, **kwargs: Any) -> None:
+    def starts(*args: Any, **kwargs: Any) -> None:
         raise StartedError
 
     sglang = controller.config.rollout.sglang.model_copy(update=overrides)
     rollout = controller.config.rollout.model_copy(update={"sglang": sglang})
     controller.config = controller.config.model_copy(update={"rollout": rollout})
-    monkeypatch.setattr(generation, "open_fleet", start)
-    monkeypatch.setattr(generation, "_write_model_config", lambda c: c.run_dir)
+    monkeypatch.setattr(start, "open_fleet", starts)
+    monkeypatch.setattr(start, "_write_model_config", lambda c: c.run_dir)
     with pytest.raises(StartedError):
         generation.open_rollout(controller)
     generation.publish(controller, 3)
     assert controller.calls == ["refresh", "push"]
 
 
-@pytest.mark.parametrize(("generates", "limit"), [(True, 60.0), (False, 300.0)])
-def test_a_probe_of_idle_servers_waits_no_longer_than_other_calls_that_move_no_weights(
-    controller, monkeypatch, generates, limit
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(generation, "probe_servers", lambda *args: asked.append(args[3]) or [])
-    monkeypatch.setattr(generation, "WeightSync", SimpleNamespace)
-    controller.sync, controller.hf_config = SimpleNamespace(run="a run"), SimpleNamespace(vocab_size=20)
-    controller.team, controller.fleet.answer_s = SimpleNamespace(holds=lambda role: generates), 60.0
-    generation.account_update(controller, updater.SyncReport(3, "tensor", updated=[0], to_probe=[0]))
-    assert asked == [limit]
+def test_a_probe_of_idle_servers_waits_no_longer_than_other_calls_that_move_no_weights(controller, monkeypatch) -> None:
+    limits: list[Any] = []
+    monkeypatch.setattr(links, "probe_servers", lambda *args: limits.append(args[3]) or [])
+    controller.sync.push = lambda version: updater.SyncReport(version, "tensor", updated=[0], to_probe=[0])
+    generation.publish(controller, 3)
+    assert limits == [60.0]
 
 
 def test_any_generation_has_the_servers_cache(controller) -> None:

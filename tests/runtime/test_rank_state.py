@@ -21,8 +21,8 @@ def test_what_only_a_cold_start_draws_with_ends_with_it():
     scorer = ScorerRole(closing("runner", closed))
     rollout = RolloutRole(SimpleNamespace(), SimpleNamespace(), [2], closing("episodes", closed))
     held = {"rollout": rollout, "scorer": scorer}
-    team, sync = TeamContext.of_all(RunConfig(name="run")), closing("sync", closed)
-    c = RankState(team, SimpleNamespace(), Path(), SimpleNamespace(), held, sync, None, SimpleNamespace())
+    team, link = TeamContext.of_all(RunConfig(name="run")), closing("link", closed)
+    c = RankState(team, SimpleNamespace(), Path(), SimpleNamespace(), held, None, SimpleNamespace(), link=link)
     assert c.rollout is rollout
     c.end_generation()
     assert sorted(closed) == ["episodes", "runner"]
@@ -30,4 +30,4 @@ def test_what_only_a_cold_start_draws_with_ends_with_it():
     with pytest.raises(AssertionError, match="team 'all' has no rollout"):
         c.rollout  # noqa: B018
     c.close()
-    assert sorted(closed) == ["episodes", "runner", "sync"], "each once"
+    assert sorted(closed) == ["episodes", "link", "runner"], "each once"

@@ -124,16 +124,16 @@ def crossings(plan: SyncPlan, ranks: Sequence[str], servers: Sequence[Sequence[s
 def _crossings_here(c: RankState) -> list[str]:
     """Return the crossings of this run, all of whose processes are on this machine; none on a CPU."""
     from megarl.rollout.sglang.gpus import server_gpus
-    from megarl.sync.updater import WeightSync
+    from megarl.rollout.sglang.links import OwnServers
 
     servers, workers, present = c.config.rollout.sglang, c.layout.world.size, nvidia_devices()
     if not present:
         return []
-    assert isinstance(c.sync, WeightSync), "servers get their weights from it"
+    assert isinstance(c.link, OwnServers), "one team starts and fills the servers"
     names = visible_gpus(os.environ) or [str(number) for number in range(present)]
     count = servers.servers
     own = [server_gpus(servers, count, number, workers, os.environ, present) or () for number in range(count)]
-    return crossings(c.sync.plan, names[:workers], [gpus[: servers.ranks] for gpus in own])
+    return crossings(c.link.sync.plan, names[:workers], [gpus[: servers.ranks] for gpus in own])
 
 
 def work(config: RunConfig, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Servers of a rollout role in a team of its own: what its team and that of the actor tell each other."""
+"""Servers of a rollout role in a team of its own: the messages between its team and that of the actor."""
 
 from __future__ import annotations
 
@@ -8,51 +8,63 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.run import RunConfig
-from megarl.dag.messages import ServerStates
-from megarl.disaggregated import rollout_servers
+from megarl.dag.messages import ServerStates, WeightsName
+from megarl.rollout.sglang import links
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.start import servers_key
+from megarl.sync import updater
 from megarl.system.errors import ServerError
+from megarl.system.metrics import Metrics
 from megarl.system.rendezvous import write_token
 from tests.disaggregated.test_rollout_team import Letters
-from tests.dist import single_process, world
+from tests.dist import single_process
 
 CONFIG = RunConfig.model_validate({"name": "pump", "rollout": {"engine": "sglang", "sglang": {"servers": 2}}})
 
 
 @pytest.fixture
-def teams(tmp_path: Path) -> SimpleNamespace:
+def teams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The pump's fleet of two servers that run, its engine, and the fleet of the trainer."""
     write_token(tmp_path)
-    mail, key = Letters(), rollout_servers.servers_key(CONFIG, tmp_path)
+    mail, key = Letters(), servers_key(CONFIG, tmp_path)
     known = [
         Server(n, ServerApi(f"http://127.0.0.1:{n + 1}", key, f"server {n}"), state="catching_up") for n in range(2)
     ]
     pump = Fleet(known, CONFIG.rollout.sglang)
-    rollout_servers.name_run("1f", world(), mail)
-    team = SimpleNamespace(of=lambda role: role.value)
-    c = SimpleNamespace(config=CONFIG, run_dir=tmp_path, layout=single_process(), mail=mail, team=team)
-    c.rollout = SimpleNamespace(tokenizer=None)
-    engine = rollout_servers.pump_engine(c, pump)
-    trainer = rollout_servers.connect_servers(c)
-    return SimpleNamespace(mail=mail, pump=pump, engine=engine, trainer=trainer)
+    WeightsName("1f").post(mail)
+    host = SimpleNamespace(config=CONFIG, run_dir=tmp_path, layout=single_process(), mail=mail, tokenizer=None)
+    host.team_of, host.metrics = lambda role: role.value, Metrics()
+    monkeypatch.setattr(links, "start_servers", lambda *args: pump)
+    pumped = links.PumpedServers(host)
+    mail.posted.pop(WeightsName.name_of())
+    sync = SimpleNamespace(run="1f", transport_name="none", push=lambda version: updater.SyncReport(version, "none"))
+    monkeypatch.setattr(links, "send_weights_to", lambda *args: sync)
+    filled = links.FilledServers(host)
+    assert WeightsName.read(mail).run == "1f"
+    return SimpleNamespace(
+        mail=mail, pump=pump, pumped=pumped, engine=pumped.engine, trainer=filled.fleet, filled=filled, sync=sync
+    )
 
 
 def push(teams: SimpleNamespace, version: int, failed: dict[int, str] | None = None) -> None:
-    """What a push of the trainer does to its fleet; then the pump follows."""
-    world_ = world()
+    """The trainer publishes to its fleet; then the pump follows."""
+
+    def fill(version: int) -> updater.SyncReport:
+        for server in teams.trainer.servers:
+            if server.number in (failed or {}):
+                teams.trainer.mark_failed(server, failed[server.number])
+            elif server.state in ("catching_up", "current"):
+                teams.trainer.acknowledge(server, version)
+        return updater.SyncReport(version, "none")
+
     teams.pump.refresh()
     ServerStates(version, teams.pump.reports()).post(teams.mail)
-    rollout_servers.learn_of_servers(teams.trainer, version, teams.mail, "draw")
-    for server in teams.trainer.servers:
-        if server.number in (failed or {}):
-            teams.trainer.mark_failed(server, failed[server.number])
-        elif server.state in ("catching_up", "current"):
-            teams.trainer.acknowledge(server, version)
-    rollout_servers.announce_servers(teams.trainer, version, world_, teams.mail)
-    said = teams.mail.posted.pop(f"servers/{version}")
-    rollout_servers.follow_servers(teams.engine, teams.pump, version, teams.mail, world_, "train")
-    assert teams.mail.posted[f"servers/{version}"] == said
+    teams.sync.push = fill
+    teams.filled.publish(version)
+    reports = teams.mail.posted.pop(ServerStates.name_of(version))
+    teams.pumped.publish(version)
+    assert teams.mail.posted[ServerStates.name_of(version)] == reports
 
 
 def test_the_trainer_knows_the_servers_as_the_pump_does(teams):
@@ -79,7 +91,7 @@ def test_a_server_that_was_restarted_is_filled_from_the_start(teams):
     restarted.state, restarted.version, restarted.restarts = "catching_up", None, 1
     restarted.api = ServerApi("http://127.0.0.1:9", restarted.api.api_key, restarted.api.name)
     ServerStates(1, teams.pump.reports()).post(teams.mail)
-    rollout_servers.learn_of_servers(teams.trainer, 1, teams.mail, "draw")
+    teams.filled.adopt(1)
     assert teams.trainer.servers[0].version == 0
     assert (teams.trainer.servers[1].api.url, teams.trainer.servers[1].version) == ("http://127.0.0.1:9", None)
 

@@ -1,0 +1,131 @@
+"""How weights come to embedded engines.
+
+One team: the engine decodes with the parameters that are trained. In a team of its own it has parameters of its own,
+which the actor's team pushes. It posts `WeightsPushed` afterwards, so who reads the message finds them in the inbox.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from megarl.dag.messages import EngineAddresses, WeightsPushed
+from megarl.dag.stage import Role
+from megarl.rollout.embedded.engine import EmbeddedEngine
+from megarl.rollout.embedded.inbox import PushedWeights, WeightInbox
+from megarl.rollout.embedded.receiver import EngineReceivers
+from megarl.rollout.family import WeightLink
+from megarl.rollout.links import address_of_worker, record_update
+from megarl.sync.updater import WeightSync
+from megarl.system.device import has_cuda
+from megarl.system.errors import ConfigError, ServerError, WorkerError
+from megarl.system.rendezvous import run_key
+from megarl.system.tracing import phase
+
+if TYPE_CHECKING:
+    from megarl.rollout.engine import RolloutEngine
+    from megarl.rollout.family import EngineHost
+
+_KEY = "weights of engines"
+
+
+class SharedWeights(WeightLink):
+    """The parameters that are trained are those that the engine decodes with."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    def publish(self, version: int) -> None:
+        """See `WeightLink`."""
+        self._engine.weight_version = version
+
+
+class ReceivedWeights(WeightLink):
+    """The rollout's end: takes weights for the team's engine, and posts where. Collective over the rollout's team.
+
+    Each replica is a receiver of its own; replicas that share experts are one.
+
+    Raises:
+        ConfigError: replicas that share experts are on several machines.
+    """
+
+    def __init__(self, host: EngineHost, engine: RolloutEngine) -> None:
+        assert isinstance(engine, EmbeddedEngine), "the family's workers hold the model"
+        config, layout = host.config, host.layout
+        group = layout.world if config.parallel_of("rollout").ep > 1 else layout.mp_group
+        inbox = WeightInbox(engine.chunks, run_key(host.run_dir, _KEY), group, address_of_worker(config))
+        found: list[list[Any]] = layout.world.all_gather_json([group.ranks[0], *inbox.address])
+        leads = sorted({lead for lead, *_ in found})
+        engines = [[address for first, *address in found if first == lead] for lead in leads]
+        apart = next((ranks for ranks in engines if len({address for address, _ in ranks}) > 1), None)
+        if apart is not None:
+            raise ConfigError(
+                "the ranks of a replica, and replicas that share experts, have to be on one machine to take weights",
+                where="placement.teams",
+                found=", ".join(sorted({address for address, _ in apart})),
+                fix="set rollout.parallel so that a replica fits on one machine, with ep=1",
+            )
+        if layout.rank == 0:
+            EngineAddresses(engines).post(host.mail)
+        self._host, self._pushed = host, PushedWeights(engine, inbox, config.sync.timeout_s)
+
+    def publish(self, version: int) -> None:
+        """Wait until the actor's team has pushed `version`, and generate with it."""
+        with phase("await_weights", waits_for=self._host.team_of(Role.ACTOR)):
+            WeightsPushed.read(self._host.mail, version)
+            self._pushed.follow(version)
+
+    def held(self) -> AbstractContextManager[None]:
+        """See `PushedWeights.held`."""
+        return self._pushed.held()
+
+    def close(self) -> None:
+        """Take no more weights."""
+        self._pushed.close()
+
+
+class SentWeights(WeightLink):
+    """The actor's end: connects to the engines of the rollout's team, and sends them weights. Collective.
+
+    Raises:
+        WorkerError: on every rank alike: an engine does not answer.
+    """
+
+    def __init__(self, host: EngineHost) -> None:
+        config, world, key = host.config, host.layout.world, run_key(host.run_dir, _KEY)
+        with phase("connect_engines"):
+            addresses = EngineAddresses.read(host.mail).engines
+            engines = [[(str(address), int(port)) for address, port in ranks] for ranks in addresses]
+            alone = "a worker of another team sees its own GPU only, so it cannot map the trainer's memory"
+            receivers, why = None, None
+            try:
+                receivers = EngineReceivers.connect(
+                    engines, key, host.hf_config, config.sync.timeout_s, cannot_map=alone if has_cuda() else ""
+                )
+            except ServerError as error:
+                why = str(error)
+            whys = [text for text in world.all_gather_json(why) if text is not None]
+            if receivers is None or whys:
+                raise WorkerError(whys[0])
+            self._sync = WeightSync(host.policy, receivers, config.sync, host.run_dir, world, config.model.freeze)
+        self._host = host
+
+    def publish(self, version: int) -> None:
+        """Push the weights to the engines, and tell the rollout's team.
+
+        Raises:
+            WorkerError: an engine did not take them: the rollout's team can generate nothing, and with it the run ends.
+        """
+        report = self._sync.push(version)
+        if report.failed:
+            raise WorkerError(
+                f"the team of the rollout did not take version {version} of the weights:\n"
+                + "\n".join(why for _, why in sorted(report.failed.items()))
+            )
+        if self._host.layout.rank == 0:
+            WeightsPushed(version).post(self._host.mail)
+        record_update(self._host, report)
+
+    def close(self) -> None:
+        """Send no more weights."""
+        self._sync.close()

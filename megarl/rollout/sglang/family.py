@@ -1,0 +1,49 @@
+"""The family of SGLang servers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from megarl.config.engines import ENGINES, EngineFacts
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.rollout.engine import RolloutEngine
+    from megarl.rollout.family import EngineHost, WeightLink
+    from megarl.system.comm import WorkerGroup
+    from megarl.training.parallel import Layout
+
+
+class SglangFamily:
+    """See `EngineFamily`. The engine on the trained policy makes way for servers, which start here."""
+
+    facts: ClassVar[EngineFacts] = ENGINES["sglang"]
+
+    def open(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
+        """See `EngineFamily`."""
+        from megarl.rollout.sglang.links import OwnServers
+
+        link = OwnServers(host)
+        return link.engine, link
+
+    def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
+        """See `EngineFamily`."""
+        from megarl.rollout.sglang.links import PumpedServers
+
+        link = PumpedServers(host)
+        return link.engine, link
+
+    def open_sender(self, host: EngineHost) -> WeightLink:
+        """See `EngineFamily`."""
+        from megarl.rollout.sglang.links import FilledServers
+
+        return FilledServers(host)
+
+    def most_in_flight(self, config: RunConfig, replicas: int) -> int | None:
+        """Return a replica's share of the requests that the servers take."""
+        servers = config.rollout.sglang
+        return None if servers.max_concurrency is None else servers.max_concurrency * servers.count // replicas
+
+    def meeting(self, layout: Layout) -> WorkerGroup:
+        """Return all ranks of the team: replicas that ask the same servers do so together."""
+        return layout.world

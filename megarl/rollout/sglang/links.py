@@ -1,0 +1,252 @@
+"""How weights come to SGLang servers, from the team that starts the servers or from another one.
+
+One team starts its servers, looks after them and fills them. In runs of several teams the rollout's team, the pump,
+looks after them, and the actor's team fills them (megarl/dag/messages.py). Both have a `Fleet` of the same servers. The
+pump's has the processes; the other one takes their states from it before every push (`ServerStates`). A server that
+comes back during a walk is filled at the next push, because nobody pushes in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from megarl.dag.messages import ServersFilled, ServersStarted, ServerStates, WeightsName
+from megarl.dag.stage import Role
+from megarl.data.batch import Batch, Jagged
+from megarl.data.image_prompts import image_fields
+from megarl.models.hf import image_settings
+from megarl.rollout.family import WeightLink
+from megarl.rollout.links import address_of_worker, record_update
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.engine import Replica, SglangEngine
+from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.layout import ServerLayout
+from megarl.rollout.sglang.memory import ServerMemory
+from megarl.rollout.sglang.probe import probe_gap, probe_servers
+from megarl.rollout.sglang.receiver import SglangReceivers
+from megarl.rollout.sglang.start import on_shared_devices, servers_key, start_servers
+from megarl.sync.protocol import version_tag
+from megarl.sync.updater import SyncReport, WeightSync
+from megarl.system.device import has_cuda
+from megarl.system.tracing import phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from megarl.rollout.family import EngineHost
+
+
+class OwnServers(WeightLink):
+    """Servers of a team that trains and generates. Collective over the team.
+
+    Attributes:
+        engine: generates on the servers.
+        fleet: the servers.
+        sync: sends them weights.
+    """
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host, self.fleet = host, start_servers(host)
+        with _closed_on_error(self.fleet):
+            self.sync = send_weights_to(host, self.fleet)
+        self.engine = engine_of(host, self.fleet, self.sync.run, self.catch_up)
+        show_servers(host, self.fleet, self.sync)
+
+    def catch_up(self) -> None:
+        """Bring the servers that came back to the current weights. Collective."""
+        self._account(self.sync.catch_up())
+
+    def publish(self, version: int) -> None:
+        """Restart failed servers, send all of them the weights, and generate with these."""
+        self._look_after()
+        with on_shared_devices(self._host, "publish"):
+            report = self.sync.push(version)
+        self._account(report)
+        self.engine.weight_version = version
+
+    def _look_after(self) -> None:
+        """Restart failed servers; those that came back since the last time get the weights with the others. Collective.
+
+        A colocated one starts while the actor's gradients and optimizer state are away: it takes its share of the
+        memory that is free when it starts.
+        """
+        with on_shared_devices(self._host, "start_servers"):
+            self.fleet.refresh()
+            starting = any(server.state == "starting" for server in self.fleet.servers)  # on all ranks, after `refresh`
+            if starting and self._host.config.rollout.colocated:
+                self.fleet.wait_started()
+        record_servers(self._host, self.fleet, self.engine)
+
+    def _account(self, report: SyncReport) -> None:
+        # An idle server answers a probe as fast as any call that moves no weights.
+        limit = min(self._host.config.sync.timeout_s, self.fleet.answer_s)
+        account_update(self._host, self.fleet, self.sync.run, report, limit)
+
+    def close(self) -> None:
+        """End the servers of the run."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.fleet.close)
+            stack.callback(self.sync.close)
+
+
+class PumpedServers(WeightLink):
+    """The rollout's end: starts servers and looks after them; the actor's team fills them. Collective over the team.
+
+    Every replica of the layout sends its own requests.
+    """
+
+    def __init__(self, host: EngineHost) -> None:
+        key, address = servers_key(host.config, host.run_dir), address_of_worker(host.config)
+        self._host, self.fleet = host, start_servers(host, key, address)
+        with _closed_on_error(self.fleet):
+            self.engine = self._connect()
+
+    def _connect(self) -> SglangEngine:
+        """Post the servers, and return their engine as soon as the actor's team has named its weights."""
+        if self._host.layout.rank == 0:
+            ServersStarted(self.fleet.reports()).post(self._host.mail)
+        with phase("await_trainer", waits_for=self._host.team_of(Role.ACTOR)):
+            run = WeightsName.read(self._host.mail).run
+        return engine_of(self._host, self.fleet, run, None)
+
+    def publish(self, version: int) -> None:
+        """Restart failed servers, and generate with `version` on those that the actor's team has filled with it."""
+        mail, fleet = self._host.mail, self.fleet
+        with phase("start_servers"):
+            fleet.refresh()
+            if self._host.layout.rank == 0:
+                ServerStates(version, fleet.reports()).post(mail)
+        with phase("await_weights", waits_for=self._host.team_of(Role.ACTOR)):
+            filled = ServersFilled.read(mail, version)
+        for failed, why in filled.failed.items():
+            fleet.mark_failed(fleet.servers[int(failed)], why)
+        for number in filled.updated:
+            fleet.acknowledge(fleet.servers[number], version)
+        self.engine.weight_version = version
+        record_servers(self._host, fleet, self.engine)
+
+    def close(self) -> None:
+        """End the servers of the run."""
+        self.fleet.close()
+
+
+class FilledServers(WeightLink):
+    """The actor's end: sends weights to the servers that the rollout's team looks after. Collective over the team.
+
+    Raises:
+        ConfigError: as `servers_key`.
+    """
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host, config = host, host.config
+        self._pump, key = host.team_of(Role.ROLLOUT), servers_key(config, host.run_dir)
+        with phase("await_servers", waits_for=self._pump):
+            reports = ServersStarted.read(host.mail).servers
+        servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(len(reports))]
+        self.fleet = Fleet(servers, config.rollout.sglang, world=host.layout.world)
+        self.fleet.adopt(reports)
+        self.sync = send_weights_to(host, self.fleet)
+        if host.layout.rank == 0:
+            WeightsName(self.sync.run).post(host.mail)
+        show_servers(host, self.fleet, self.sync)
+
+    def publish(self, version: int) -> None:
+        """Send the weights to the servers that the pump has, and tell it which servers hold them."""
+        self.adopt(version)
+        with on_shared_devices(self._host, "publish"):
+            report = self.sync.push(version)
+        # A probe waits until the server has room beside what it generates.
+        account_update(self._host, self.fleet, self.sync.run, report, self._host.config.sync.timeout_s)
+        self.announce(version)
+
+    def adopt(self, version: int) -> None:
+        """Learn before the push of `version` which servers the pump has."""
+        with phase("await_servers", waits_for=self._pump):
+            self.fleet.adopt(ServerStates.read(self._host.mail, version).servers)
+
+    def announce(self, version: int) -> None:
+        """Tell the pump which servers hold this version.
+
+        Raises:
+            ServerError: none does.
+        """
+        self.fleet.need_one()
+        if self._host.layout.rank == 0:
+            failed = {str(server.number): server.why for server in self.fleet.servers if server.state == "failed"}
+            updated = [server.number for server in self.fleet.current(version)]
+            ServersFilled(version, updated, failed).post(self._host.mail)
+
+    def close(self) -> None:
+        """Send no more weights."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.fleet.close)
+            stack.callback(self.sync.close)
+
+
+@contextlib.contextmanager
+def _closed_on_error(fleet: Fleet) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        fleet.close()
+        raise
+
+
+def engine_of(host: EngineHost, fleet: Fleet, run: str, catch_up: Callable[[], None] | None) -> SglangEngine:
+    """Return the engine that generates on `fleet`; see `SglangEngine`."""
+    layout = host.layout
+    replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
+    return SglangEngine(host.config.rollout.sglang, fleet, replica, catch_up, run, host.tokenizer)
+
+
+def send_weights_to(host: EngineHost, fleet: Fleet) -> WeightSync:
+    """Return what sends the actor's weights to these servers. Collective over the actor's team."""
+    config, servers = host.config, host.config.rollout.sglang
+    if servers.colocated:
+        host.offload.add_servers(ServerMemory(fleet, servers.health_timeout_s, host.layout.world))
+    layout = ServerLayout.of(host.hf_config, servers.tp_size, servers.ep_size, on_gpu=has_cuda())
+    # Weights of servers that share the trainer's GPUs leave them in the update, and nobody keeps them.
+    stays = () if servers.colocated and has_cuda() else config.model.freeze
+    return WeightSync(host.policy, SglangReceivers(fleet, layout), config.sync, host.run_dir, host.layout.world, stays)
+
+
+def show_servers(host: EngineHost, fleet: Fleet, sync: WeightSync) -> None:
+    """Print where the run generates."""
+    if host.layout.rank == 0:
+        where = ", ".join(server.api.url for server in fleet.servers)
+        print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
+
+
+def record_servers(host: EngineHost, fleet: Fleet, engine: SglangEngine) -> None:
+    """Record how many servers were replaced, and how many drafted tokens were accepted since the last time."""
+    host.metrics.max("rollout/servers_replaced", fleet.replaced)
+    proposed, taken = engine.pop_drafts()
+    if host.config.rollout.sglang.speculative is not None:
+        host.metrics.mean("rollout/drafts_accepted", taken, proposed)
+
+
+def account_update(host: EngineHost, fleet: Fleet, run: str, report: SyncReport, limit_s: float) -> None:
+    """Record the metrics of a weight update, and of the log-probs of servers that `sync.verify` selects. Collective.
+
+    Args:
+        run: name of the run in the weights' versions.
+        limit_s: seconds that the answer of a server may take.
+    """
+    record_update(host, report)
+    if not report.to_probe:
+        return
+    with phase("probe"), host.offload.phase("probe"):
+        tag, world = version_tag(report.version, run), host.layout.world
+        probes = probe_servers(fleet, report.to_probe, host.hf_config.vocab_size, limit_s, tag, world)
+        if not probes:
+            return
+        fields = {
+            "prompt_ids": Jagged.from_list([probe.prompt_ids for probe in probes]),
+            "response_ids": Jagged.from_list([probe.token_ids for probe in probes]),
+        }
+        if host.config.data.image_key is not None:
+            none: list[list[Any]] = [[] for _ in probes]
+            fields |= image_fields(none, none, image_settings(host.hf_config))
+        ours = host.policy_logprobs(Batch(fields))
+    host.metrics.max("sync/probe_gap", probe_gap(probes, [row.tolist() for row in ours.unbind()]))

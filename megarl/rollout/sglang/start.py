@@ -1,0 +1,114 @@
+"""The start of a run's servers: the model folder that they read, their key, and the wait until they answer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.models.hf import encoder_of, facts_of
+from megarl.models.weights.metadata import write_metadata
+from megarl.rollout.sglang.block_fp8 import write_block_fp8
+from megarl.rollout.sglang.images import write_processor
+from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.system.device import DTYPES, has_cuda
+from megarl.system.errors import ConfigError, ServerError
+from megarl.system.rendezvous import run_key
+from megarl.system.tracing import keep_beating, phase
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.rollout.family import EngineHost
+    from megarl.rollout.sglang.fleet import Fleet
+
+MODEL_FOLDER = "servers/model"
+
+
+def servers_key(config: RunConfig, run_dir: Path) -> str | None:
+    """Return the API key of servers that two teams know; None: servers that run already have none.
+
+    Raises:
+        ConfigError: the variable that holds it is not set.
+    """
+    settings = config.rollout.sglang
+    return settings.external_key() if settings.urls else run_key(run_dir, "requests to servers")
+
+
+def start_servers(host: EngineHost, key: str | None = None, address: str | None = None) -> Fleet:
+    """Start the servers of the run, and wait until they answer. Collective.
+
+    Args:
+        key: their API key, which another team knows, too; None: they get one of their own.
+        address: the address at which workers of other teams reach them; None: loopback.
+    """
+    config, layout, servers = host.config, host.layout, host.config.rollout.sglang
+    if layout.rank == 0:
+        logs = host.run_dir / "servers"
+        # The figure of docs/servers.md.
+        where = (
+            f" at {', '.join(servers.urls)}" if servers.urls else f": about 17 s on two free cores; their logs: {logs}"
+        )
+        print(f"waiting for SGLang servers{where}", flush=True)
+    with (
+        on_shared_devices(host, "start_servers"),  # a starting server takes its share of what is free then
+        phase("start_servers"),
+        keep_beating(),
+        _addresses_are_the_users(servers.urls),
+    ):
+        return open_fleet(
+            servers,
+            WorkerPlace.from_environment(config.cluster),
+            host.run_dir,
+            _write_model_config(host),
+            str(DTYPES[config.rollout_dtype]).removeprefix("torch."),
+            cuda=has_cuda(),
+            random_weights=True,
+            longest=config.longest_sequence(),
+            images=config.data.image_key is not None,
+            fp8=config.sync.fp8,
+            key=key,
+            host=address,
+            world=layout.world,
+        )
+
+
+def on_shared_devices(host: EngineHost, name: str) -> contextlib.AbstractContextManager[None]:
+    """Enter a phase of the offload schedule if the servers share the trainer's devices; else nothing has to leave."""
+    return host.offload.phase(name) if host.config.rollout.colocated else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
+    """Servers that run already and are not there when the run begins: most often an address is wrong.
+
+    Raises:
+        ConfigError: in the place of the ServerError.
+    """
+    try:
+        yield
+    except ServerError as error:
+        if not urls:
+            raise
+        raise ConfigError(
+            f"none of these servers can be used: {error.reason}",
+            where="rollout.sglang.urls",
+            found=urls,
+            allowed="addresses of SGLang servers that run",
+            fix="start the servers or correct the addresses; rollout.sglang.urls=[] lets the run start its own",
+        ) from error
+
+
+def _write_model_config(host: EngineHost) -> Path:
+    """Return a folder with the model's config and no weights, readable on every machine; with the processor of a model
+    that sees images."""
+    folder = host.run_dir / MODEL_FOLDER
+    if host.layout.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_metadata(folder, host.hf_config, None, DTYPES[host.config.model.dtype])
+        if encoder_of(host.hf_config) is not None:
+            write_processor(folder, host.hf_config)
+        if host.config.sync.fp8:
+            write_block_fp8(folder, facts_of(host.hf_config))
+    host.layout.world.barrier()
+    return folder
