@@ -158,8 +158,8 @@ def gpus_of(config: RunConfig) -> int:
     Servers use the devices of the teams that only generate, if there are any, and need others for what is beyond them.
     Servers that run already are taken for such, with as many GPUs as `tp_size` and `dp_size` say: nothing else tells.
     """
-    servers = config.rollout.sglang
-    if config.rollout.engine != "sglang" or servers.colocated:
+    servers = config.rollout.servers
+    if servers is None or servers.colocated:
         return config.cluster.nproc
     own = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
     return config.cluster.nproc + max(0, servers.count * servers.ranks - own)

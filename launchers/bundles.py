@@ -49,21 +49,23 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WOR
 
 def lends(config: RunConfig, team: TeamPlan) -> bool:
     """Return whether the workers of this team leave their GPUs to servers, since they only send requests."""
-    return config.rollout.engine == "sglang" and team.roles == (Role.ROLLOUT,)
+    return config.rollout.servers is not None and team.roles == (Role.ROLLOUT,)
 
 
 def whole(config: RunConfig, team: TeamPlan) -> int:
     """Return how many consecutive workers of a team belong on one machine: a tensor and context parallel group, or
     those that lend their GPUs to one server, or to its part there.
     """
-    return max(team.parallel.tp * team.parallel.cp, config.rollout.sglang.ranks_per_node if lends(config, team) else 1)
+    servers, workers = config.rollout.servers, team.parallel.tp * team.parallel.cp
+    return max(workers, servers.ranks_per_node) if servers is not None and lends(config, team) else workers
 
 
 def chooses_gpus(config: RunConfig) -> bool:
     """Return whether the run starts servers beside the trainer's GPUs, and the recipe does not choose their GPUs."""
-    servers = config.rollout.sglang
-    named = servers.gpus is not None or servers.first_gpu_given
-    return config.rollout.engine == "sglang" and not (servers.urls or servers.colocated or named)
+    servers = config.rollout.servers
+    if servers is None or servers.urls or servers.colocated:
+        return False
+    return servers.gpus is None and not servers.first_gpu_given
 
 
 def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]]) -> Reservation:
@@ -136,7 +138,7 @@ def gpus_of_a_node(config: RunConfig, job: str) -> int:
     workers = config.cluster.nproc // config.cluster.nnodes
     if job == "sft":
         return workers
-    named = config.rollout.sglang.gpus if config.rollout.engine == "sglang" else None
+    named = None if config.rollout.servers is None else config.rollout.servers.gpus
     lent = config.placement.asking if job == "train" else 0
     return max(workers + server_gpus(config, lent), 1 + max(named or [-1]))
 

@@ -262,7 +262,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
     ranks = -(-config.cluster.nproc // config.cluster.nnodes)
     host = host_memory(config, checked.sizes, placement, gpu=gpu).peak
     lines.append(_memory_line(f"host memory of a machine ({count(ranks, 'rank')})", host.bytes))
-    if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
+    if (servers := config.rollout.servers) is not None and not servers.urls:
         if not gpu:  # there it is one of the terms
             lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
         if gpu_room(config, machine) is None:
@@ -270,7 +270,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
                 "(a server's cache comes on top, of a GPU up to memory_fraction of what is free, on a CPU up to "
                 "max_total_tokens)"
             )
-        if config.rollout.sglang.colocated:
+        if servers.colocated:
             lines.append("(on GPUs, the servers are on the trainer's devices)")
     return "\n".join(lines)
 

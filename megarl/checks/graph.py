@@ -16,6 +16,7 @@ from megarl.algorithms.registry import Registry
 from megarl.algorithms.user_code import name_of, place_of
 from megarl.checks.checklist import Checklist
 from megarl.checks.components import check_function_name
+from megarl.config.engines import DEFAULT, KEY
 from megarl.config.run import RunConfig
 from megarl.config.training import PreferenceConfig
 from megarl.dag.edges import MissingFieldError
@@ -192,7 +193,7 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
     wrong: dict[str, tuple[object, object, str]] = {
         "rollout.sampling.temperature": (config.rollout.sampling.temperature, 1.0, "log-probs are those of the model"),
         "placement": (config.placement.asks_for_teams, False, "one team has the policy and its reference"),
-        "rollout.engine": (config.rollout.engine, "embedded", "nothing is generated"),
+        KEY: (config.rollout.engine, DEFAULT, "nothing is generated"),
         "algorithm.kl.use": (config.algorithm.kl.use, "none", "the loss holds the policy near its reference"),
         "algorithm.distillation.coef": (config.algorithm.distillation.coef, 0.0, "no teacher is asked"),
         "algorithm.advantage.name": (config.algorithm.advantage.name, "grpo", "nothing estimates advantages"),

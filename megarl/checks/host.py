@@ -124,8 +124,8 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         found.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
     if config.robot is not None and job != "sft":
         found += _episode_terms(config, facts, team, job)
-    servers = config.rollout.sglang
-    if config.rollout.engine == "sglang" and not servers.urls and not gpu and job != "sft":
+    servers = config.rollout.servers
+    if servers is not None and not servers.urls and not gpu and job != "sft":
         held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
         found.append(term(f"{servers.servers} servers", held, "rollout.sglang.servers", rough=True))
     return found

@@ -95,7 +95,7 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
 
 def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -> None:
     """Check that the engine of a rollout in another team than the actor's can receive the actor's weights."""
-    team, servers = placement.of_role(Role.ROLLOUT), config.rollout.sglang
+    team, servers = placement.of_role(Role.ROLLOUT), config.rollout.servers
     if team is None or Role.ACTOR in team.roles:
         return
     if config.rollout.engine == "embedded" and config.sync.fp8:
@@ -127,7 +127,7 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
             allowed=f"at most {here}, or a layout with pp 1, ep 1 and tp * cp of at most {here}",
             fix=f"set {devices_key(config, team)}={here}, or rollout.parallel={{pp: 1, ep: 1}}",
         )
-    if config.rollout.engine == "sglang" and config.cluster.nnodes > 1 and not servers.urls:
+    if servers is not None and config.cluster.nnodes > 1 and not servers.urls:
         check_lent(config, placement, team, checks)
     if lends(config, team):
         check_request_workers(config, placement, team, checks)

@@ -61,7 +61,7 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     check_batches(config, placement, checks)
     check_sampling(config, sizes[Role.ACTOR], checks)
     team = placement.of_role(Role.ROLLOUT)
-    if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
+    if config.rollout.servers is not None and not config.rollout.servers.urls:
         check_servers(config, placement, sizes[Role.ACTOR], checks, None, here=False)
         if team is not None and lends(config, team) and config.cluster.nnodes > 1:
             check_lent(config, placement, team, checks)

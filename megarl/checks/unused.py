@@ -36,7 +36,7 @@ class _Job:
     @property
     def uses_servers(self) -> bool:
         """Whether generation runs on servers."""
-        return self.config.rollout.engine != "embedded"
+        return self.config.rollout.servers is not None
 
     @property
     def several_teams(self) -> bool:

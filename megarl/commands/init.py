@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.engines import DEFAULT, ENGINES
 from megarl.system.errors import ConfigError, UserError, count
 from megarl.system.machine import Machine, this_machine
 
@@ -171,7 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reward", help="an included reward or file.py:function (default: chosen by the answers in the data)"
     )
-    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded", help="of generation")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default=DEFAULT, help="of generation")
     parser.add_argument(
         "--gpus", type=int, help="GPUs over all machines; 0: run on the CPU (default: one GPU if there is one)"
     )
@@ -441,7 +442,7 @@ def _layouts(gpus: int, engine: str, machine: Machine, *, experts: bool) -> list
             layout |= {"actor.parallel.tp": tp, "actor.parallel.sp": True} if tp > 1 else {}
             layout |= {"actor.parallel.pp": pp} if pp > 1 else {}
             layout |= {"actor.parallel.ep": ep, "actor.parallel.etp": 1} if ep > 1 else {}
-            if engine == "sglang":
+            if ENGINES[engine].servers is not None:
                 layout |= {"rollout.sglang.servers": gpus // tp, "rollout.sglang.tp_size": tp}
                 layout |= {"rollout.sglang.colocated": True, "rollout.sglang.memory_fraction": 0.6}
                 layout |= {"actor.engine.offload": True}

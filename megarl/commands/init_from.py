@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.commands.translate import Translation, read_settings, translate
+from megarl.config.engines import ENGINES
 from megarl.system.errors import ConfigError, UserError, shortened
 from megarl.system.machine import Machine
 
@@ -75,7 +76,7 @@ def _place(made: Translation, gpus: int, engine: str, machine: Machine) -> None:
     if made.algorithm in ("dpo", "sft"):
         return
     settings["rollout.engine"] = engine
-    if engine == "sglang":
+    if ENGINES[engine].servers is not None:
         tp = settings.get("actor.parallel.tp", 1)
         settings |= {f"{_SERVERS}servers": max(1, gpus // tp), f"{_SERVERS}tp_size": tp, f"{_SERVERS}colocated": True}
         settings.setdefault(f"{_SERVERS}memory_fraction", 0.6)

@@ -80,10 +80,10 @@ def figures(plan: StepPlan) -> list[Figure]:
 
 def hints(config: RunConfig, plan: StepPlan) -> list[str]:
     """Return hints on needless bounds, and on waits that this plan leaves out."""
-    lines, servers, room = [], config.rollout.sglang, plan.room
+    lines, servers, room = [], config.rollout.servers, plan.room
     samples = config.data.batch_size * config.rollout.sampling.n / max(1, room.engines)
-    fitting, bound = int(room.tokens / room.longest), servers.max_concurrency
-    if config.rollout.engine == "sglang" and bound is not None and bound < min(samples, fitting):
+    fitting, bound = int(room.tokens / room.longest), None if servers is None else servers.max_concurrency
+    if bound is not None and bound < min(samples, fitting):
         lines.append(
             f"rollout.sglang.max_concurrency={bound} limits generation: a server has {samples:,.0f} samples of a "
             f"step, and its cache has room for {fitting:,} of the longest at the same time"

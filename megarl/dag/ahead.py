@@ -88,7 +88,7 @@ def _readers(graph: TaskGraph, team: TeamPlan, taken: Handover) -> str:
 def experts_problems(config: RunConfig) -> list[ConfigError]:
     """Return the problems of `async` if the policy is a mixture of experts, which may be known only when it is
     loaded."""
-    if config.async_.in_order or config.rollout.engine != "embedded":
+    if config.async_.in_order or not config.rollout.holds_model:
         return []
     problem = ConfigError(
         "a mixture of experts decodes in rounds in an embedded engine, because ranks that share experts wait for each "

@@ -69,7 +69,7 @@ def read_measured(config: RunConfig, graph: TaskGraph) -> Measured:
             allowed=f"a run with the nodes {', '.join(graph.order())}",
             fix="run this recipe for a few steps, with one team or with placement.auto=even, and name its folder",
         )
-    by_servers = config.rollout.engine != "embedded" and not config.rollout.colocated
+    by_servers = config.rollout.servers is not None and not config.rollout.colocated
     served = frozenset(node.id for node in graph if by_servers and node.role is Role.ROLLOUT)
     return Measured(timings, {node.id: _workers(timings, node) for node in graph}, served)
 

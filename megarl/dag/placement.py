@@ -270,7 +270,7 @@ def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> N
 def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConfig:
     """Return the layout that all roles of a team have."""
     roles = tuple(roles)
-    if roles == (Role.ROLLOUT,) and config.rollout.engine != "embedded":
+    if roles == (Role.ROLLOUT,) and not config.rollout.holds_model:
         return config.rollout.parallel or ParallelConfig()  # its workers hold no model: they ask servers
     layouts = {role.value: config.parallel_of(role.value) for role in roles}
     first, *_ = layouts.values()

@@ -143,8 +143,8 @@ def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:
 
 def _passes(config: RunConfig, node: Node) -> float:
     """Pass over its model that a node makes; the backward pass counts as two."""
-    if node.role is Role.ROLLOUT and config.rollout.engine != "embedded":
-        return 0.0  # the servers' devices do it
+    if node.role is Role.ROLLOUT and not config.rollout.holds_model:
+        return 0.0  # no worker computes with it: servers do
     if node.kind is Kind.MODEL_TRAIN:
         return 3.0 * (config.critic if node.role is Role.CRITIC else config.actor).ppo_epochs
     return 1.0 if node.kind is Kind.MODEL_INFERENCE else 0.0

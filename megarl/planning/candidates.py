@@ -178,8 +178,9 @@ class Space:
         """
         config, hardware = self.config, self.hardware
         ahead = config.async_.max_staleness > 0
-        if config.rollout.engine == "sglang":
-            found = self._running() if config.rollout.sglang.urls else self._servers(ahead=ahead)
+        servers = config.rollout.servers
+        if servers is not None:
+            found = self._running() if servers.urls else self._servers(ahead=ahead)
         elif ahead:
             found = self._rollout_teams()
         else:
@@ -275,7 +276,7 @@ class Space:
     def _as_given(self) -> list[Spread]:
         """Return assignments of the recipe's teams to devices in whole eighths, or multiples of 1."""
         teams = [(name, tuple(team.roles)) for name, team in self.config.placement.teams.items()]
-        if len(teams) < 2 or self.config.rollout.engine != "embedded":
+        if len(teams) < 2 or self.config.rollout.servers is not None:
             return []
         step = max(1, self.hardware.devices // _EIGHTHS)
         return [
@@ -337,7 +338,7 @@ class Space:
             if Role.ACTOR in held:
                 continue
             own = spread.rollout if held == [Role.ROLLOUT] and spread.rollout else None
-            if held == [Role.ROLLOUT] and self.config.rollout.engine != "embedded":  # its workers hold no model
+            if held == [Role.ROLLOUT] and not self.config.rollout.holds_model:
                 own = self.config.rollout.parallel or ParallelConfig()
             layout = own or getattr(self.config, roles[0]).parallel or parallel
             if not makes_replicas(devices, layout):

@@ -220,7 +220,7 @@ def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
     """
     if config.robot is not None:
         return []
-    certain = _TOKEN_CERTAIN if config.rollout.engine == "embedded" else 0.0
+    certain = _TOKEN_CERTAIN if config.rollout.holds_model else 0.0
     return [
         Term(
             f"responses of {samples} samples of {sampling.max_new_tokens} tokens",
@@ -242,8 +242,8 @@ def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
     """Return the terms of a rank of a GPU server that this run starts, without its cache."""
-    servers = config.rollout.sglang
-    if config.rollout.engine != "sglang" or servers.urls:
+    servers = config.rollout.servers
+    if servers is None or servers.urls:
         return []
     size = server_bytes(config, _known(sizes, Role.ROLLOUT))
     # Extra arguments may quantise the weights, or place them elsewhere.
@@ -337,7 +337,7 @@ def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gp
     if config.robot is not None:
         return []  # a robot's policy call is a single pass without a cache
     responses = response_terms(config, team.replicas, job)
-    if config.rollout.engine != "embedded":
+    if not config.rollout.holds_model:
         return responses
     copies = _decoding_weights(config, _known(sizes, Role.ROLLOUT), team, job, gpu=gpu)
     row, rows = cache_bytes(config, _known(sizes, Role.ROLLOUT), team.parallel, team.replicas, job)
@@ -413,7 +413,7 @@ class _Models:
                     what += f" (the largest of {several})" if one else f" ({several}, all as large as the largest)"
                     size *= 1 if one else several
                 self.state[name] = {PARAMETERS: term(what, size, layout)}
-            elif Role.ACTOR not in team.roles and config.rollout.engine == "embedded":
+            elif Role.ACTOR not in team.roles and config.rollout.holds_model:
                 size = parameter_bytes(facts, team.parallel, dtype)
                 self._always.append(term("rollout parameters", size, layout))
         if servers:

@@ -60,18 +60,18 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
 
 def server_devices(config: RunConfig) -> int:
     """Return the number of servers' own devices, including servers that already run."""
-    servers = config.rollout.sglang
-    own = config.rollout.engine == "sglang" and not servers.colocated
-    return servers.count * servers.ranks if own else 0
+    servers = config.rollout.servers
+    return 0 if servers is None or servers.colocated else servers.count * servers.ranks
 
 
 def occupied(config: RunConfig, placement: Placement) -> int:
     """Return the number of devices that a run occupies: workers, and servers' own devices except those lent by
     workers.
     """
-    workers, rollout = sum(team.devices for team in placement.teams), config.rollout
-    asking = placement.asking if rollout.engine == "sglang" else 0
-    return workers - asking + max(0 if rollout.sglang.urls else asking, server_devices(config))
+    workers, servers = sum(team.devices for team in placement.teams), config.rollout.servers
+    if servers is None:
+        return workers
+    return workers - placement.asking + max(0 if servers.urls else placement.asking, server_devices(config))
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ class StepFormulas:
         """The room for keys and values. [K1]"""
         decoder, work = self.decoder, self.work
         token = decoder.key_bytes / decoder.pp
-        if self.config.rollout.engine == "embedded":
+        servers = self.config.rollout.servers
+        if servers is None:
             return self._own_room(token)
-        servers = self.config.rollout.sglang
         weights = self.server_weights
         tokens = min(self._cache_of_servers() / token, servers.max_total_tokens or float("inf"))
         sample = work.prompt + work.lengths.expected
@@ -284,14 +284,14 @@ class StepFormulas:
         """Return the costs of publishing weights to other processes that generate. [W1]"""
         config, given, room = self.config, self.given, self.room
         actor, team = self._team(Role.ACTOR), self._team(Role.ROLLOUT)
-        sglang = config.rollout.engine == "sglang"
-        if not sglang and team.name == actor.name:
+        servers = config.rollout.servers
+        if servers is None and team.name == actor.name:
             return []
         size = self.policy.parameters * BYTES[config.rollout_dtype] / room.ranks
         # A trainer replica inside one domain sends all weights to servers there.
         near = config.rollout.colocated or self.hardware.nodes == 1
         inside = near and self._links.inside(actor.parallel.model_parallel_size)
-        fixed = given.push_fixed_s + (room.engines * given.server_push_ms / 1e3 if sglang else 0.0)
+        fixed = given.push_fixed_s + (0.0 if servers is None else room.engines * given.server_push_ms / 1e3)
         return [
             Cost("W1", "weights to every engine", size / self._links.rate(inside=inside), size),
             Cost("W1", "calls", fixed),

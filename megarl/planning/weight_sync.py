@@ -96,5 +96,5 @@ def weights_travel(config: RunConfig, team: TeamPlan) -> bool:
     if Role.ACTOR not in team.roles:
         return False
     if Role.ROLLOUT in team.roles:
-        return config.rollout.engine == "sglang"
+        return config.rollout.servers is not None
     return config.preference is None

@@ -152,8 +152,7 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
     assert actor is not None, "every run trains an actor"
     assert rollout is not None, "every run generates samples"
     apart = rollout.name != actor.name
-    sglang = config.rollout.engine == "sglang"
-    settings = config.rollout.sglang
+    servers = config.rollout.servers
     at_once = config.data.batch_size * config.rollout.sampling.n * (1 + config.async_.max_staleness)
     return System(
         groups=config.data.batch_size,
@@ -163,9 +162,11 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
         order=config.async_.order,
         partial=config.async_.partial,
         shares_tokens=config.placement.share == "tokens",
-        servers=settings.count if sglang else rollout.replicas,
-        server_devices=settings.tp_size if sglang else rollout.parallel.model_parallel_size,
-        slots=(settings.max_concurrency or -(-at_once // settings.count)) if sglang else config.rollout.max_running,
+        servers=rollout.replicas if servers is None else servers.count,
+        server_devices=rollout.parallel.model_parallel_size if servers is None else servers.tp_size,
+        slots=config.rollout.max_running
+        if servers is None
+        else (servers.max_concurrency or -(-at_once // servers.count)),
         train=teams[actor.name],
         rollout=teams[rollout.name] if apart else None,
         others=tuple(team for name, team in teams.items() if name not in (actor.name, rollout.name)),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.certificate.findings import Findings
 from megarl.certificate.runs import PLAIN, RECIPE, gpu_count, planned, reason_of, sizes_of, train
 from megarl.certificate.sections.performance import hardware_here
+from megarl.config.engines import ENGINES
 from megarl.config.load import find_recipe, load_config
 from megarl.system.compat.sglang import find_python
 from megarl.system.device import has_cuda
@@ -72,7 +73,7 @@ def on_gpus(model: str, engine: str, gpus: int, tp: int, memory_gb: float) -> li
     ]
     settings += ["algorithm.kl={use: loss, coef: 0.001}", f"actor.parallel={{tp: {tp}, sp: {str(tp > 1).lower()}}}"]
     settings += ["actor.engine={micro_batch_tokens: 8192, offload: true}", "cluster.timeout_s=2400"]
-    if engine == "sglang":
+    if ENGINES[engine].servers is not None:
         servers = (
             f"{{servers: {gpus // tp}, tp_size: {tp}, colocated: true, memory_fraction: 0.5, start_timeout_s: 1200}}"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.progress import ProgressSettings
 from megarl.config.components import settings_at
+from megarl.config.engines import DEFAULT, KEY
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
@@ -144,7 +145,7 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
             config.algorithm.pipeline,
             "srpo",
         ),
-        (rollout.engine != "embedded", "rollout.engine", "servers write texts", rollout.engine, "embedded"),
+        (rollout.servers is not None, KEY, "servers write texts", rollout.engine, DEFAULT),
         (
             rollout.stale_steps > 0,
             "rollout.stale_steps",
