@@ -197,8 +197,7 @@ def server_environment(
     else:
         env |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            # With spinning threads a server becomes tens of times slower as soon as another process uses one of its
-            # cores.
+            # Spinning threads make a server tens of times slower as soon as another process uses one of its cores.
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
             "GLIBC_TUNABLES": CPU_MALLOC,
