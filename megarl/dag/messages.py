@@ -11,7 +11,7 @@ A team holds one or more roles. The actor's team leads. Samples do not go by mes
                      <- ServersStarted -------  servers
     WeightsName ---------------------------->  servers
                      <- TeamReady ------------  <------------------------------------------  TeamReady
-    WeightsPushed or ServersFilled, version 0
+    WeightsPushed or ServersFilled, of the first weights
 
     step t, in order, k = async.max_staleness (here 1)
     train t                                    generate t + 1 with weights t - 1            walk their nodes of t
@@ -28,7 +28,7 @@ A team holds one or more roles. The actor's team leads. Samples do not go by mes
                      <- ReplicasOpen(n) ------  no replica generates
     UpdateSent(n), WeightsPushed(v) -------->  generate with weights v
                      <- StepMetrics(n) -------  what the replicas measured between two updates
-    log t            <- StepFormed(t), by the buffer: its groups and their metrics
+    log t            <- StepFormed(t), by the buffer: the metrics of its samples
 
     checkpoint of step t (megarl/training/multi_team_commit.py)
     CheckpointTag(t) ----------------------->  -------------------------------------------> copy to host memory
@@ -345,12 +345,10 @@ class StepMetrics(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class StepFormed(Message):
-    """The buffer to the actor's team (as ready), when it has formed a step: its groups by their prompts' numbers, and
-    the metrics of their samples."""
+    """The buffer to the actor's team (as ready), when it has formed a step: the metrics of the step's samples."""
 
     topic, keys = "formed", 1
     step: int
-    groups: list[int]
     metrics: MetricsJson
 
 

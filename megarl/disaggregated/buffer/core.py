@@ -382,7 +382,7 @@ class Core:
             for group in chosen:
                 if group.metrics is not None:
                     metrics.merge(Metrics.from_json(json.loads(group.metrics)))
-            formed = StepFormed(flow.step, [group.number for group in chosen], metrics.to_json())
+            formed = StepFormed(flow.step, metrics.to_json())
             topics += self.post(formed.name, formed.encode()).topics
         return topics
 
