@@ -30,7 +30,7 @@ from megarl.dag.staleness import policy_of
 from megarl.data.batch import Batch
 from megarl.disaggregated.as_ready_checkpoint import BufferedGroups, files_of_flow, read_buffered_groups
 from megarl.disaggregated.call_batcher import CallBatcher
-from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
+from megarl.disaggregated.rollout_team import evaluate_last, evaluate_step, post_loader_place
 from megarl.rollout.families import family_of
 from megarl.runtime.generation import publish
 from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
@@ -60,11 +60,11 @@ def find_buffered_groups(source: Path) -> BufferedGroups | None:
     return None if saved is None else read_buffered_groups(source, saved["parts"])
 
 
-def tell_place(c: RankState) -> None:
+def post_flow_place(c: RankState) -> None:
     """Report where prompts stand, for the checkpoint of the context's step; no group begins meanwhile."""
     assert c.loader is not None, "checks refuse a training run without data"
     c.loader.go_to(c.buffer.flow_state()["next"])
-    tell_loader(c)
+    post_loader_place(c)
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ class AsReadyLoop:
 
     def _validate(self, version: int) -> None:
         if validates(self.c.config, version):
-            evaluate_teams(self.c, self.recorder, version)
+            evaluate_step(self.c, self.recorder, version)
         else:
             evaluate_last(self.c, self.recorder, version)
 
@@ -378,7 +378,7 @@ class AsReadyLoop:
             return
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
-        tell_place(c)  # nobody begins anything before the next segment
+        post_flow_place(c)  # nobody begins anything before the next segment
         partials = producer.partial() | self._partials
         files = partial(self._files, version, partials)
         self.checkpoints.write_part(version, last=version == c.config.trainer.steps, files=files)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.messages import StepGenerated
 from megarl.dag.staleness import StalenessPolicy, policy_of
 from megarl.disaggregated.in_order_checkpoint import BufferedStep, files_ahead, read_buffered_step
-from megarl.disaggregated.rollout_team import evaluate_last, evaluate_teams, tell_loader
+from megarl.disaggregated.rollout_team import evaluate_last, evaluate_step, post_loader_place
 from megarl.runtime.generation import publish
 from megarl.runtime.resume_compatibility import steps_held
 from megarl.runtime.validate import may_be_last, validates
@@ -99,7 +99,7 @@ class InOrderLoop:
     def _tell(self) -> None:
         """Report the loader's place, and that this replica has generated the step."""
         c = self.c
-        tell_loader(c)
+        post_loader_place(c)
         # Replicas report one by one, because a collective has a deadline and one of them may take much longer.
         if c.layout.is_lead:
             generated = StepGenerated(c.context.step)
@@ -111,7 +111,7 @@ class InOrderLoop:
             return
         publish(c, version)
         if validated:
-            evaluate_teams(c, self.recorder, version)
+            evaluate_step(c, self.recorder, version)
 
     def _evaluate_last(self, version: int) -> None:
         with phase("step"):

@@ -32,7 +32,7 @@ from megarl.disaggregated.as_ready_loop import AsReadyLoop, find_buffered_groups
 from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
 from megarl.disaggregated.buffer.client import BufferClient
 from megarl.disaggregated.in_order_loop import InOrderLoop, find_buffered_steps
-from megarl.disaggregated.rollout_team import evaluate_teams, resume_loader, share_loader, tell_last
+from megarl.disaggregated.rollout_team import evaluate_step, post_last, resume_loader, share_loader
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates, WeightUpdates
 from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, settling
 from megarl.runtime.checkpoints import Checkpoints
@@ -156,7 +156,7 @@ def _validate_first(c: RankState, recorder: Recorder) -> dict[str, float]:
     set_step(0)
     recorder.start_step()
     with phase("step"):
-        evaluate_teams(c, recorder, 0)
+        evaluate_step(c, recorder, 0)
     return recorder.end_step(0)
 
 
@@ -187,11 +187,11 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
             weights.after_step(step, saves=checkpoints.may_save)
             early = checkpoints.ends_early(step, partial(recorder.measured_elsewhere, step))
             if c.team.leads:
-                tell_last(c, step, early)
+                post_last(c, step, early)
             recorder.groups(step, samples, early=early)
             del samples  # the next step needs the memory
             if validates(config, step, early=early):
-                accuracy = evaluate_teams(c, recorder, step)
+                accuracy = evaluate_step(c, recorder, step)
         numbers = recorder.end_step(step)
         channel.done(step)
         checkpoints.after_step(step, numbers, accuracy, last=step == config.trainer.steps)

@@ -32,8 +32,8 @@ class RemoteLoader:
     """The loader of the rollout's team: where it stands is part of the checkpoints of the actor's team.
 
     Args:
-        context: of this rank; its step says which state is asked for.
-        policy: by which it runs ahead, in order; None: it tells where it stands at a step that may be saved.
+        context: of this rank; `state_dict` returns the state for its step.
+        policy: how far generation runs ahead, in order; None: as ready, the loader's place comes for saved steps only.
     """
 
     def __init__(self, context: StepContext, mail: Mail, team: str, policy: StalenessPolicy | None = None) -> None:
@@ -42,8 +42,7 @@ class RemoteLoader:
         self._state = LoaderAtStart.read(mail).state
 
     def state_dict(self) -> dict[str, Any]:
-        """As `PromptLoader.state_dict`, after the last step that is generated when this one is trained; waits for
-        it."""
+        """Wait for the state after the last step that is generated before this one is trained, and return it."""
         if self._context.step != self._step:
             self._step = self._context.step
             generated = self._step + (0 if self._policy is None else self._policy.steps_ahead(self._step))
@@ -62,32 +61,32 @@ class RemoteLoader:
 
 
 def share_loader(c: RankState) -> None:
-    """Before a checkpoint is looked for: the actor's team learns what the rollout's loader generates from.
+    """Send the loader's state from a rollout's team of its own to the actor's team, before a checkpoint is looked for.
 
-    Every team calls; where one holds both roles there is nothing to tell.
+    Every team calls.
     """
     if c.team.generates_apart and c.layout.rank == 0:
-        LoaderAtStart(_state_of(c)).post(c.mail)
+        LoaderAtStart(_loader_state(c)).post(c.mail)
     elif c.team.leads and c.team.generates_elsewhere:
         with phase("await_loader", waits_for=c.team.of(Role.ROLLOUT)):
             policy = policy_of(c.config) if c.config.async_.in_order else None
             c.loader_elsewhere = RemoteLoader(c.context, c.mail, c.team.of(Role.ROLLOUT), policy)
 
 
-def tell_loader(c: RankState) -> None:
-    """After the walk of a step: where the rollout's loader stands, for a checkpoint. Its team calls."""
+def post_loader_place(c: RankState) -> None:
+    """Post the loader's place after the context's step, for a checkpoint. The rollout's team calls."""
     if c.layout.rank == 0:
-        LoaderPlace(c.context.step, _state_of(c)).post(c.mail)
+        LoaderPlace(c.context.step, _loader_state(c)).post(c.mail)
 
 
 def resume_loader(c: RankState, checkpoint: Path) -> None:
-    """Go on where the loader stood at `checkpoint`, in a rollout's team of its own; in others nothing is to be done."""
+    """Restore the loader from `checkpoint` in a rollout's team of its own; do nothing in other teams."""
     if c.team.generates_apart:
         assert c.loader is not None, "the team that generates has the data"
         c.loader.load_state_dict(read_state(checkpoint)["loader"])
 
 
-def _state_of(c: RankState) -> dict[str, Any]:
+def _loader_state(c: RankState) -> dict[str, Any]:
     assert c.loader is not None, "checks refuse a training run without data"
     return c.loader.state_dict()
 
@@ -95,8 +94,8 @@ def _state_of(c: RankState) -> dict[str, Any]:
 # -- held-out evaluation ----------------------------------------------------------------------------------------------
 
 
-def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
-    """Evaluate in the team that generates, and tell the actor's team; return the accuracy in these two.
+def evaluate_step(c: RankState, recorder: Recorder, step: int) -> float | None:
+    """Evaluate in the team that generates, and return the accuracy there and in the actor's team.
 
     Every team calls at a validation step.
     """
@@ -122,8 +121,8 @@ def evaluate_teams(c: RankState, recorder: Recorder, step: int) -> float | None:
     return accuracy
 
 
-def tell_last(c: RankState, step: int, early: bool) -> None:
-    """After the walk of `step`: the rollout's team learns whether `step` is the last one. The actor's team calls."""
+def post_last(c: RankState, step: int, early: bool) -> None:
+    """Post whether `step` is the last one, for a rollout's team of its own. The actor's team calls after its walk."""
     if c.layout.rank == 0 and c.team.generates_elsewhere and may_be_last(c.config, step):
         StepIsLast(step, early).post(c.mail)
 
@@ -131,11 +130,11 @@ def tell_last(c: RankState, step: int, early: bool) -> None:
 def evaluate_last(c: RankState, recorder: Recorder, step: int) -> None:
     """Evaluate after `step` in a rollout's team of its own, where a metric of training makes it the last step.
 
-    Comes after this team's record of the step, which the actor's team decides by.
+    Call it after this team's record of the step: the actor's team decides by these metrics.
     """
     if not may_be_last(c.config, step):
         return
     with phase("await_last", waits_for=c.team.of(Role.ACTOR)):
         last = StepIsLast.read(c.mail, step).last
     if last:
-        evaluate_teams(c, recorder, step)
+        evaluate_step(c, recorder, step)

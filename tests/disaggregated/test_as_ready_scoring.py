@@ -102,7 +102,7 @@ class Run:
         self.steps._prompts = {number: Batch({}, {"uid": [number]}) for number in self.rewards}
         self.steps._versions = dict.fromkeys(self.rewards, 0)
         monkeypatch.setattr(flow, "_LOOK_S", 0.0)
-        monkeypatch.setattr(flow, "tell_loader", lambda c: None)
+        monkeypatch.setattr(flow, "post_loader_place", lambda c: None)
         monkeypatch.setattr(flow, "samples_of", lambda role, prompts, drawn, sampling: prompts)
         monkeypatch.setattr(flow, "refuse_broken_logprobs", lambda batch: None)
         monkeypatch.setattr(flow, "record_samples", lambda c, batch: c.metrics.sum("drawn", len(batch)))
