@@ -1,11 +1,11 @@
 """The part of a checkpoint with groups that no step has been trained on (`async.order=as_ready`).
 
-Each replica writes its groups; whoever reads them shares them out by their prompts' numbers:
+Each replica writes its groups; a run that resumes shares all groups out by their prompts' numbers:
 
-    flow_0.safetensors    finished ones: number of the group, uid, sample_id, fields as node/field; one row per sample
-    flow_0.json           versions of all, by number; finished: what they hold, their metrics; partial trajectories of
-                          the others; prompts to be generated again; metrics of samples that came to nothing
-    flow_0_images.safetensors    patches of the images of these, each image once; only where they have some
+    flow_0.safetensors    finished groups: their number, uid, sample_id, fields as node/field; one row per sample
+    flow_0.json           weight versions of all groups by number; samples and metrics of finished groups; partial
+                          trajectories of the others; prompts to be generated again; metrics of rejected groups
+    flow_0_images.safetensors    patches of the images of partial trajectories, each image once; only if there are some
 """
 
 from __future__ import annotations
@@ -39,20 +39,24 @@ _NUMBER = "group_number"
 def files_of_flow(
     c: RankState,
     version: int,
-    under_way: Mapping[int, int],
+    in_flight: Mapping[int, int],
     partials: Mapping[int, Sequence[Trajectory]],
     carried: Metrics,
 ) -> dict[str, bytes]:
-    """Name and content of all that this rank adds to the checkpoint of step `version`, whose weights nobody has used.
+    """Return name and content of the files that this rank adds to the checkpoint of step `version`.
 
-    Finished groups are in the buffer; `under_way`: `versions` of the others. The rest as in `flow_files`.
+    The buffer has the finished groups. No group may have begun with the weights of `version`.
+
+    Args:
+        in_flight: weight versions of the groups that are not finished, by number.
+        partials, carried: as in `flow_files`.
     """
     buffer, layout = c.buffer, c.layout
     if not layout.is_lead:
         return {}
     ready, versions = unused_groups(buffer, version, layout.dp_rank, layout.dp_size)
     again = buffer.flow_state()["again"] if layout.rank == 0 else []
-    return flow_files(layout, ready, {**versions, **under_way}, partials, again, carried)
+    return flow_files(layout, ready, {**versions, **in_flight}, partials, again, carried)
 
 
 def flow_files(
@@ -63,26 +67,26 @@ def flow_files(
     again: Sequence[int],
     carried: Metrics,
 ) -> dict[str, bytes]:
-    """Name and content of this replica's files; only its first rank writes them.
+    """Return name and content of this replica's files; only its first rank writes them.
 
     Args:
-        layout: of this rank.
+        layout: layout of this rank.
         ready: finished groups.
-        versions: of the weights that the first tokens of all groups were generated with, by number.
-        partials: of groups that are under way, as far as something of them was generated.
-        again: prompts that nobody generates, and that have to be generated; of the team's first rank.
-        carried: metrics of samples that came to nothing, which no finished group has.
+        versions: version of the weights that generated the first tokens of each group, by number.
+        partials: partial trajectories of groups in flight, by number.
+        again: numbers of prompts that must be generated again and are not in flight; the team's first rank has them.
+        carried: metrics of rejected groups, which count with the next finished group.
     """
     if not layout.is_lead:
         return {}
-    told = {
+    content = {
         "versions": {str(number): version for number, version in versions.items()},
         "finished": [{"numbers": one.numbers, "groups": one.groups, "metrics": one.metrics.to_json()} for one in ready],
         "drafts": {str(number): [partial.to_json() for partial in some] for number, some in partials.items()},
         "again": list(again),
         "carried": carried.to_json(),
     }
-    files = {f"{_stem(layout.dp_rank)}.json": json.dumps(told).encode()}
+    files = {f"{_stem(layout.dp_rank)}.json": json.dumps(content).encode()}
     if ready:
         files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat([_batch(one) for one in ready]).to_bytes()
     if patches := _patches_of(partials):
@@ -91,12 +95,12 @@ def flow_files(
 
 
 def _patches_of(partials: Mapping[int, Sequence[Trajectory]]) -> dict[int, Tensor]:
-    """Return the patches of the images of partial trajectories by their digests: samples of a group share theirs."""
-    found: dict[int, Tensor] = {}
+    """Return the patches of the images of partial trajectories by their digests; samples of a group share images."""
+    patches: dict[int, Tensor] = {}
     for partial in (one for some in partials.values() for one in some):
         if partial.images is not None:
-            found.update(zip(partial.images.digests, partial.images.parts(), strict=True))
-    return found
+            patches.update(zip(partial.images.digests, partial.images.parts(), strict=True))
+    return patches
 
 
 def _images_file(part: int) -> str:
@@ -104,7 +108,7 @@ def _images_file(part: int) -> str:
 
 
 def _batch(ready: FinishedGroups) -> Batch:
-    """One row per sample, with all that was handed over of it."""
+    """Return one row per sample, with all fields that were handed over."""
     batch = merge_handovers(ready.samples)
     number = torch.zeros(len(batch), dtype=torch.int64)
     for own, places in zip(ready.numbers, group_places(batch["uid"]), strict=True):
@@ -118,11 +122,11 @@ class BufferedGroups:
     """The groups that all replicas wrote into a checkpoint.
 
     Attributes:
-        versions: of the weights that the first tokens of every group were generated with, by number.
-        finished: numbers of those that are finished.
-        partials: of the others, as far as something was generated.
-        again: prompts that nobody had begun to generate again.
-        carried: metrics of samples that came to nothing, which no finished group has.
+        versions: version of the weights that generated the first tokens of each group, by number.
+        finished: samples and metrics of finished groups, by number.
+        partials: partial trajectories of the others, by number.
+        again: numbers of prompts that must be generated again and were not in flight.
+        carried: metrics of rejected groups, which count with the next finished group.
     """
 
     versions: dict[int, int]
@@ -132,13 +136,13 @@ class BufferedGroups:
     carried: Metrics
     _batch: Batch | None
 
-    def mine(self, rank: int, size: int, without: Collection[int]) -> list[int]:
-        """Numbers of the groups of replica `rank` of `size`."""
+    def share_of(self, rank: int, size: int, without: Collection[int]) -> list[int]:
+        """Return the numbers of the groups of replica `rank` of `size`."""
         return [number for number in sorted(self.versions) if number not in without][rank::size]
 
-    def ready_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[FinishedGroups]:
-        """Those of `numbers` that are finished, one by one, as a team hands them over."""
-        found = []
+    def finished_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[FinishedGroups]:
+        """Return the finished groups among `numbers`, one by one, as a team hands them over."""
+        groups = []
         for number in numbers:
             if number not in self.finished:
                 continue
@@ -147,8 +151,8 @@ class BufferedGroups:
             rows = (self._batch[_NUMBER] == number).nonzero().flatten().tolist()
             info = GroupInfo(uid, ordinal, tuple(ids), tokens)
             samples = split_handovers(self._batch.select(rows), handovers)
-            found.append(FinishedGroups([number], [info], samples, Metrics.from_json(metrics)))
-        return found
+            groups.append(FinishedGroups([number], [info], samples, Metrics.from_json(metrics)))
+        return groups
 
 
 def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
@@ -160,25 +164,25 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
     carried = Metrics()
     batches = []
     for part in range(parts):
-        told = json.loads((folder / f"{_stem(part)}.json").read_text())
-        versions |= {int(number): version for number, version in told["versions"].items()}
+        content = json.loads((folder / f"{_stem(part)}.json").read_text())
+        versions |= {int(number): version for number, version in content["versions"].items()}
         patches = _read_patches(folder / _images_file(part))
-        for number, some in told["drafts"].items():
+        for number, some in content["drafts"].items():
             partials[int(number)] = [Trajectory.from_json(partial, patches) for partial in some]
-        again += told["again"]
-        carried.merge(Metrics.from_json(told["carried"]))
-        for one in told["finished"]:
+        again += content["again"]
+        carried.merge(Metrics.from_json(content["carried"]))
+        for one in content["finished"]:
             for place, (number, group) in enumerate(zip(one["numbers"], one["groups"], strict=True)):
                 finished[number] = group, {} if place else one["metrics"]
-        if told["finished"]:
+        if content["finished"]:
             batches.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
     batch = Batch.concat(batches) if batches else None
     return BufferedGroups(versions, finished, partials, again, carried, batch)
 
 
 def _read_patches(file: Path) -> dict[int, Tensor]:
-    """Return the patches of the images of partial trajectories by their digests; none where none has images."""
-    return {int(digest): one for digest, one in load(file.read_bytes()).items()} if file.is_file() else {}
+    """Return the patches of the images of partial trajectories by their digests."""
+    return {int(digest): patches for digest, patches in load(file.read_bytes()).items()} if file.is_file() else {}
 
 
 def _stem(part: int) -> str:

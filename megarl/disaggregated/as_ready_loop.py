@@ -162,9 +162,9 @@ class AsReadyLoop:
             return
         if c.layout.rank == 0:
             self._carried = held.carried
-        mine = held.mine(c.layout.dp_rank, c.layout.dp_size, without=late)
+        mine = held.share_of(c.layout.dp_rank, c.layout.dp_size, without=late)
         if c.layout.is_lead:
-            for ready in held.ready_of(mine, c.team.placement.given_by(c.team.plan.name)):
+            for ready in held.finished_of(mine, c.team.placement.given_by(c.team.plan.name)):
                 self.channel.swap(c.context, [ready], [], c.context.step, 0)
         self._waiting = [number for number in mine if number not in held.finished]
         self._versions = {number: held.versions[number] for number in self._waiting}

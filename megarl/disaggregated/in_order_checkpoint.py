@@ -1,12 +1,12 @@
 """The part of a checkpoint with samples of steps that are not trained yet (`async.order=in_order`).
 
-The weights of step t + 1 are gone when step t is trained, so nobody could generate it again. What is kept is what the
-team gave to others, under the nodes that wrote it, with its part of the step's metrics; each replica writes its groups,
-and group number k goes to replica k modulo their number of whoever reads them:
+When step t is trained, the weights that generated step t + 1 are gone, so it could not be generated again. A checkpoint
+keeps what the team handed over for later steps, and its metrics. Each replica writes its groups; in a run that resumes,
+group k goes to replica k modulo the number of replicas:
 
     drawn_0.safetensors    uid, sample_id, number and tokens of the group, fields as node/field; one row per sample
     drawn_0.json           metrics of the walk
-    drawn_0_2...           of the step after that, where generation runs two steps ahead
+    drawn_0_2...           the same of the step after that, where generation runs two steps ahead
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _NUMBER, _TOKENS = "group_number", "group_tokens"
 
 @dataclass(frozen=True)
 class BufferedStep:
-    """A step of this rank's replica.
+    """The samples of a step that this rank's replica generated.
 
     Attributes:
-        given: what its first rank gave to other teams, by handover; empty on other ranks.
-        metrics: of this rank, from the walk.
-        step: that it is for.
+        given: what its first rank handed over, by handover; empty on other ranks.
+        metrics: metrics of this rank's walk.
+        step: number of the step.
     """
 
     given: Mapping[str, SentSamples]
@@ -47,7 +47,7 @@ class BufferedStep:
     step: int
 
     def files(self, layout: Layout, saved: int) -> dict[str, bytes]:
-        """Name and content of this replica's files in the checkpoint of step `saved`; only its first rank writes."""
+        """Return name and content of this replica's files in the checkpoint of step `saved`; its first rank writes."""
         if not layout.is_lead:
             return {}
         batch = merge_handovers({key: sent.samples for key, sent in self.given.items()})
@@ -62,8 +62,7 @@ class BufferedStep:
 
 
 def files_ahead(layout: Layout, version: int, generated: Iterable[BufferedStep]) -> dict[str, bytes]:
-    """Name and content of what this rank adds to the checkpoint of step `version`: what is generated for later
-    steps."""
+    """Return name and content of the files with samples of later steps, for the checkpoint of step `version`."""
     files: dict[str, bytes] = {}
     for one in generated:
         files |= one.files(layout, version)
@@ -73,10 +72,10 @@ def files_ahead(layout: Layout, version: int, generated: Iterable[BufferedStep])
 def read_buffered_step(
     folder: Path, saved: int, step: int, parts: int, layout: Layout, handovers: Sequence[Handover]
 ) -> BufferedStep:
-    """This replica's share of what `parts` replicas wrote for `step`, for the `handovers` of its team.
+    """Return this replica's share of what `parts` replicas wrote for `step`, split by the `handovers` of its team.
 
     Args:
-        folder: of the checkpoint of step `saved`.
+        folder: folder of the checkpoint of step `saved`.
     """
     stems, metrics = [_stem(part, step - saved) for part in range(parts)], Metrics()
     if not layout.is_lead:

@@ -69,9 +69,9 @@ def test_every_group_goes_on_at_one_replica(tmp_path, now):
     write(tmp_path)
     held, late, numbers, metrics = read_buffered_groups(tmp_path, 2), [LATE], list[int](), Metrics()
     for replica in range(now):
-        mine = held.mine(replica, now, without=late)
+        mine = held.share_of(replica, now, without=late)
         numbers += mine
-        for one in held.ready_of(mine, HANDOVERS):
+        for one in held.finished_of(mine, HANDOVERS):
             (number,) = one.numbers
             wanted = ready(number)
             assert one.groups == wanted.groups
