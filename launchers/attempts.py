@@ -26,15 +26,15 @@ from megarl.system.errors import MegarlError
 from megarl.tracking.close import close_mlflow, show_end
 from megarl.tracking.restarts import note_restart
 
-RETRY_S = 5.0  # seconds between attempts to start again: a machine may come back
+RETRY_S = 5.0  # seconds between attempts to restart: a machine may come back
 
 
 def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
-    """Describe the resume point of the next attempt, and return `trainer.resume` for it.
+    """Return `trainer.resume` for the next attempt, and a description of the checkpoint from which it continues.
 
     Args:
-        resume: `trainer.resume` that it was started with.
-        begun: the run has begun; else the checkpoints in the folder are of an earlier run.
+        resume: `trainer.resume` with which the command was started.
+        begun: the run has begun; otherwise the checkpoints in the folder are an earlier run's.
     """
     steps = steps_in(run_dir / "checkpoints") if begun or resume == "auto" else []
     if steps:
@@ -44,14 +44,14 @@ def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
     elif resume in ("auto", "never"):
         text = "there is no checkpoint yet: from the beginning"
     else:
-        text = f"there is no checkpoint of this run yet: again from {resume}"
-    # Use this run's own checkpoint, and not its resume point.
+        text = f"this run has no checkpoint yet: again from {resume}"
+    # Use this run's own checkpoint instead of the one from which it was started.
     own = begun and (resume == "never" or (resume != "auto" and steps))
     return text, "auto" if own else resume
 
 
 class Attempts:
-    """One command's attempts at a run."""
+    """All attempts at a run by one command."""
 
     def __init__(self, start: Callable[[Job], Workers], job: Job) -> None:
         self._start, self._job = start, job
@@ -60,8 +60,8 @@ class Attempts:
         self._attempt = 1
         self._used = 0  # restarts since the last new checkpoint
         self._newest = -1  # step of the newest checkpoint at the last failure
-        self._place: tuple[str, str, int] | None = None  # of the last failure
-        #: Whether there have been workers.
+        self._place: tuple[str, str, int] | None = None  # place of the last failure
+        #: Whether workers were ever started.
         self.started = False
 
     def run(self) -> int:
@@ -85,7 +85,7 @@ class Attempts:
         return end.exit_code
 
     def save_first(self, number: int) -> None:
-        """Let the workers save their unsaved steps before `stop`, which signal `number` asks for."""
+        """Let the workers save their unsaved steps before `stop`; `number` is the signal that requests the stop."""
         if self._workers is not None:
             save_first(self._workers, self._job, number)
 
@@ -106,12 +106,12 @@ class Attempts:
         return self._workers
 
     def _restart_is_left(self, end: End) -> bool:
-        """Return whether to start again after `end`; log the reason if not although restarts are configured."""
+        """Return whether to restart after `end`; if restarts are configured, log the reason against one."""
         most, say = self._job.config.cluster.max_restarts, self._job.log.say
         if not most:
             return False
         if self._job.lock is not None and not self._job.lock.is_ours():
-            say("megarl: the run is not started again: another command has taken its folder")
+            say("megarl: the run is not restarted: another command is using its folder")
             return False
         newest = max(steps_in(self._job.run_dir / "checkpoints"), default=-1)
         if newest > self._newest:
@@ -119,8 +119,10 @@ class Attempts:
         again = end.place is not None and end.place == self._place
         self._newest, self._place = newest, end.place
         if end.repeats or (again and self._used):
-            why = "the same error as before, at the same step" if not end.repeats else "it would end so again"
-            say(f"megarl: the run is not started again: {why}")
+            why = (
+                "the same error occurred before, at the same step" if not end.repeats else "the error would occur again"
+            )
+            say(f"megarl: the run is not restarted: {why}")
             return False
         if self._used == most:
             say(f"megarl: no restart is left: {most} without a new checkpoint (cluster.max_restarts)")
@@ -138,13 +140,13 @@ class Attempts:
         self._job = dataclasses.replace(job, config=job.config.model_copy(update={"trainer": trainer}))
         again = f"{job.config.name} starts again ({self._used} of {cluster.max_restarts}; {start})"
         job.log.say(f"megarl: {again}: {end.why}")
-        close_mlflow(job.run_dir, "failed")  # a run that resumes opens it again
+        close_mlflow(job.run_dir, "failed")  # a resumed run opens it again
         note_restart(job.run_dir, end.why, start)
         deadline = time.monotonic() + cluster.start_timeout_s
         while True:
             try:
                 return self._begin()
-            except Exception as error:  # machines or devices may be missing that existed before
+            except Exception as error:  # the retry may lack machines or devices that existed before
                 if isinstance(error, MegarlError) and error.repeats:
                     job.log.say(f"megarl: the restart was refused: {error}")
                     return None
@@ -156,7 +158,7 @@ class Attempts:
             time.sleep(RETRY_S)
 
     def _set_aside(self) -> None:
-        """Set aside the files of an attempt's workers, so that the next one does not read them; errors are kept."""
+        """Move the files of an attempt's workers away, so that the next attempt does not read them; errors are kept."""
         clear(self._job.run_dir)
         keep_attempt(self._job.run_dir, self._attempt)
         self._attempt += 1

@@ -1,10 +1,10 @@
-"""Reservation of a run in a Ray cluster.
+"""Reserves a run's devices in a Ray cluster.
 
-    no servers of its own     one bundle per worker: a GPU where the nodes have any, and a share of their CPUs
-    with servers on GPUs      one bundle per machine: its workers', and the GPUs of the servers that are started there
+no servers of its own     one bundle per worker: a GPU where the nodes have any, and a share of their CPUs
+with servers on GPUs      one bundle per machine: its workers', and the GPUs of the servers that are started there
 
-Servers are processes of a worker, unknown to Ray: their GPUs are reserved so that it gives them to nobody else. The
-servers of a rollout team that only sends requests use its workers' GPUs first.
+Ray does not know the servers, which are started by a worker. Their GPUs are reserved so that Ray gives them to no other
+process. Servers of a rollout team that only sends requests use its workers' GPUs first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.system.errors import UnavailableError
 from megarl.system.processes import has_nvidia_device
 
 Bundle = dict[str, float]
-#: Of the 1,000 units of the resource that marks a node as a team's.
+#: Of 1,000 units of the resource that marks a node as a team's own.
 _SHARE = 0.001
 
 
@@ -29,10 +29,10 @@ class Reservation:
     """The bundles of one placement group.
 
     Attributes:
-        bundles: resources of each.
-        strategy: of the placement group.
+        bundles: resources of each bundle.
+        strategy: strategy of the placement group.
         worker: resources that each worker takes of its bundle.
-        places: the bundle of each worker.
+        places: index of each worker's bundle.
         servers: GPUs of each bundle that its workers leave to servers.
     """
 
@@ -44,7 +44,7 @@ class Reservation:
 
 
 MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables by which processes meet: jobs set them by themselves."""
+"""Environment variables of the rendezvous, which jobs set themselves."""
 
 
 def lends(config: RunConfig, team: TeamPlan) -> bool:
@@ -53,8 +53,8 @@ def lends(config: RunConfig, team: TeamPlan) -> bool:
 
 
 def whole(config: RunConfig, team: TeamPlan) -> int:
-    """Return how many consecutive workers of a team belong on one machine: a tensor and context parallel group, or
-    those that lend their GPUs to one server, or to its part there.
+    """Return how many consecutive workers of a team must be on one machine: a tensor and context parallel group, or the
+    workers that lend their GPUs to one server (or to its part on a machine).
     """
     servers, workers = config.rollout.servers, team.parallel.tp * team.parallel.cp
     return max(workers, servers.ranks_per_node) if servers is not None and lends(config, team) else workers
@@ -72,11 +72,11 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
     """Return the reservation to request from Ray.
 
     Args:
-        config: of the run; the workers of one machine are on one node.
+        config: the recipe; the workers of one machine are on one node.
         nodes: resources of each node of the Ray cluster.
 
     Raises:
-        UnavailableError: too few GPUs; the message lists the teams' needs.
+        UnavailableError: there are too few GPUs; the message lists the teams' needs.
     """
     cluster = config.cluster
     most = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
@@ -90,7 +90,7 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
     if on_gpus and (gpus < cluster.nproc or (extra and len(fitting) < cluster.nnodes)):
         raise _too_few(config, teams, nodes, extra)
     share = cpus / cluster.nproc
-    if on_gpus and cluster.nnodes > 1:  # nodes without GPUs, such as the head, have CPUs that no worker gets
+    if on_gpus and cluster.nnodes > 1:  # nodes without GPUs, such as the head, have CPUs that no worker should get
         full = [(node, workers if extra else node["GPU"]) for node in (fitting if extra else used) if node.get("GPU")]
         share = min(node.get("CPU", 0.0) / number for node, number in full)
     worker = {"CPU": min(1.0, int(100 * share) / 100)} | ({"GPU": 1.0} if on_gpus else {})
@@ -100,10 +100,11 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
         return Reservation(bundles, strategy, worker, list(range(cluster.nproc)))
     if apart(config, nodes):
         raise UnavailableError(
-            "servers on GPUs of their own and teams with nodes of their own do not go together",
+            "servers with their own GPUs cannot be combined with teams that have their own nodes",
             where="launch.slurm.teams",
-            found=f"{extra} GPUs of a node for SGLang servers",
-            fix="a team of the rollout only, whose workers lend their GPUs to as many servers; or rollout.sglang.gpus",
+            found=f"{extra} GPUs per node for SGLang servers",
+            fix="use a team with only the rollout, whose workers lend their GPUs to equally many servers; or set "
+            "rollout.sglang.gpus",
         )
     machine = {"CPU": round(workers * worker["CPU"], 2), "GPU": float(here)}
     places = [number // workers for number in range(cluster.nproc)]
@@ -111,21 +112,21 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
 
 
 def apart(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the teams that have their own nodes of this Ray cluster (launch.slurm.teams)."""
+    """Return the teams that have their own nodes in this Ray cluster (launch.slurm.teams)."""
     return [team for team in config.launch.slurm.teams if any(resource(team) in node for node in nodes)]
 
 
 def _kinds(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]]) -> list[Bundle]:
-    """Return the resources that bind each worker to the nodes of its team."""
+    """Return for each worker the resource that binds it to its team's nodes."""
     own = apart(config, nodes)
     names = [team.name for team in teams for _ in range(team.devices)]
     return [{resource(name if name in own else ""): _SHARE} if own else {} for name in names]
 
 
 def server_gpus(config: RunConfig, lent: int) -> int:
-    """Return the GPUs of a machine's servers beyond those of workers. `lent`: of these, to servers.
+    """Return the GPUs of a machine's servers in addition to the workers' GPUs, of which `lent` are lent to servers.
 
-    On several machines, workers that lend their GPUs have enough for all servers: a check of the recipe ensures it.
+    On several machines lent GPUs are enough for all servers: a check of the recipe ensures it.
     """
     servers, machines = config.rollout.sglang, config.cluster.nnodes
     if not chooses_gpus(config) or (lent and machines > 1):
@@ -134,7 +135,9 @@ def server_gpus(config: RunConfig, lent: int) -> int:
 
 
 def gpus_of_a_node(config: RunConfig, job: str) -> int:
-    """Return the GPUs of a node's workers and of its own servers. `job`: train, eval (one team), sft (no servers)."""
+    """Return the GPUs per node of workers and of servers with their own GPUs. `job`: train, eval (one team), sft (no
+    servers).
+    """
     workers = config.cluster.nproc // config.cluster.nnodes
     if job == "sft":
         return workers
@@ -144,7 +147,7 @@ def gpus_of_a_node(config: RunConfig, job: str) -> int:
 
 
 def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:
-    """Return the GPUs of one machine's servers beyond those that workers leave to them."""
+    """Return the GPUs of one machine's servers in addition to those that workers lend them."""
     team = next((team for team in teams if Role.ROLLOUT in team.roles), None)
     if team is None or not chooses_gpus(config):
         return 0
@@ -163,7 +166,7 @@ def _too_few(
         needed.append(f"SGLang servers {extra * machines}")
     if machines == 1:
         what, missing, allowed = "no node of the Ray cluster has that many GPUs", here - have[0], f"at most {have[0]}"
-        fix = ["set cluster.nproc, or cluster.nnodes to the number of nodes that shall share the work"]
+        fix = ["set cluster.nproc, or cluster.nnodes to the number of nodes that should share the work"]
     else:
         what, missing, allowed = "the Ray cluster has too few GPUs", cluster.nproc - sum(have), f"at most {sum(have)}"
         fix = ["set cluster.nproc, or add nodes to the Ray cluster"]

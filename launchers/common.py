@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 
 Launcher = Literal["local", "torchrun", "ray"]
 LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
-#: Number of processes from which on gloo connects lazily, at first use.
+#: Number of processes from which on gloo opens connections only when they are used.
 LAZY_FROM = 128
-#: Code of `Workers.poll` for a rank that exited with 0 before its work was done; no system has such a code.
+#: Code that `Workers.poll` returns for a rank that exited with 0 before its work was done; no system uses this code.
 ENDED_EARLY = 256
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -82,20 +82,20 @@ KEEP_FREED_MEMORY = {
 }
 
 
-_LEAST_ROOM = 1 << 20  # bytes: logs, records and the report of a short run
+_LEAST_ROOM = 1 << 20  # least free bytes: enough for logs, records and the report of a short run
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job: `entry` is `pkg.mod:fn(config, run_dir)`.
+    """What a launcher starts: `entry` is `pkg.mod:fn(config, run_dir)`.
 
-    `placement`: of a command whose roles may be in several teams; None: all workers are one team. `old`: errors that
-    another machine's launcher found when it began, which are an earlier command's until the first machine's launcher
-    has removed them. (A launcher that begins after workers of the first machine have failed does not learn of that, and
-    its own workers wait for them until `cluster.start_timeout_s`.) `folder`: `run_dir`, whose loss ends the run.
-    `began`: unix time of the start of the job, for all attempts. `machine`: this machine's number among those of the
-    command, each with a launcher. `lock`: on the run folder. `attempt`: name of the attempt; empty: that of the first
-    machine's launcher.
+    `placement` has the teams of a command whose roles may be in several; None: all workers are one team. `old` holds
+    errors that another machine's launcher found when it began; they belong to an earlier command until the first
+    machine's launcher has removed them. (A launcher that begins after workers of the first machine failed takes their
+    errors for old ones, and its own workers wait for them until `cluster.start_timeout_s`.) `folder` watches `run_dir`,
+    whose loss ends the run. `began` is the unix time at which the job began, for all attempts. `machine` is this
+    machine's number among the machines with a launcher of the command. `lock` is the lock of the run folder. `attempt`
+    is the attempt's name; empty: the one set by the first machine's launcher.
     """
 
     entry: str
@@ -111,7 +111,7 @@ class Job:
     began: str = dataclasses.field(default_factory=lambda: os.environ.get(JOB_BEGAN) or repr(time.time()))
 
     def check_folder(self, *, now: bool = True) -> None:
-        """Raise if the run folder is gone; see `RunFolder.check`."""
+        """Raise an error if the run folder no longer exists; see `RunFolder.check`."""
         if self.folder is not None:
             self.folder.check(now=now)
 
@@ -121,7 +121,7 @@ class Job:
 
     @property
     def separate(self) -> bool:
-        """Whether there are several teams."""
+        """Whether the run has several teams."""
         return self.placement is not None and self.placement.separate
 
     @property
@@ -132,11 +132,11 @@ class Job:
         return (TeamPlan(ONLY_TEAM, (), self.config.cluster.nproc, 0, self.config.actor.parallel, ()),)
 
     def name(self, worker: int) -> str:
-        """Return the name of worker `worker` of all teams, for messages."""
+        """Return the name of a worker for messages; `worker` is its number among all teams' workers."""
         return name_in(self.placement, worker)
 
     def names(self, workers: Sequence[int]) -> str:
-        """Return the names of several workers, for messages; of many, the first sixteen."""
+        """Return the names of several workers for messages; of many, the first sixteen."""
         if not self.separate:
             return ranks_text(workers)
         more = f" and {len(workers) - 16} more" if len(workers) > 16 else ""
@@ -144,17 +144,17 @@ class Job:
 
     @property
     def config_path(self) -> Path:
-        """The resolved configuration that every worker reads, see `megarl.artifacts.run_folder`."""
+        """The file with the resolved configuration that every worker reads, see `megarl.artifacts.run_folder`."""
         return self.run_dir / CONFIG
 
     @property
     def log_dir(self) -> Path:
-        """Folder for the output files of ranks that are not children of the launcher."""
+        """The folder for output files of ranks that are not children of the launcher."""
         return self.run_dir / "logs"
 
 
 def name_in(placement: Placement | None, worker: int) -> str:
-    """Return the name of worker `worker` of all teams of a placement, for messages."""
+    """Return the name of a worker for messages; `worker` is its number among all teams of the placement."""
     if placement is None or not placement.separate:
         return worker_name(worker, None, worker)
     team = placement.of_worker(worker)
@@ -167,14 +167,14 @@ class Workers(Protocol):
     def poll(self) -> dict[int, int]:
         """Return the exit codes of ranks that ended by themselves; a negative code is a signal.
 
-        0: its work is done; a rank that exited with 0 before that has `ENDED_EARLY`.
+        0 means that the rank's work is done; a rank that exited with 0 before that has `ENDED_EARLY`.
         """
 
     def ranks(self) -> list[int]:
         """Return the ranks that this launcher started and watches."""
 
     def cause(self, rank: int) -> str | None:
-        """Return the launcher's knowledge about the end of a rank that recorded no error itself."""
+        """Return what the launcher found out about the end of a rank that recorded no error; None when nothing."""
 
     def stop(self) -> None:
         """End every running rank within seconds; may be called again."""
@@ -191,10 +191,10 @@ def code_of(run_dir: Path, rank: int, code: int) -> int:
 def make_run_dir(
     config: RunConfig, run_dir: Path | None = None, job: str = "train", *, inside: Path | None = None
 ) -> Path:
-    """Create the folder of a run: `run_dir` when the user names one (to continue it), else a new RUNS/<name>/<stamp>.
+    """Create the folder of a run: `run_dir` if the user names one (to continue it), else a new RUNS/<name>/<stamp>.
 
-    For `job` eval or generate, which leave no model, its name ends in `-eval` or `-generate`; that of a run's model is
-    made `inside` the run's folder.
+    Folders of eval and generate, which produce no model, end in `-eval` or `-generate`; with `inside`, the folder of
+    the run whose model they use, they are created in it.
     """
     key = "tracking.dir" if run_dir is None and inside is None else "--run-dir"
     parent = run_dir or inside or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
@@ -205,18 +205,18 @@ def make_run_dir(
     except (FileExistsError, NotADirectoryError) as error:
         there = next(path for path in (parent, *parent.parents) if path.exists())
         raise ConfigError(
-            "this is a file, and a run needs a folder",
+            "this is a file, but a run needs a folder",
             where="tracking.dir" if run_dir is None else "--run-dir",
             found=str(there),
-            allowed="a folder, or a place where none is yet",
-            fix="name another" if run_dir is None else f"name another, or the folder that it is in: {there.parent}",
+            allowed="a folder, or a path that does not exist yet",
+            fix="name another" if run_dir is None else f"name another path, or the folder of the file: {there.parent}",
         ) from error
     except OSError as error:
         raise ConfigError(
             f"the run folder cannot be written ({error.strerror or error})",
             where=key,
             found=str(parent),
-            fix=f"make room there, {_LEAST_ROOM >> 20} MB at least, or name a folder on another disk"
+            fix=f"free at least {_LEAST_ROOM >> 20} MB there, or name a folder on another disk"
             if is_full(error)
             else "name a folder that you may write to",
         ) from error
@@ -228,7 +228,7 @@ def make_run_dir(
         with contextlib.suppress(FileExistsError):
             candidate.mkdir()
             return candidate.resolve()
-    raise ConfigError("cannot make a new run folder", where="tracking.dir", found=str(parent))
+    raise ConfigError("cannot create a new run folder", where="tracking.dir", found=str(parent))
 
 
 def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, placement: Placement | None = None) -> int:
@@ -240,7 +240,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         placement: the teams; None: all workers are one team.
 
     Raises:
-        UserError: unknown launcher, a layout it cannot start, or a run folder that another run uses.
+        UserError: unknown launcher, a layout that it cannot start, or a run folder that another run uses.
     """
     from megarl.launchers import local, ray, torchrun
     from megarl.launchers.attempts import Attempts
@@ -265,7 +265,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 return code
             except Stopped as stopped:
                 ended = "stopped"
-                with contextlib.suppress(Stopped), signals.raised():  # a second signal: at once
+                with contextlib.suppress(Stopped), signals.raised():  # a second signal stops at once
                     attempts.save_first(stopped.number)
                 signals.ignore()
                 log.say(f"megarl: stopped by {signal.Signals(stopped.number).name}")
@@ -286,14 +286,15 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
             finally:
                 signals.ignore()
                 attempts.stop()
-                if lock.machine == 0 and lock.is_ours() and not folder.is_gone():  # it may be another command's by now
+                # another command may use the folder by now
+                if lock.machine == 0 and lock.is_ours() and not folder.is_gone():
                     _leave_folder(job, ended, attempts.started)
                 with contextlib.suppress(OSError):
-                    remove_leftovers()  # of workers that had to be killed
+                    remove_leftovers()  # files of workers that had to be killed
 
 
 def _open_log(config: RunConfig, run_dir: Path, lock: FolderLock, placement: Placement | None) -> OutputLog:
-    """Open the log of a run, in a folder that is fit for resuming."""
+    """Open the log of a run. Refuse a folder that cannot be resumed."""
     if lock.machine == 0:
         repair(run_dir)
     log = OutputLog(run_dir / "log.txt", functools.partial(name_in, placement), split=config.tracking.console == "json")
@@ -301,7 +302,7 @@ def _open_log(config: RunConfig, run_dir: Path, lock: FolderLock, placement: Pla
         log.say(note)
     with contextlib.suppress(OSError):
         if gone := remove_leftovers():
-            log.record("launcher", f"removed, of processes that were killed: {', '.join(map(str, gone))}")
+            log.record("launcher", f"removed files of killed processes: {', '.join(map(str, gone))}")
     return log
 
 
@@ -320,10 +321,11 @@ def _leave_folder(job: Job, ended: Status, started: bool) -> None:
 
 
 def prepare(job: Job) -> Job:
-    """Begin an attempt: write the files that workers read at their start. The first machine's launcher does it.
+    """Begin an attempt: write the files that workers read at their start. Only the first machine's launcher writes
+    them.
 
     Raises:
-        FolderTaken: another command has taken the folder.
+        FolderTaken: another command is using the folder.
     """
     from megarl.config.load import dump_config
 
@@ -336,7 +338,7 @@ def prepare(job: Job) -> Job:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove the files of a start whose workers have ended, except those that the run has accepted."""
+    """Remove the files of a start whose workers have ended, except those of a run that has begun."""
     forget_token(run_dir)
     (run_dir / SAVE_REQUEST).unlink(missing_ok=True)
     discard_config(run_dir)
@@ -344,17 +346,17 @@ def clear(run_dir: Path) -> None:
 
 
 def process_of(run_dir: Path) -> object:
-    """Return the process that wrote the run's record; None without one. If it changes, the run has begun."""
-    return read_run(run_dir, tell=False).get("process")  # the start sets a damaged one aside, with a log line
+    """Return the process that wrote the run's record; None without a record. When it changes, the run has begun."""
+    return read_run(run_dir, tell=False).get("process")  # a damaged record is moved away and logged by the next start
 
 
 def machine_number(launcher: str, machines: int) -> int:
-    """Return this machine's number among those that have a launcher, from NODE_RANK (0 when unset).
+    """Return this machine's number among those with a launcher, from NODE_RANK (0 when unset).
 
-    Only torchrun on several machines has more than one: elsewhere NODE_RANK is about other machines.
+    Only torchrun on several machines has more than one launcher; otherwise NODE_RANK has another meaning.
 
     Raises:
-        ConfigError: there is no such machine.
+        ConfigError: the number is not below `machines`.
     """
     if launcher != "torchrun" or machines == 1:
         return 0
@@ -365,7 +367,7 @@ def machine_number(launcher: str, machines: int) -> int:
             where="NODE_RANK",
             found=number,
             allowed=f"0 to {machines - 1}, with cluster.nnodes = {machines}",
-            fix="set another number on every machine, 0 where MASTER_ADDR is",
+            fix="set a different number on every machine, and 0 on the machine of MASTER_ADDR",
         )
     return int(number)
 
@@ -379,15 +381,17 @@ def _lock(launcher: str, config: RunConfig, run_dir: Path) -> FolderLock:
 
 
 def layout_environment(layout: ParallelConfig) -> dict[str, str]:
-    """Return the environment of a worker that depends on the layout of its team; CUDA reads it at its start."""
+    """Return the environment variables of a worker that depend on its team's layout; CUDA reads them at its start."""
     if layout.tp == 1:
         return {}
-    # Megatron overlaps collectives and matrix products, and relies on the order of launch.
+    # Megatron overlaps collectives and matrix products, and relies on the order of kernel launches.
     return {_CONNECTIONS: os.environ.get(_CONNECTIONS, "1")}
 
 
 def own_environment(job: Job) -> dict[str, str]:
-    """Return the environment that says whose a process is: attempt, command, and the launcher with which it ends."""
+    """Return the environment variables that identify a process's attempt, command, and the launcher with which
+    it ends.
+    """
     return as_parent() | own_command() | {ATTEMPT: job.attempt}
 
 
@@ -397,25 +401,26 @@ def own_command() -> dict[str, str]:
 
 
 def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
-    """Return the environment that every worker process must start with, before any library is loaded."""
+    """Return the environment with which every worker process must start, before any library is loaded."""
     threads = config.cluster.threads or max(1, available_cores() // workers_here)
     chosen = {
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",  # spinning threads starve the other workers of a small machine
+        "OMP_WAIT_POLICY": "passive",  # spinning threads would slow down the other workers of a small machine
         "PYTHONUNBUFFERED": "1",
-        "PYTHONSAFEPATH": "1",  # the repository's own kernels/ must not hide the PyPI package of that name
+        "PYTHONSAFEPATH": "1",  # the repository's kernels/ must not hide the package of that name on PyPI
         "TOKENIZERS_PARALLELISM": "false",
     }
     if config.cluster.keep_freed_memory and not has_nvidia_device():
         chosen |= KEEP_FREED_MEMORY
     if config.cluster.nproc >= LAZY_FROM:
-        chosen["TORCH_GLOO_LAZY_INIT"] = "1"  # groups that nobody uses for CPU tensors connect nobody
+        chosen["TORCH_GLOO_LAZY_INIT"] = "1"  # groups that are never used for CPU tensors then open no connections
     if config.cluster.nnodes == 1:
-        chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses
-        if not config.rollout.sglang.urls:  # servers on other machines may join an nccl group of the trainer
+        # host names of laptops and containers often resolve to unreachable addresses
+        chosen["GLOO_SOCKET_IFNAME"] = "lo"
+        if not config.rollout.sglang.urls:  # servers on other machines may join an nccl group with the trainer
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
     chosen |= config.rollout.nccl_environment
-    if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it show its progress bars
+    if sys.stdout.isatty():  # rank 0 writes to a pipe that leads to this terminal: let it show progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     environment = {WATCHED: "1"}
     environment |= {name: os.environ.get(name, value) for name, value in chosen.items()}
@@ -425,8 +430,9 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
 
 
 def warn_of_few_cores(job: Job, environment: Mapping[str, str], workers_here: int) -> None:
-    """Warn when the workers of a machine without GPUs have more threads than it has cores."""
-    outer = environment["OMP_NUM_THREADS"].partition(",")[0]  # a list is for nested regions; the user may have set any
+    """Warn if the workers of a machine without GPUs have more threads than the machine has cores."""
+    # the user may have set a list, for nested parallel regions
+    outer = environment["OMP_NUM_THREADS"].partition(",")[0]
     threads, cores = int(outer) if outer.isdecimal() else 1, available_cores()
     if threads * workers_here > cores and not has_nvidia_device():
         job.log.say(

@@ -1,8 +1,8 @@
-"""Handling of a signal that stops a training run: the current step is finished and saved before the workers end.
+"""Handles a signal that stops a training run: the current step is finished and saved before the workers end.
 
 launcher: steps would be lost? -> RUN_DIR/save    workers: a step is over, `save` exists -> checkpoint, `save` removed
-          `save` is gone, a worker has ended, none moves, or a second signal  -> all workers end
-          SIGTERM, SIGHUP: also after cluster.grace_s, as their sender kills soon after
+`save` is gone, a worker has ended, none moves, or a second signal  -> all workers end
+SIGTERM, SIGHUP: also after cluster.grace_s, as their sender kills soon after
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from megarl.runtime.health import Watch, read_beat
 from megarl.system.errors import WorkerError, count
 
 _POLL_S = 0.1
-#: Phases of the loops of each command that saves; others (loading, the export) lead to no checkpoint.
+#: Phases of the training loop of each command that saves; in other phases (loading, the export) no checkpoint is
+#: written.
 _LOOPS = {"train": ("step", "sft"), "sft": ("sft",)}
 _BETWEEN_STEPS = ("checkpoint", "idle", "await_metrics", "reduce_metrics")
-#: Signals whose sender waits for the end, and sends SIGKILL after a while.
+#: Signals whose sender waits for the process to end, and sends SIGKILL after a while.
 _LIMITED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def save_first(workers: Workers, job: Job, number: int) -> None:
-    """Let a run write a checkpoint if it would lose steps otherwise; return when it has, or will not.
+    """Let a run write a checkpoint if it would lose steps otherwise; return when it has, or when it cannot.
 
     Raises:
         Stopped: a second signal was received.
@@ -39,20 +40,20 @@ def save_first(workers: Workers, job: Job, number: int) -> None:
     name, grace_s = signal.Signals(number).name, job.config.cluster.grace_s
     limited = number in _LIMITED
     limit = f", within {grace_s:g} s (cluster.grace_s)" if limited else ""
-    lost = f"what it learnt in {count(unsaved, 'step')} is lost"
+    lost = f"{count(unsaved, 'step')} of training will be lost"
     again = "Ctrl-C again" if number == signal.SIGINT else "A second signal"
     request = job.run_dir / SAVE_REQUEST
     request.touch()
     job.log.say(
-        f"megarl: {name}: the step under way is finished and saved first{limit}. {again} ends the run at once: "
-        f"{lost} then"
+        f"megarl: {name}: finishing and saving the current step first{limit}. {again} ends the run at once: then {lost}"
     )
     try:
         why = _why_unsaved(workers, job, grace_s if limited else math.inf)
     finally:
         request.unlink(missing_ok=True)
-    if why is not None and _newest(job) < newest + unsaved:  # else another checkpoint was written, such as the last one
-        job.log.say(f"megarl: {lost}, and the run goes on from {saved}: {why}")
+    # otherwise some other checkpoint was written, such as the last one
+    if why is not None and _newest(job) < newest + unsaved:
+        job.log.say(f"megarl: {lost}, and the run continues from {saved}: {why}")
 
 
 def _why_unsaved(workers: Workers, job: Job, limit_s: float) -> str | None:
@@ -75,12 +76,14 @@ def _why_unsaved(workers: Workers, job: Job, limit_s: float) -> str | None:
 
 
 def _newest(job: Job) -> int:
-    """Return the step of the newest checkpoint, of the cold start until that is over; 0: there is none."""
+    """Return the step of the newest checkpoint, of the cold start until that is over; 0 when there is none."""
     return max(steps_in(job.run_dir / "checkpoints") or steps_in(job.run_dir / COLD_START), default=0)
 
 
 def _unsaved(job: Job, newest: int) -> int:
-    """Return the number of completed steps after `newest`; 0 if the command saves none, or is not in its loop."""
+    """Return the number of completed steps after `newest`; 0 if the command saves none or is not in its
+    training loop.
+    """
     loops, beat = _LOOPS.get(job.entry.rpartition(":")[2]), read_beat(job.run_dir, 0)
     if loops is None or beat is None:
         return 0

@@ -1,8 +1,8 @@
-"""Manifests of Kubernetes as pure data: nothing is queried and nothing started.
+"""Kubernetes manifests as plain data: this module queries and starts nothing, except in `create`.
 
-    ConfigMap   the resolved recipe
-    JobSet      one indexed job, a pod per node of the run: `megarl COMMAND --launcher torchrun`; ranks meet at pod 0
-    RayJob      a Ray cluster of a pod per node, its head among them: `megarl COMMAND --launcher ray` on the head
+ConfigMap   the resolved recipe
+JobSet      one indexed job, a pod per node of the run: `megarl COMMAND --launcher torchrun`; ranks meet at pod 0
+RayJob      a Ray cluster of a pod per node, its head among them: `megarl COMMAND --launcher ray` on the head
 
 Run folders are on a volume that all pods mount. Secrets are named; their values never appear here.
 """
@@ -36,15 +36,15 @@ RECIPE = "recipe.yaml"
 _WORKERS, _PORT, _NAME = "workers", 29500, 40
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ANSWER_S = 60.0
-_ENDS_S = 10  # time for a run that has saved to end its processes and close its record
+_ENDS_S = 10  # seconds for a run that has saved to end its processes and close its record
 _IMAGE = re.compile(r"(?!.*//)[a-z0-9][a-z0-9._:/@-]*(?::[\w.-]+)?")
-_LEAST = 16 * 1024.0**2  # bytes of a pod
+_LEAST = 16 * 1024.0**2  # least memory of a pod in bytes
 _REFERENCE = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 Manifest = dict[str, Any]
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that writes texts of several lines as literal blocks."""
+    """Writes texts of several lines as literal blocks."""
 
 
 _Dumper.add_representer(
@@ -58,8 +58,8 @@ class KubernetesJob:
     """The job to submit.
 
     Attributes:
-        name: of the objects.
-        run_dir: its folder, as the pods' path.
+        name: name of the objects.
+        run_dir: the run folder, as a path in the pods.
         command: train, sft or eval.
         launcher: torchrun or ray.
     """
@@ -77,7 +77,9 @@ class KubernetesJob:
 
     @property
     def in_pods(self) -> RunConfig:
-        """The recipe of the pods: the JobSet restarts them, since launchers on several machines cannot."""
+        """The recipe as used in the pods: without restarts, since the JobSet restarts them and launchers on several
+        machines cannot.
+        """
         cluster = self.config.cluster
         if self.launcher != "torchrun" or cluster.nnodes == 1:
             return self.config
@@ -91,11 +93,11 @@ _NEEDED = (
 
 
 def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str | None, stamp: str) -> KubernetesJob:
-    """Build the job that a recipe asks for.
+    """Return the Kubernetes job for a recipe.
 
     Raises:
         ConfigError: image or claim are missing, the recipe holds a credential, the run folder is not on the claim, or
-            the kind cannot start this run.
+            this kind of job cannot start the run.
     """
     settings = config.launch.kubernetes
     raise_problems(
@@ -120,7 +122,7 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
     folder = PurePosixPath(run_dir) if run_dir is not None else mount / config.name / stamp
     if mount not in folder.parents or ".." in folder.parts:
         raise ConfigError(
-            "the run folder has to be on the volume that all pods have",
+            "the run folder must be on the volume that all pods mount",
             where="--run-dir",
             found=str(folder),
             allowed=f"a folder below launch.kubernetes.mount={mount}",
@@ -135,76 +137,77 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
         twice = name in settings.environment and name in settings.secrets
         if name in MEETING or twice:
             raise ConfigError(
-                "this variable is a secret as well" if twice else "the pods get this from the job itself",
+                "this variable is also set from a secret" if twice else "the job itself sets this variable",
                 where=f"{key if name in settings.environment else 'launch.kubernetes.secrets'}.{name}",
-                fix="leave it out",
+                fix="remove it",
             )
     for name in settings.environment:
         if CREDENTIAL.search(name):
             raise ConfigError(
-                "manifests are plain text, and this looks like a credential",
+                "manifests are plain text, but this looks like a credential",
                 where=f"{key}.{name}",
-                allowed="variables that are no credentials",
-                fix=f"put it into a secret, and name that: launch.kubernetes.secrets.{name}=SECRET/KEY",
+                allowed="variables that are not credentials",
+                fix=f"put the value into a secret, and name that: launch.kubernetes.secrets.{name}=SECRET/KEY",
             )
     for name, place in settings.secrets.items():
         if not _REFERENCE.fullmatch(place):
             raise ConfigError(
-                "this names no secret",
+                "this does not name a secret",
                 where=f"launch.kubernetes.secrets.{name}",
                 allowed="SECRET/KEY: a secret of the namespace, and a key in it; never the value",
-                fix="kubectl create secret generic SECRET --from-file=KEY=FILE makes one",
+                fix="create one with kubectl create secret generic SECRET --from-file=KEY=FILE",
             )
 
 
 def _check_settings(config: RunConfig, command: str) -> None:
-    """Refuse impossible sizes, and settings that Kubernetes has no equivalent for."""
+    """Refuse impossible sizes, and settings that have no equivalent in Kubernetes."""
     settings = config.launch.kubernetes
     if config.launch.spares:
         what, found = "Kubernetes replaces pods itself, and has no spare nodes", config.launch.spares
         raise ConfigError(what, where="launch.spares", found=found, fix="set launch.spares=0")
     if settings.image is not None and not _IMAGE.fullmatch(settings.image):
         raise ConfigError(
-            "Kubernetes takes no such name of an image",
+            "Kubernetes does not accept this name of an image",
             where="launch.kubernetes.image",
             found=settings.image,
             allowed="REGISTRY/NAME:TAG",
         )
     if settings.memory is not None and quantity(settings.memory) < _LEAST:
         raise ConfigError(
-            "a pod has more memory than this",
+            "too little memory for a pod",
             where="launch.kubernetes.memory",
-            found=f"{settings.memory}, which are bytes" if settings.memory.isdecimal() else settings.memory,
+            found=f"{settings.memory}, in bytes" if settings.memory.isdecimal() else settings.memory,
             allowed="16Mi or more",
-            fix="name its unit, as 512Gi",
+            fix="add a unit, such as 512Gi",
         )
     for name, key in (("cpu", "cpus_per_node"), ("memory", "memory"), ("nvidia.com/gpu", "gpus_per_node")):
         if name in settings.resources:
-            what = "this resource has a key of its own"
+            what = "this resource is set by another key"
             raise ConfigError(what, where=f"launch.kubernetes.resources.{name}", fix=f"launch.kubernetes.{key}")
     needed, given = gpus_of_a_node(config, command), settings.gpus_per_node
     if config.cluster.device_memory_gb is not None and given is not None and 0 < given < needed:
         raise ConfigError(
-            f"the run takes {count(needed, 'GPU')} of a pod: one for each worker, and those of its servers",
+            f"the run needs {count(needed, 'GPU')} per pod: one per worker, and those of its servers",
             where="launch.kubernetes.gpus_per_node",
             found=given,
-            allowed=f"{needed} or more; 0 where resources or claims ask for GPUs",
-            fix="ask for as many, or for more pods: cluster.nnodes",
+            allowed=f"{needed} or more; 0 if resources or claims request GPUs",
+            fix="request as many, or use more pods: cluster.nnodes",
         )
 
 
 def doubtful(config: RunConfig, command: str = "train", placement: Placement | None = None) -> list[str]:
-    """Return warnings about settings that Kubernetes accepts and that are probably not intended.
+    """Return warnings about settings that Kubernetes accepts but that are probably not intended.
 
     Args:
         command: train, sft or eval.
-        placement: its teams; None: unknown, or there is only one.
+        placement: the run's teams; None: unknown, or only one.
     """
     settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
     key, found = "launch.kubernetes", _doubtful_gpus(config, command)
     if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
         found.append(
-            f"{key}.cpus_per_node={settings.cpus_per_node} are less than one for each of {count(workers, 'worker')}"
+            f"{key}.cpus_per_node={settings.cpus_per_node} is less than one CPU per worker, of which a pod has "
+            f"{workers}"
         )
     if settings.memory is not None and quantity(settings.memory) < quantity(settings.shared_memory):
         found.append(
@@ -213,16 +216,16 @@ def doubtful(config: RunConfig, command: str = "train", placement: Placement | N
     taken = object_store_bytes(config, placement) if placement is not None and placement.separate else 0
     if quantity(settings.shared_memory) < taken:
         found.append(
-            f"{key}.shared_memory={settings.shared_memory} is less than the {taken / 2**30:.1f}Gi that samples between "
-            f"teams take at most; Ray keeps them in files of the pod's disk then, which is slow: "
-            f"{key}.shared_memory={math.ceil(taken / 2**30)}Gi or more, or less of data.batch_size, "
-            "rollout.sampling.n or max_new_tokens"
+            f"{key}.shared_memory={settings.shared_memory} is less than the {taken / 2**30:.1f}Gi that samples "
+            "between teams may need; Ray then keeps them in files on the pod's disk, which is slow: set "
+            f"{key}.shared_memory={math.ceil(taken / 2**30)}Gi or more, or lower data.batch_size, rollout.sampling.n "
+            "or max_new_tokens"
         )
     if "workingDir" not in settings.container and (here := relative_paths(config)):
         names = "; ".join(f"{name}: {value}" for name, value in here.items())
         found.append(
-            f"these paths are relative to this folder, and pods begin in that of the image: {names}; copy the files to "
-            f"the claim, and name them by absolute paths, as {settings.mount}/..."
+            f"these paths are relative to this folder, but pods start in that of the image: {names}; copy the files "
+            f"to the claim, and name them by absolute paths, such as {settings.mount}/..."
         )
     return found
 
@@ -234,19 +237,19 @@ def _doubtful_gpus(config: RunConfig, command: str) -> list[str]:
     needed = gpus_of_a_node(config, command)
     asks = any("gpu" in name for name in settings.resources) or bool(claims_of(settings))
     if not asks and named and given == 0:
-        found.append(f"{key}.gpus_per_node: pods ask for no GPU, and the run takes {needed} of each")
+        found.append(f"{key}.gpus_per_node: pods request no GPU, but the run needs {needed} per pod")
     elif not asks and not named and given is None:
         found.append(
-            f"{key}: pods are asked for no GPU: set cluster.device_memory_gb=80, say, or {key}.gpus_per_node={needed}"
-            f"; nothing to do for a run on CPUs ({key}.gpus_per_node=0 says so)"
+            f"{key}: pods request no GPU: set cluster.device_memory_gb (such as 80) or {key}.gpus_per_node={needed}; "
+            f"for a run on CPUs {key}.gpus_per_node=0 removes this warning"
         )
     return found
 
 
 def quantity(text: str) -> float:
-    """Return a quantity of Kubernetes as a number."""
+    """Return a Kubernetes quantity as a number."""
     found = re.fullmatch(r"([\d.]+(?:[eE]\d+)?)(\w*)", text)
-    assert found is not None, "the configuration has checked it"
+    assert found is not None, "the configuration checks quantities"
     number, unit = float(found[1]), found[2]
     if unit == "m":
         return number / 1000
@@ -261,7 +264,7 @@ def _launcher(config: RunConfig, asked: str | None) -> str:
     found = {"jobset": "torchrun", "rayjob": "ray"}[kind] if kind else "ray" if teams or named == "ray" else "torchrun"
     if teams and found != "ray":
         raise ConfigError(
-            "torchrun starts one team, and this run has several",
+            "torchrun starts only one team, but this run has several",
             where="launch.kubernetes.kind",
             found=kind,
             allowed="rayjob, or null",
@@ -279,7 +282,7 @@ def _launcher(config: RunConfig, asked: str | None) -> str:
 
 
 def object_name(name: str, stamp: str) -> str:
-    """Return a valid Kubernetes name: lower-case letters, digits and dashes; pods get a longer one with this prefix."""
+    """Return a valid Kubernetes name: lower-case letters, digits and dashes, short enough as a prefix of pod names."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
     if not plain[0].isalpha():
         plain = f"run-{plain}"
@@ -302,21 +305,21 @@ def create(job: KubernetesJob) -> str:
     """Create the objects; return kubectl's output.
 
     Raises:
-        UserError: kubectl is missing, or the cluster refuses.
+        UserError: kubectl is missing, or the cluster refuses the objects.
     """
     if shutil.which("kubectl") is None:
         raise UserError(
-            "kubectl is not on this machine",
+            "kubectl is not installed on this machine",
             where="megarl launch --kubernetes",
-            fix="install it, or hand what --dry-run prints to the cluster in another way",
+            fix="install it, or submit the output of --dry-run in another way",
         )
     text = as_yaml(manifests(job))
-    # A cluster that does not know a field refuses it: without `authOptions` others could send jobs to a RayJob's Ray.
+    # Refuse a cluster that ignores unknown fields: without `authOptions` anybody could send jobs to a RayJob's Ray.
     command = ["kubectl", "create", "--validate=true", "-f", "-"]
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise UnavailableError(f"the cluster gives no answer within {_ANSWER_S:.0f} s", where="kubectl") from error
+        raise UnavailableError(f"the cluster did not reply within {_ANSWER_S:.0f} s", where="kubectl") from error
     if done.returncode:
         raise UserError(f"the cluster refuses the job: {done.stderr.strip()}", where="kubectl create")
     return done.stdout.strip()
@@ -332,7 +335,7 @@ def _metadata(job: KubernetesJob, *, queued: bool = True) -> Manifest:
 
 
 def _arguments(job: KubernetesJob) -> list[str]:
-    """Return the command. -P: a folder `kernels` or `tests` of the current folder hides no package."""
+    """Return the command of a pod. With -P a folder `kernels` or `tests` in the current folder hides no package."""
     start = ["python", "-P", "-m", "megarl", job.command, f"{RECIPE_FOLDER}/{RECIPE}"]
     return [*start, "--launcher", job.launcher, "--run-dir", str(job.run_dir)]
 
@@ -353,7 +356,7 @@ def _job_set(job: KubernetesJob) -> Manifest:
         "kind": "JobSet",
         "metadata": _metadata(job),
         "spec": {
-            # Ranks look for the first pod before it is ready.
+            # ranks look up the first pod before it is ready
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {"maxRestarts": job.config.cluster.max_restarts},
             "replicatedJobs": [replicated],
@@ -362,7 +365,7 @@ def _job_set(job: KubernetesJob) -> Manifest:
 
 
 def _ray_job(job: KubernetesJob) -> Manifest:
-    """Return the RayJob. Its head is also a worker, so that a run has as many pods as nodes."""
+    """Return the RayJob. Its head is also a worker, so the run has as many pods as nodes."""
     import ray
 
     head, worker = (_template(job, {"env": _environment(job)}, name) for name in ("ray-head", "ray-worker"))
@@ -370,7 +373,7 @@ def _ray_job(job: KubernetesJob) -> Manifest:
     sizes = {"replicas": others, "minReplicas": others, "maxReplicas": others}
     cluster: Manifest = {
         "rayVersion": ray.__version__,
-        "authOptions": {"mode": "token"},  # the dashboard listens where the cluster's network reaches it
+        "authOptions": {"mode": "token"},  # the dashboard is reachable from the cluster's network
         "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": head},
     }
     if others:
@@ -404,7 +407,7 @@ def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
         container["resources"] = resources
     own = dict(settings.container)
     added = own.pop("volumeMounts", None) or []
-    own.pop("resources", None)  # claims, which are among those above
+    own.pop("resources", None)  # the claims are already in the pod's resource claims
     container["volumeMounts"] = [*({"name": key, "mountPath": path} for key, path in mounts.items()), *added]
     container |= own
     volumes = [
@@ -415,7 +418,7 @@ def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
     fields = dict(settings.pod)
     pod: Manifest = {"containers": [container], "volumes": [*volumes, *(fields.pop("volumes", None) or [])], **fields}
     if name == "megarl":
-        pod["restartPolicy"] = "Never"  # KubeRay has its own for Ray's pods
+        pod["restartPolicy"] = "Never"  # KubeRay sets its own for Ray's pods
         # By default SIGKILL follows SIGTERM after 30 s, counted for this program: others run below it.
         pod.setdefault("terminationGracePeriodSeconds", math.ceil(job.config.cluster.grace_s) + _ENDS_S)
     if settings.service_account is not None:

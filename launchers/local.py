@@ -1,4 +1,4 @@
-"""Workers as child processes on this machine, without scheduler or extra package unless there are several teams."""
+"""Starts workers as child processes on this machine; several teams use Ray, one team needs no extra package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from megarl.system.rendezvous import LISTENER, listen
 
 
 def start(job: Job) -> Workers:
-    """Start `cluster.nproc` workers that meet at a port of the loopback device; several teams use their own Ray."""
+    """Start `cluster.nproc` workers with their rendezvous on a port of the loopback device; several teams use their own
+    Ray.
+    """
     cluster = job.config.cluster
     if cluster.nnodes != 1:
         raise ConfigError(
@@ -47,7 +49,8 @@ def start(job: Job) -> Workers:
     shared |= {"MASTER_ADDR": LOOPBACK[0], "WORLD_SIZE": str(cluster.nproc), "LOCAL_WORLD_SIZE": str(cluster.nproc)}
     command = [sys.executable, "-m", "megarl.runtime.worker", "--entry", job.entry, "--config", str(job.config_path)]
     try:
-        with listen(LOOPBACK[0]) as listener:  # rank 0 has a copy of it: no other process can take the port in between
+        # rank 0 inherits the socket, so no other process can take the port in between
+        with listen(LOOPBACK[0]) as listener:
             shared["MASTER_PORT"] = str(listener.getsockname()[1])
             for rank in range(cluster.nproc):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -61,7 +64,7 @@ def start(job: Job) -> Workers:
 
 
 class LocalWorkers:
-    """Child processes, each the leader of its own session: a Ctrl-C on the terminal reaches only the launcher."""
+    """Child processes, each in its own session, so that Ctrl-C on the terminal reaches only the launcher."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -97,7 +100,7 @@ class LocalWorkers:
         return None
 
     def stop(self) -> None:
-        """Send SIGKILL to every worker and its processes; workers leave other signals to the launcher."""
+        """Send SIGKILL to every worker and its processes, since workers leave other signals to the launcher."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -105,4 +108,4 @@ class LocalWorkers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         for thread in self._pumps:
-            thread.join(timeout=1.0)  # a child that outlived its worker may still hold the pipe
+            thread.join(timeout=1.0)  # a child that outlived its worker may still hold the pipe open

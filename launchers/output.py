@@ -1,4 +1,4 @@
-"""Output of all ranks: rank 0 to the console unchanged, every rank as whole lines to RUN_DIR/log.txt."""
+"""Output of all ranks: rank 0's goes to the console unchanged, every rank's as whole lines to RUN_DIR/log.txt."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import IO, TextIO
 from megarl.system.errors import printable
 
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-_OF_BAR = (b"\x1b[2K", "━".encode())  # a progress bar erases its line before it draws it again
+_OF_BAR = (b"\x1b[2K", "━".encode())  # a progress bar erases its line before it is drawn again
 _SHOW_CURSOR = b"\x1b[?25h"
 _LONGEST_LINE = 1 << 16
-_POLL_S = 0.1  # between two looks at the ranks' files
-_CHUNK = 512  # free room of a terminal or pipe that accepts more
-#: Seconds within which a console must accept more.
+_POLL_S = 0.1  # seconds between two reads of the ranks' files
+_CHUNK = 512  # free space of a terminal or pipe that counts as ready
+#: Seconds within which a console must become ready.
 CONSOLE_S = 5.0
-_silent: set[int] = set()  # descriptors of consoles that accepted nothing for that long
+_silent: set[int] = set()  # descriptors of consoles that were not ready within that time
 
 
 class OutputLog:
-    """A log of the workers' raw output, by their numbers. Threads may share it.
+    """A log of the workers' raw output, by worker number. Threads may share it.
 
     Args:
-        name: returns a worker's name, which precedes its lines.
-        split: only JSON objects of rank 0 go to standard output, its other lines to the error output.
+        name: returns a worker's name, which is written in front of its lines.
+        split: only JSON objects of rank 0 go to standard output; its other lines go to standard error.
     """
 
     def __init__(self, path: Path, name: Callable[[int], str] = "rank {}".format, *, split: bool = False) -> None:
@@ -38,10 +38,10 @@ class OutputLog:
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._pending: dict[int, bytes] = {}
-        self._ended = b""  # the unfinished line of rank 0 after which the console has a new line
+        self._ended = b""  # the unfinished line of rank 0 after which the console began a new line
 
     def write(self, rank: int, data: bytes) -> None:
-        """Add the next bytes that `rank` printed."""
+        """Add output that `rank` printed."""
         if rank == 0 and not self._split:
             _to_console(data, sys.stdout)
         with self._lock:
@@ -52,7 +52,7 @@ class OutputLog:
             _to_console(line + b"\n", sys.stdout if line.startswith(b'{"step"') else sys.stderr)
 
     def say(self, text: str) -> None:
-        """Print a message of the launcher itself, to stderr and to the file."""
+        """Print a message of the launcher itself to stderr and to the file."""
         text = printable(text)
         self._end_line()
         with contextlib.suppress(OSError, ValueError):
@@ -61,12 +61,12 @@ class OutputLog:
         self.record("launcher", text)
 
     def record(self, source: str, text: str) -> None:
-        """Add `text` to the file only, marked with its `source`."""
+        """Add `text` only to the file, marked with its `source`."""
         with self._lock:
             self._keep("".join(f"[{source}] {line}\n" for line in text.splitlines()).encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Write the remaining partial lines, but for progress bars of workers that were ended."""
+        """Write the remaining partial lines, except progress bars of killed workers."""
         self._end_line()
         with self._lock:
             rests = {rank: rest for rank, rest in self._pending.items() if rest and not _is_bar(rest)}
@@ -75,7 +75,9 @@ class OutputLog:
             self._file.close()
 
     def _end_line(self) -> None:
-        """Begin a new line on the console where rank 0 left one unfinished, as the progress bar of a killed worker."""
+        """Begin a new line on the console if rank 0 left one unfinished, such as the progress bar of a killed
+        worker.
+        """
         with self._lock:
             rest = self._pending.get(0, b"")
             unfinished = not self._split and rest != self._ended and _ESCAPES.sub(b"", rest).strip()
@@ -84,12 +86,12 @@ class OutputLog:
             _to_console((_SHOW_CURSOR if _is_bar(rest) else b"") + b"\n", sys.stdout)
 
     def _keep(self, lines: bytes) -> None:
-        """Add lines to the file; on a full disk only they are lost."""
+        """Add lines to the file; on a full disk only these lines are lost."""
         with contextlib.suppress(OSError):
             self._file.write(lines)
 
     def _as_line(self, rank: int, raw: bytes) -> bytes:
-        """Return one line for the file. Of a progress bar, which redraws its line, only the last state counts."""
+        """Return one line for the file. Of a progress bar, which redraws its line, only the last state is kept."""
         drawings = [part for part in _ESCAPES.sub(b"", raw).split(b"\r") if part.strip()]
         text = drawings[-1].rstrip().decode("utf-8", "surrogateescape") if drawings else ""
         return b"[%s] %s\n" % (self._name(rank).encode(), printable(text).encode("utf-8", "surrogateescape"))
@@ -100,7 +102,7 @@ def _is_bar(line: bytes) -> bool:
 
 
 def _to_console(data: bytes, stream: TextIO) -> None:
-    """Write to a stream while it is read: a terminal that is gone or stopped does not block the run."""
+    """Write to a stream without blocking the run when its terminal is gone or stopped."""
     with contextlib.suppress(OSError, ValueError):
         if not _takes(stream):
             return
@@ -113,14 +115,13 @@ def _to_console(data: bytes, stream: TextIO) -> None:
 
 
 def _takes(stream: TextIO) -> bool:
-    """Return whether a stream accepts more, at once or within `CONSOLE_S`; after a failed wait: whether it does at
-    once.
+    """Return whether a stream is ready for more, at once or within `CONSOLE_S`; after a failed wait only at once.
 
-    Bytes that it does not accept are dropped, and kept in the file of the log.
+    Bytes for which it is not ready are dropped there, but the log file has them.
     """
     try:
         handle = stream.fileno()
-    except (OSError, ValueError):  # no descriptor: it accepts everything
+    except (OSError, ValueError):  # a stream without a descriptor is always ready
         return True
     taken = bool(select.select([], [handle], [], 0 if handle in _silent else CONSOLE_S)[1])
     (_silent.discard if taken else _silent.add)(handle)
@@ -141,7 +142,7 @@ def pump(pipe: IO[bytes], rank: int, log: OutputLog) -> threading.Thread:
 
 
 class Follower:
-    """A thread that copies the ranks' files LOG_DIR/rank_K.txt to the log; for ranks that are not children."""
+    """A thread that copies the ranks' files LOG_DIR/rank_K.txt to the log, for ranks that are not children."""
 
     def __init__(self, log_dir: Path, world_size: int, log: OutputLog) -> None:
         self._log = log
@@ -165,6 +166,6 @@ class Follower:
                     self._log.write(rank, data)
 
     def close(self) -> None:
-        """Copy the rest and stop."""
+        """Copy the remaining output and stop."""
         self._done.set()
         self._thread.join()

@@ -1,10 +1,10 @@
-"""Tests of a node before a run starts on it: `python -m megarl.launchers.preflight node FOLDER ...`, on every node.
+"""Tests a node before a run starts on it: `python -m megarl.launchers.preflight node FOLDER ...`, on every node.
 
-    node    by itself: run folder, disk, GPUs, their errors, versions                    -> FOLDER/NODE.json
-    links   all nodes together: offsets of clocks, all-reduce with both neighbours       -> FOLDER/links.json
+node    by itself: run folder, disk, GPUs, their errors, versions                    -> FOLDER/NODE.json
+links   all nodes together: offsets of clocks, all-reduce with both neighbours       -> FOLDER/links.json
 
-A job of Slurm runs both (`megarl.launchers.slurm_job`) and judges the results. Each check is `{ok, reason}`; a check
-that a machine does not allow, such as the kernel's log, passes with that reason.
+A Slurm job runs both (`megarl.launchers.slurm_job`) and evaluates the results. Each check is `{ok, reason}`. A check
+that the machine does not allow, such as reading the kernel's log, passes with that reason.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import NamedTuple
 from megarl.system.processes import write_atomically
 
 _ANSWER_S = 30.0
-#: Errors of a GPU that its driver has counted since it was loaded, and whether memory could not be repaired: fields of
-#: `nvidia-smi --help-query-gpu` and `--help-query-remapped-rows`.
+#: Error counts of a GPU since its driver was loaded, and whether memory could not be repaired: fields of `nvidia-smi
+#: --help-query-gpu` and `--help-query-remapped-rows`.
 _GPU_FIELDS = "index,name,ecc.errors.uncorrected.volatile.total"
 _ROW_FIELDS = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
-#: Xid errors that end in a reset of the GPU or of the machine (https://docs.nvidia.com/deploy/xid-errors): 48 and 95
-#: memory errors that were not contained, 64 no repair of memory, 74 NVLink, 79 no answer on the bus, 119, 120 and 140
-#: its own processor and memory. Others, such as 13 and 31, are mostly the program's.
+#: Xid errors after which the GPU or the machine must be reset (https://docs.nvidia.com/deploy/xid-errors): 48 and 95
+#: are uncontained memory errors, 64 a failed memory repair, 74 NVLink, 79 a GPU that fell off the bus, 119, 120 and 140
+#: its own processor and memory. Others, such as 13 and 31, are mostly the program's fault.
 FATAL_XIDS = {48, 64, 74, 79, 95, 119, 120, 140}
 _XID = re.compile(r"\[\s*(\d+\.\d+)\].*NVRM: Xid \(([^)]*)\): (\d+)")
 _XID_AGE_S = 24 * 3600.0
@@ -42,19 +42,19 @@ _NOT_KNOWN = ("[N/A]", "N/A", "[Not Supported]")
 
 
 class NodeCheck(NamedTuple):
-    """A result: whether the node may be used, with the reason or the finding."""
+    """The result of a check: whether the node may be used, and the reason or the finding."""
 
     ok: bool
     reason: str
 
 
 def node_name() -> str:
-    """Return Slurm's name of this node; elsewhere its host name."""
+    """Return Slurm's name of this node, or else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, NodeCheck]:
-    """Run all checks of a single node, by name.
+    """Run all checks of a single node; return the results by name.
 
     Args:
         run_dir: the run folder, which all nodes share.
@@ -97,22 +97,22 @@ def check_disk(run_dir: Path, disk_gb: float) -> NodeCheck:
 
 
 class CommandOutput(NamedTuple):
-    """The output of a program; `error`: why it printed nothing usable."""
+    """The output of a program; `error` is the reason why it printed nothing usable."""
 
     text: str
     error: str = ""
 
 
 def ask(*command: str) -> CommandOutput:
-    """Run a program, for half a minute at most."""
+    """Run a program for at most half a minute."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_ANSWER_S, check=False, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
-        return CommandOutput("", f"there is no {command[0]}")
+        return CommandOutput("", f"{command[0]} is not installed")
     except subprocess.TimeoutExpired:
-        return CommandOutput("", f"{command[0]} gives no answer within {_ANSWER_S:.0f} s")
+        return CommandOutput("", f"{command[0]} did not finish within {_ANSWER_S:.0f} s")
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         return CommandOutput("", f"{command[0]} ended with {done.returncode}: {lines[0] if lines else 'no message'}")
@@ -120,7 +120,7 @@ def ask(*command: str) -> CommandOutput:
 
 
 def check_gpus(listed: CommandOutput, wanted: int) -> NodeCheck:
-    """Check that as many GPUs as requested are visible; a driver that does not answer has none."""
+    """Check that the required number of GPUs is visible; a driver that does not reply has none."""
     if listed.error:
         return NodeCheck(False, listed.error)
     names = [row[1] for row in _rows(listed.text, 3)]
@@ -133,10 +133,10 @@ def check_ecc(listed: CommandOutput, remapped: CommandOutput) -> NodeCheck:
     """Check for uncorrected memory errors since the driver was loaded, and for failed repairs."""
     if listed.error:
         return NodeCheck(True, f"not known: {listed.error}")
-    # A GPU without ECC prints [N/A]; other texts, such as [GPU requires reset], are errors in place of a number.
+    # A GPU without ECC prints [N/A]; other texts, such as [GPU requires reset], are errors.
     bad = [f"GPU {row[0]}: {row[2]} uncorrected ECC errors" for row in _rows(listed.text, 3) if _yes(row[2])]
     if remapped.error:
-        note = f"; remapped rows not known: {remapped.error}"
+        note = f"; remapped rows are unknown: {remapped.error}"
     else:
         rows = _rows(remapped.text, 3)
         bad += [f"{row[0]}: a memory row could not be remapped" for row in rows if _yes(row[2])]
@@ -146,10 +146,10 @@ def check_ecc(listed: CommandOutput, remapped: CommandOutput) -> NodeCheck:
 
 
 def check_xids(log: CommandOutput, uptime_s: float) -> NodeCheck:
-    """Check the kernel's log for errors within a day that end in a reset of a GPU.
+    """Check the kernel's log for errors in the last day that require a reset of a GPU.
 
     Args:
-        log: of dmesg, with seconds since the machine was started.
+        log: output of dmesg, with seconds since the machine was started.
         uptime_s: current time on that clock.
     """
     if log.error:
@@ -158,7 +158,7 @@ def check_xids(log: CommandOutput, uptime_s: float) -> NodeCheck:
     bad = [(bus, number) for at, bus, number in found if number in FATAL_XIDS and uptime_s - at < _XID_AGE_S]
     if bad:
         return NodeCheck(False, ", ".join(dict.fromkeys(f"Xid {number} of {bus}" for bus, number in bad)))
-    return NodeCheck(True, f"none of {len(found)} in the log is a fault of the machine" if found else "none")
+    return NodeCheck(True, f"none of {len(found)} in the log is the machine's fault" if found else "none")
 
 
 def _rows(text: str, columns: int) -> list[list[str]]:
@@ -171,7 +171,7 @@ def _yes(cell: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be the same on all nodes."""
+    """Return the versions that must be equal on all nodes."""
     found = {"python": platform.python_version()}
     for name in ("megarl", "torch"):
         try:
@@ -182,15 +182,15 @@ def versions() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the checks; exit code 0 means that the results were written, good or bad."""
+    """Run the checks. Exit code 0 means that the results were written, good or bad."""
     parser = argparse.ArgumentParser(prog="preflight", description="Test this node before a run starts on it.")
     parser.add_argument("part", choices=("node", "links"))
-    parser.add_argument("folder", type=Path, help="where results go")
+    parser.add_argument("folder", type=Path, help="folder for the results")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--disk-gb", type=float, default=0.0)
     parser.add_argument("--limit-s", type=float, default=60.0)
-    parser.add_argument("--local", type=int, default=0, help="number of the process on its node (links)")
+    parser.add_argument("--local", type=int, default=0, help="number of this process on its node (links)")
     given = parser.parse_args(arguments)
     if given.part == "links":
         from megarl.launchers.preflight_links import measure

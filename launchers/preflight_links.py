@@ -1,10 +1,10 @@
-"""Tests of the links between nodes: clock offsets, and the speed of an all-reduce with each neighbour.
+"""Tests the links between nodes: clock offsets, and the speed of an all-reduce with each neighbour.
 
-    n0 -- n1 -- n2 -- n3        a ring: first 0-1 and 2-3, then 1-2 and 3-0
-     \\_________________/
+n0 -- n1 -- n2 -- n3        a ring: first 0-1 and 2-3, then 1-2 and 3-0
+ \_________________/
 
-Every pair is a separate world (nccl where there are GPUs, one process per GPU; else gloo), so that a failing pair does
-not affect others. A node that does not join the first one in time is left out, and named.
+Every pair is a separate world (nccl with GPUs, one process per GPU; else gloo), so that a failing pair does not affect
+others. A node that does not join the first node in time is left out, and named.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 _ROUNDS = 5
 _PINGS = 5
-#: Bytes of an all-reduce: (gloo, nccl).
+#: Bytes of an all-reduce with (gloo, nccl).
 _SIZES = (8 << 20, 256 << 20)
 
 
 def ring(count: int) -> list[tuple[int, int]]:
-    """Return the pairs of neighbours, in an order in which consecutive pairs can be measured at the same time."""
+    """Return the pairs of neighbours, ordered so that consecutive pairs can be measured at the same time."""
     if count < 3:
         return [(0, 1)] if count == 2 else []
     even = [(number, number + 1) for number in range(0, count - 1, 2)]
@@ -39,11 +39,11 @@ def ring(count: int) -> list[tuple[int, int]]:
 
 
 def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
-    """Run one process of one node; the first one of the first node writes links.json.
+    """Run one process of one node; the first process of the first node writes links.json.
 
     Args:
-        gpus: processes of each node; 0: one, without a GPU.
-        limit_s: deadline of each wait on another node.
+        gpus: processes per node; 0: one process, without a GPU.
+        limit_s: deadline of each wait for another node.
         local: number of this process on its node.
     """
     from torch.distributed import TCPStore
@@ -56,11 +56,11 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
-    # A wait that takes too long raises, as gloo's does: else nccl's watchdog ends the process, and its results with it.
+    # Make timed-out waits raise, as gloo's do: otherwise nccl's watchdog ends the process, and its results are lost.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     first = node == 0 and local == 0
     limit = datetime.timedelta(seconds=limit_s)
-    # On the address that the nodes are given, as the store of a run; TCPStore by itself listens on every interface.
+    # Listen only on the address given to the nodes, as a run's store does; TCPStore alone would use every interface.
     own: dict[str, Any] = {"master_listen_fd": listen(host, port, one_machine=nodes == 1).detach()} if first else {}
     store: Store = TCPStore(host, port, None, first, limit, wait_for_workers=False, **own)
     if local == 0:
@@ -107,7 +107,7 @@ def _process(local: int) -> subprocess.Popen[bytes]:
 
 
 def members_of(store: Store, nodes: int, limit_s: float) -> list[int]:
-    """Return the nodes that have joined in time."""
+    """Return the nodes that joined in time."""
     end = time.monotonic() + limit_s
     missing = set(range(nodes))
     while missing and time.monotonic() < end:
@@ -117,10 +117,10 @@ def members_of(store: Store, nodes: int, limit_s: float) -> list[int]:
 
 
 def _clocks(store: Store, node: int, members: list[int], limit_s: float) -> dict[int, float]:
-    """Return the seconds by which each clock is ahead of the first node's; empty on other nodes.
+    """Return by how many seconds each clock is ahead of the first node's; empty on other nodes.
 
-    The first node asks one node after the other, which answers with its time; the shortest of a few exchanges counts,
-    and half of its round trip is the error.
+    The first node requests the time of one node after the other. The shortest of a few exchanges counts; half of its
+    round trip is the error.
     """
     limit = datetime.timedelta(seconds=limit_s)
     if node != 0:
@@ -157,7 +157,7 @@ def _edges(
 def _all_reduce(
     store: Store, name: str, rank: int, ranks: int, gpu: int | None, limit: datetime.timedelta
 ) -> dict[str, Any]:
-    """Return the bus bandwidth in GB/s, 2 (n - 1) / n of the bytes per second, of the fastest round; or the error."""
+    """Return the bus bandwidth in GB/s of the fastest round (2 (n - 1) / n of the bytes per second), or the error."""
     import torch
     import torch.distributed as dist
 
@@ -172,15 +172,15 @@ def _all_reduce(
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=limit)
         pair = dist.group.WORLD
         data = torch.ones(size // 4, dtype=torch.float32, device=device)
-        for _ in range(_ROUNDS + 1):  # the first opens the connections
+        for _ in range(_ROUNDS + 1):  # the first round opens the connections
             begun = time.perf_counter()
             dist.all_reduce(data, group=pair)
-            total = float(data[0].item())  # waits for the device
+            total = float(data[0].item())  # reading the value waits for the device
             data.fill_(1.0)
             best = min(best, time.perf_counter() - begun)
             if total != ranks:
                 return {"error": f"wrong sum: {total:g} of {ranks}"}
-    except (RuntimeError, ValueError) as error:  # torch's own errors of communication are RuntimeErrors
+    except (RuntimeError, ValueError) as error:  # torch reports communication errors as RuntimeError
         return {"error": str(error).splitlines()[0][:300]}
     finally:
         if dist.is_initialized():
@@ -189,7 +189,7 @@ def _all_reduce(
 
 
 def _wait_for_leavers(store: Store, processes: int, limit_s: float) -> None:
-    """Wait until the other processes have read the last value: the store is in this process."""
+    """Wait until the other processes have read the last value, because this process holds the store."""
     end = time.monotonic() + min(limit_s, 5.0)
     while store.add("left", 0) < processes - 1 and time.monotonic() < end:
         time.sleep(0.02)

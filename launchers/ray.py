@@ -1,12 +1,12 @@
-"""Workers as Ray actors, one per device, in one placement group.
+"""Starts workers as Ray actors, one per device, in one placement group.
 
-    driver: connect or start Ray -> reserve devices -> actors -> number them team by team, node by node
-            -> rank 0 of every team picks its address, and the buffer between teams starts
-            -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
-    later:  a team that may (megarl.launchers.restarts) -> killed -> actors in the same bundles
+driver: connect or start Ray -> reserve devices -> actors -> number them team by team, node by node
+        -> rank 0 of every team picks its address, and the buffer between teams starts
+        -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
+later:  a team that may (megarl.launchers.restarts) -> killed -> actors in the same bundles
 
-Run folders must be on a file system all nodes share. RAY_ADDRESS selects an existing cluster; without it, and for the
-local launcher, Ray is started on this machine for the length of the run, bound to the loopback device.
+Run folders must be on a file system that all nodes share. RAY_ADDRESS selects an existing cluster. Without it, and for
+the local launcher, Ray is started on this machine for the length of the run, bound to the loopback device.
 """
 
 from __future__ import annotations
@@ -46,20 +46,22 @@ if TYPE_CHECKING:
     from megarl.dag.placement import TeamPlan
 
 _AUTH_MODE = "RAY_AUTH_MODE"
-_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # also elsewhere: whether nodes may be on several machines
+# despite its name also used on Linux: whether nodes may be on several machines
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _PROBE_S = 5.0  # seconds to open a connection to a cluster
-#: Settings of a Ray that is started for a run. Its workers are what the machine is for: Ray gives them a low priority.
-#: Ray also starts a process for every core in advance, which none of our actors can take: each has its environment.
+#: Settings of a Ray that is started for a run. The machine is meant for its workers, which Ray would give a low
+#: priority. Ray would also start a process per core in advance, which our actors cannot use, because each has its own
+#: environment.
 OWN_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
-#: Further ones, unless objects may be spilled: a full object store neither moves objects to disk nor creates new ones
-#: there. Without the second Ray uses files for objects that do not fit, unless the disk is too full.
+#: Further settings, unless objects may be spilled: a full object store then neither moves objects to disk nor creates
+#: new ones there. Without the second setting Ray uses files for objects that do not fit, unless the disk is too full.
 NO_SPILLING = {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0}
 _TRACKERS = ("WANDB_", "TRACKIO_")
-_HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set only here, by `check_hub`
+_HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second variable may be set only here, by `check_hub`
 
 
 def own_place() -> Place:
-    """Return the node address and this process's GPUs: numbers, or UUIDs if the node was started with them."""
+    """Return the node's address and this process's GPUs: numbers, or UUIDs if the node was started with them."""
     import ray
 
     return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
@@ -100,13 +102,13 @@ class Actor:
 
 
 def start(job: Job, *, own: bool = False) -> RayWorkers:
-    """Reserve the devices, start the actors and their work.
+    """Reserve the devices, start the actors, and start their work.
 
     Args:
         own: use a Ray started for the job on this machine, even if RAY_ADDRESS is set.
 
     Raises:
-        UnavailableError: the cluster does not answer or has too few devices, or samples do not fit into this machine's
+        UnavailableError: the cluster does not reply or has too few devices, or samples do not fit into this machine's
             shared memory.
         WorkerError: the devices or actors were not available within `cluster.start_timeout_s`.
     """
@@ -125,7 +127,7 @@ class RayWorkers:
     def __init__(self, job: Job, own: bool = False) -> None:
         self._job, self._address = job, None if own else os.environ.get("RAY_ADDRESS") or None
         self._actors: list[Any] = []
-        self._bundles: list[int] = []  # numbers of the actors
+        self._bundles: list[int] = []  # index of each actor's bundle
         self._results: dict[int, Any] = {}
         self._ended: dict[int, int] = {}
         self._causes: dict[int, str] = {}
@@ -135,15 +137,15 @@ class RayWorkers:
         self._places: list[Place] = []
         self._server_places: list[Place] = []
         self._buffer: Any = None
-        self._buffer_end: Any = None  # a call that fails when the buffer's process dies
+        self._buffer_end: Any = None  # a pending call that fails when the buffer's process dies
         self._entered = False
         self._ray: OwnRay | ClusterRay | None = None
-        self._buffer_name = f"buffer-{secrets.token_hex(8)}"  # the cluster may run other jobs
+        self._buffer_name = f"buffer-{secrets.token_hex(8)}"  # a unique name, since the cluster may run other jobs
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
         self._deadline = time.monotonic() + job.config.cluster.start_timeout_s
 
     def launch(self) -> None:
-        """Do everything up to the moment when all ranks run."""
+        """Start Ray, the actors and their work; return when all ranks run."""
         job = self._job
         size = object_store_bytes(job.config, job.placement)
         if self._address is None:
@@ -153,7 +155,7 @@ class RayWorkers:
         self._entered = True
         with _signals_kept():
             folder = _connect(self._address, job.config, size, self._seconds_left())
-        import ray  # not before: see `_keep_strangers_out`
+        import ray  # imported only now: see `_keep_strangers_out`
 
         self._ray = ClusterRay(ray.get_runtime_context().gcs_address) if folder is None else OwnRay(folder)
         self._reserve()
@@ -166,19 +168,21 @@ class RayWorkers:
         except ray.exceptions.GetTimeoutError as error:
             limit_s = job.config.cluster.start_timeout_s
             raise WorkerError(
-                f"processes that Ray starts did not answer within cluster.start_timeout_s = {limit_s:g} s"
+                f"processes that Ray started did not reply within cluster.start_timeout_s = {limit_s:g} s"
             ) from error
 
     def _within_shared_memory(self, wanted: int) -> int:
-        """Return `wanted` bytes, or this machine's limit: Ray refuses more, or silently uses slow files."""
+        """Return `wanted` bytes, or this machine's shared memory if that is less: Ray refuses more, or silently uses
+        slow files.
+        """
         free = shared_memory_free()
         if (problem := refuse_too_large(self._job.config, self._job.placement, free)) is not None:
             raise problem
         if free is None or wanted <= max(free, LEAST):
             return wanted
         self._job.log.say(
-            f"megarl: warning: the samples between teams may take {wanted / 1e9:.1f} GB of shared memory, and /dev/shm "
-            f"has {free / 1e9:.1f} GB: what does not fit goes through files (placement.spill)"
+            f"megarl: warning: the samples between teams may need {wanted / 1e9:.1f} GB of shared memory, but "
+            f"/dev/shm has {free / 1e9:.1f} GB: what does not fit goes through files (placement.spill)"
         )
         return max(free, LEAST)
 
@@ -193,7 +197,7 @@ class RayWorkers:
         if not self._group.wait(self._seconds_left()):
             raise WorkerError(
                 f"Ray did not free {len(held.bundles)} x {held.bundles[0]} within cluster.start_timeout_s = "
-                f"{cluster.start_timeout_s:g} s; it has {ray.available_resources()} to give"
+                f"{cluster.start_timeout_s:g} s; available are {ray.available_resources()}"
             )
         self._bundles = list(held.places)
         self._actors = [self._new_actor(bundle) for bundle in self._bundles]
@@ -218,9 +222,9 @@ class RayWorkers:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def _number(self) -> None:
-        """Order the actors as workers of the teams (`megarl.launchers.seats`), and find the GPUs left to servers.
+        """Assign the actors to the teams' workers (`megarl.launchers.seats`), and find the GPUs left to servers.
 
-        A bundle stays this run's, so a short task can find out which of its GPUs the actors do not use.
+        A bundle belongs to this run only, so a short task in it can find out which of its GPUs the actors do not use.
         """
         import ray
 
@@ -244,7 +248,7 @@ class RayWorkers:
         from megarl.disaggregated.buffer.actor import start_buffer
 
         job = self._job
-        assert job.placement is not None, "there are several teams"
+        assert job.placement is not None, "only a run with several teams has a buffer"
         groups, share = job.config.data.batch_size, job.config.placement.share
         environment = {"OMP_NUM_THREADS": "1"} | _missing_variables()
         flow = None if job.config.async_.in_order else StalenessSettings.of(job.config)
@@ -252,7 +256,9 @@ class RayWorkers:
         self._buffer_end = self._buffer.end.remote()
 
     def _run(self, team: TeamPlan, more: Mapping[str, str] | None = None) -> None:
-        """Start the workers of one team, which meet at their own address; `more`: for their environment."""
+        """Start the workers of one team, with their rendezvous at the team's address; `more` adds environment
+        variables.
+        """
         import ray
 
         job, first = self._job, team.first
@@ -260,7 +266,7 @@ class RayWorkers:
         master = "127.0.0.1" if one_machine else self._places[first][0]
         port = ray.get(self._actors[first].listen.remote(master), timeout=self._seconds_left())
         shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port), **(more or {})}
-        # Not in the actors' runtime_env, which Ray shows to everybody.
+        # Not passed in the actors' runtime_env, which Ray shows to everybody.
         secrets = [name for name in os.environ if name in (USER, PASSWORD) or name.startswith(_TRACKERS)]
         shared |= own_command() | {name: os.environ[name] for name in secrets}
         shared |= own_environment(job) if self._address is None else {ATTEMPT: job.attempt}
@@ -280,14 +286,14 @@ class RayWorkers:
         mine = range(team.first, team.first + team.devices)
         for rank in mine:
             if rank not in self._ended:
-                signal_rank(self._job, rank, signal.SIGKILL)  # a hanging one may not react to Ray
+                signal_rank(self._job, rank, signal.SIGKILL)  # a hanging process may not react to Ray
             ray.kill(self._actors[rank])
         results = [self._results[rank] for rank in mine]
         if ray.wait(results, num_returns=len(results), timeout=self._seconds_left())[1]:
             raise self._no_restart(team, "its processes do not end")
 
     def restart_team(self, team: TeamPlan, number: int) -> int | None:
-        """Start a team again; see `megarl.launchers.restarts.TeamWorkers`."""
+        """Restart a team; see `megarl.launchers.restarts.TeamWorkers`."""
         import ray
 
         mine = range(team.first, team.first + team.devices)
@@ -309,8 +315,8 @@ class RayWorkers:
         return finished
 
     def _seat_again(self, mine: range, places: list[Place]) -> None:
-        """Give the new actors of a team's workers `mine` the places of their predecessors, or others on the same
-        machine if Ray has assigned the GPUs differently.
+        """Give new actors of a team's workers (their numbers are `mine`) the places of their predecessors, or other
+        places on the same machine if Ray has assigned the GPUs differently.
         """
         actors, left = [self._actors[rank] for rank in mine], list(range(len(places)))
         for rank in mine:
@@ -326,7 +332,9 @@ class RayWorkers:
         )
 
     def _left_to_servers(self, team: TeamPlan) -> list[Place] | None:
-        """Return the places of the GPUs of this team's servers; None: it starts none, or Ray does not manage them."""
+        """Return the places of the GPUs of this team's servers; None when it starts none, or Ray does not
+        manage them.
+        """
         config = self._job.config
         if Role.ROLLOUT not in team.roles or not chooses_gpus(config) or "GPU" not in self._held.worker:
             return None
@@ -369,7 +377,7 @@ class RayWorkers:
         return self._causes.get(rank)
 
     def stop(self) -> None:
-        """Kill the actors, release their devices, and leave Ray; a Ray that this launcher started ends with it."""
+        """Kill the actors, release their devices, and leave Ray; a Ray that this launcher started ends."""
         import ray
 
         if self._entered and ray.is_initialized():
@@ -413,10 +421,10 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: float) -> Path | None:
-    """Connect to the cluster at `address`, or start one here for the run, with an object store and a folder of its own.
+    """Connect to the cluster at `address`, or start one here for the run, with its own object store and folder.
 
     Returns:
-        The folder of the Ray that was started; None: it was there.
+        The folder of the Ray that was started; None for an existing cluster.
     """
     text = "starting Ray" if address is None else f"joining Ray at {address}"
     print(text, file=config.tracking.messages, flush=True)
@@ -432,11 +440,11 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
 
     folder = make_ray_folder()
     with for_one_run():
-        ray.init(  # from the main thread: processes that Ray starts here end with the thread that started them
+        ray.init(  # must run in the main thread: processes that Ray starts here end with the thread that started them
             address="local",
             num_cpus=max(
                 config.cluster.nproc, available_cores()
-            ),  # a small machine may hold more CPU workers than cores
+            ),  # a small machine may have more CPU workers than cores
             include_dashboard=False,
             object_store_memory=store_bytes,
             _system_config=OWN_RAY | ({} if config.placement.spill else NO_SPILLING),
@@ -448,11 +456,11 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
 
 
 def _keep_strangers_out() -> None:
-    """Let a Ray of our own listen only on loopback, and accept only clients with a random token of this run.
+    """Make a Ray of our own listen only on loopback, and accept only clients with a random token of this run.
 
-    Ray reads both when it is imported. Without the first it reads 127.0.0.1 as "some address of this machine", and
-    listens on every interface; without the second it uses the token in the user's home, which all clusters of the user
-    share.
+    Ray reads both settings when it is imported. Without the first it takes 127.0.0.1 for "some address of this machine"
+    and listens on every interface; without the second it uses the token in the user's home, which all clusters of the
+    user share.
     """
     os.environ[_CLUSTERS] = "0"
     if os.environ.get(_AUTH_MODE, "token") == "token":
@@ -461,7 +469,7 @@ def _keep_strangers_out() -> None:
 
 @functools.cache
 def _own_token() -> str:
-    """Return the token of every Ray that this process starts: Ray reads it once."""
+    """Return the token for every Ray that this process starts. Ray reads it only once."""
     return secrets.token_hex(32)
 
 

@@ -1,9 +1,9 @@
-"""The folder of a Ray that megarl starts: other users of the machine cannot enter it.
+"""The folder of a Ray that megarl starts, which other users of the machine cannot enter.
 
 RAY_TMPDIR, or the folder of temporary files
-  megarl-XXXXXXXX    mode 0700, new for every Ray
-    r                    Ray's folder; Ray gives it and all that it makes there mode 0777
-      session_...        sockets, logs, files of spilled objects
+    megarl-XXXXXXXX    mode 0700, new for every Ray
+        r                    Ray's folder; Ray gives it and all that it makes there mode 0777
+            session_...        sockets, logs, files of spilled objects
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.system.errors import ConfigError, UnavailableError
 from megarl.system.leftovers import PREFIX, ray_parents
 
 INNER = "r"
-#: The longest path of a socket that Ray makes in its folder; Linux takes paths of `_LONGEST` bytes.
+#: Longest path of a socket in Ray's folder; Linux allows paths of `_LONGEST` bytes.
 _SOCKET = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _LONGEST = 107
 #: Owner of root's folders where a user namespace does not map root.
@@ -25,33 +25,33 @@ _UNMAPPED = 65534
 
 
 def make_ray_folder() -> Path:
-    """Make the private folder of one Ray, which starts with `folder / INNER` as its own; return the private one.
+    """Create the private folder of one Ray and return it; Ray uses `folder / INNER`.
 
-    It is in RAY_TMPDIR, which is made where it is missing, or in the folder of temporary files, or in /tmp where the
-    paths of sockets would be too long there.
+    The folder is in RAY_TMPDIR (created if missing), or in the folder of temporary files, or in /tmp if the paths of
+    sockets would be too long there.
 
     Raises:
         ConfigError: RAY_TMPDIR is too long, or other users can rename what is in the chosen folder.
-        UnavailableError: nothing can be made there.
+        UnavailableError: the folder cannot be created.
     """
     given = os.environ.get("RAY_TMPDIR")
     parents = [parent.resolve() for parent in ray_parents()]
     parent = next((parent for parent in parents if _fits(parent)), None)
     if parent is None:
         raise ConfigError(
-            "sockets of Ray would have too long a path in this folder",
+            "paths of Ray's sockets would be too long in this folder",
             where="RAY_TMPDIR" if given else "TMPDIR",
             found=str(parents[0]),
-            allowed=f"a path of {_room()} bytes at most",
-            fix="set RAY_TMPDIR to a shorter path, as of a folder on a local disk",
+            allowed=f"a path of at most {_room()} bytes",
+            fix="set RAY_TMPDIR to a shorter path, such as a folder on a local disk",
         )
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_strangers(parent)
-        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # of mode 0700, and never one that was there
+        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # created with mode 0700, and never an existing folder
     except OSError as error:
         raise UnavailableError(
-            f"the folder of Ray cannot be made ({error.strerror})",
+            f"Ray's folder cannot be created ({error.strerror})",
             where="RAY_TMPDIR" if given else "TMPDIR",
             found=str(parent),
             fix="set RAY_TMPDIR to a folder that you may write to",
@@ -59,7 +59,7 @@ def make_ray_folder() -> Path:
 
 
 def _refuse_strangers(parent: Path) -> None:
-    """Refuse a folder in which another user can put a folder of theirs in place of one of this user."""
+    """Refuse a folder in which another user could replace one of this user's folders."""
     for folder in (parent, *parent.parents):
         status = folder.stat()
         foreign = folder == parent and status.st_uid not in (0, os.getuid(), _UNMAPPED)
@@ -68,13 +68,14 @@ def _refuse_strangers(parent: Path) -> None:
                 "other users can replace what is in this folder, and so take over a run's Ray",
                 where="RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR",
                 found=f"{folder}, mode {stat.S_IMODE(status.st_mode):04o}, of user {status.st_uid}",
-                allowed="a folder of yours or of root; none of its path writable for all without the sticky bit",
+                allowed="a folder of yours or of root; without the sticky bit no folder of its path may be writable "
+                "for all",
                 fix=f"chmod o-w {folder}, or set RAY_TMPDIR to a folder of yours",
             )
 
 
 def _room() -> int:
-    """Return the longest length of a folder in bytes in which the sockets of a Ray have paths that Linux takes."""
+    """Return the longest path of a folder, in bytes, in which Ray's sockets have paths that Linux allows."""
     return _LONGEST - len(f"/{PREFIX}XXXXXXXX/{INNER}/{_SOCKET}")
 
 

@@ -1,7 +1,7 @@
 """Checks that the run's Ray can be reached, and is still alive.
 
 Ray itself silently ends the launcher a minute after its control store (gcs_server, which knows all actors) has died.
-These checks find out before that.
+These checks find out earlier.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from megarl.system.processes import oom_kills, signal_name
 
 _PARTS = {"gcs_server": "control store", "raylet": "node manager"}
 _LOGS = "logs"
-_RAYLET = "RAY_RAYLET_PID"  # in the environment of a node manager's processes
-_ASK_S = 5.0  # seconds between two probes of a remote control store, and for its answer
-_SILENT_S = 30.0  # it may be restarting; Ray ends its clients after 60
+_RAYLET = "RAY_RAYLET_PID"  # environment variable of a node manager's processes
+_ASK_S = 5.0  # seconds between two probes of a remote control store, and deadline of its reply
+_SILENT_S = 30.0  # it may be restarting; Ray ends its clients after 60 s
 _LEAVE_S = 15.0
-_DIES_S = 5.0  # a process whose first thread has ended still waits for the others
+_DIES_S = 5.0  # a process whose first thread has ended still waits for its other threads
 
 
 class OwnRay:
-    """The Ray that this process has started: its control store and its node manager are children of this process.
+    """A Ray that this process started: control store and node manager are children of this process.
 
     Args:
-        folder: as `make_ray_folder` has made it for this Ray.
+        folder: folder of this Ray, from `make_ray_folder`.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._held = os.open(folder, os.O_RDONLY)  # `leftovers` keeps the folder while this process runs
+        self._held = os.open(folder, os.O_RDONLY)  # `leftovers` keeps the folder while this process holds it open
         self._parts = [child for child in psutil.Process().children() if child.name() in _PARTS]
         self._names = {part.pid: part.name() for part in self._parts}
         self._oom_kills = oom_kills()
@@ -54,7 +54,7 @@ class OwnRay:
         os.close(self._held)
 
     def lost(self) -> str | None:
-        """Describe which part of Ray has died, how, and the fix; None: it is alive."""
+        """Describe which part of Ray died, how, and the fix; None while all parts are alive."""
         if self._lost is None:
             dead = next((part for part in self._parts if not part.is_running() or _is_zombie(part)), None)
             logs = "" if self._session is None else f"\n  logs:    {self._session / _LOGS}, until the next start"
@@ -66,16 +66,16 @@ class OwnRay:
             code = dead.wait(_DIES_S)
             how = f"was killed by signal {-code} ({signal_name(-code)})" if code and code < 0 else "has ended"
             if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
-                how += ": out of memory, the kernel ended it"
+                how += ": killed by the kernel for lack of memory"
             name = self._names[dead.pid]
             return lost_text(f"Ray's {_PARTS[name]} ({name}, process {dead.pid})", how)
         return lost_text(f"Ray's {_PARTS[self._names[dead.pid]]} ({self._names[dead.pid]})", "has ended")
 
     def leave(self) -> None:
-        """End all that is left of it without asking it. Ray's rotated logs stay until the next start."""
+        """Kill what remains of Ray. Ray's logs are moved away and stay until the next start."""
         left = [child for part in self._parts for child in _descendants(part)]
         mine = {str(part.pid) for part in self._parts}
-        for process in psutil.process_iter():  # of a node manager that is gone, whose workers have another parent
+        for process in psutil.process_iter():  # processes of a dead node manager, which have another parent now
             with contextlib.suppress(psutil.Error, OSError):
                 if process.uids().real == os.getuid() and process.environ().get(_RAYLET) in mine:
                     left.append(process)
@@ -90,10 +90,10 @@ class OwnRay:
 
 
 class ClusterRay:
-    """A cluster that this process has not started.
+    """A cluster that this process did not start.
 
     Args:
-        address: of its control store, host:port.
+        address: address of its control store, host:port.
     """
 
     def __init__(self, address: str) -> None:
@@ -102,7 +102,7 @@ class ClusterRay:
         self._asked = self._heard = time.monotonic()
 
     def lost(self) -> str | None:
-        """Describe that nobody has listened at its control store for a while, and the fix; None: it is alive."""
+        """Describe that the control store has not replied for a while, and the fix; None while it replies."""
         now = time.monotonic()
         if now - self._asked > _ASK_S:
             self._asked = now
@@ -115,19 +115,18 @@ class ClusterRay:
         return lost_text(f"Ray's control store at {self._host}:{self._port}", f"has not answered for {silent:.0f} s")
 
     def forget(self) -> None:
-        """Do nothing: none of it belongs to this run."""
+        """Do nothing, since none of the cluster belongs to this run."""
 
     def leave(self) -> None:
-        """Leave it without asking; its nodes end the processes that they have started."""
+        """Leave the cluster without a message; its nodes end the processes that they started."""
         _shut_down()
 
 
 def lost_text(what: str, how: str) -> str:
     """Describe the loss of a part that every worker needs, and the fix."""
     return (
-        f"{what} {how}, and no worker can go on without it\n"
-        "  fix:     go on from the newest checkpoint: by hand, or by itself with cluster.max_restarts and "
-        "trainer.save_every"
+        f"{what} {how}, and no worker can continue without it\n  fix:     continue from the newest checkpoint: by "
+        "hand, or automatically with cluster.max_restarts and trainer.save_every"
     )
 
 
@@ -146,7 +145,7 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _shut_down() -> None:
-    """Leave Ray, within `_LEAVE_S`: it may wait for a dead process."""
+    """Leave Ray within `_LEAVE_S` seconds, because it may wait for a dead process."""
     import ray
 
     with contextlib.suppress(WorkerError):
@@ -154,14 +153,14 @@ def _shut_down() -> None:
 
 
 def check_reachable(address: str, limit_s: float) -> None:
-    """Refuse an address of a Ray cluster where nobody listens: Ray itself retries for minutes.
+    """Refuse an address of a Ray cluster where nothing listens; Ray itself would retry for minutes.
 
     Args:
-        address: as in RAY_ADDRESS: host:port, ray://host:port, auto or local; the last two are left to Ray.
+        address: value of RAY_ADDRESS: host:port, ray://host:port, auto or local; the last two are left to Ray.
         limit_s: seconds to retry.
 
     Raises:
-        UnavailableError: nothing answers there.
+        UnavailableError: nothing replies there.
     """
     place = urlsplit(address if "://" in address else f"//{address}")
     try:
@@ -171,7 +170,7 @@ def check_reachable(address: str, limit_s: float) -> None:
         socket.create_connection((host, port), timeout=limit_s).close()
     except (OSError, ValueError) as error:
         raise UnavailableError(
-            f"no Ray cluster answers at this address ({getattr(error, 'strerror', None) or error})",
+            f"no Ray cluster replies at this address ({getattr(error, 'strerror', None) or error})",
             where="RAY_ADDRESS",
             found=address,
             allowed="host:port of a running cluster's head node",
@@ -180,7 +179,8 @@ def check_reachable(address: str, limit_s: float) -> None:
 
 
 def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
-    """Run `call()` for `limit_s` at most: it waits inside Ray's native code, which nothing else can interrupt.
+    """Run `call()` for at most `limit_s` seconds: it waits inside Ray's native code, which cannot be interrupted
+    otherwise.
 
     Raises:
         WorkerError: it took longer; it continues in an abandoned thread.

@@ -1,4 +1,4 @@
-"""Wait for the nodes of a Ray cluster: `python -m megarl.launchers.ray_nodes ADDRESS NODES SECONDS`."""
+"""Waits for the nodes of a Ray cluster: `python -m megarl.launchers.ray_nodes ADDRESS NODES SECONDS`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def wait_for_nodes(address: str, count: int, limit_s: float) -> None:
     """Return when `count` nodes of the cluster at `address` are alive.
 
     Raises:
-        UnavailableError: they were not within `limit_s`.
+        UnavailableError: there were fewer within `limit_s`.
     """
     import ray
 
@@ -35,7 +35,7 @@ def wait_for_nodes(address: str, count: int, limit_s: float) -> None:
         where=f"Ray at {address}",
         found=f"{alive} after {limit_s:g} s",
         allowed=f"cluster.nnodes = {count}",
-        fix="read what the other nodes printed (launch/job-*.node-*.txt), or set cluster.start_timeout_s",
+        fix="read the output of the other nodes (launch/job-*.node-*.txt), or raise cluster.start_timeout_s",
     )
 
 

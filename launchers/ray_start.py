@@ -1,4 +1,4 @@
-"""Start Ray on a node of a job: `python -m megarl.launchers.ray_start OPTIONS`, which are those of `ray start`."""
+"""Starts Ray on a node of a job: `python -m megarl.launchers.ray_start OPTIONS`, with the options of `ray start`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megarl.system.errors import MegarlError
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Do what `ray start` does, in a folder of its own and without the programs that no run asks; ends this process."""
+    """Run `ray start` in a folder of its own and without the programs that no run needs; this ends the process."""
     try:
         folder = make_ray_folder() / INNER
     except MegarlError as error:
         sys.exit(f"megarl: {error}")
-    # Ray's command line imports Ray Serve, with FastAPI and pandas, for commands of its own: half of its start.
+    # Ray's command line imports Ray Serve (with FastAPI and pandas) only for its own commands: half of its start-up
+    # time.
     sys.modules["ray.serve.scripts"] = None  # type: ignore[assignment]
     from ray.scripts import scripts
 

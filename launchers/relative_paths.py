@@ -1,4 +1,4 @@
-"""Local files and folders that a recipe names by relative paths: other folders do not have them."""
+"""Finds local files and folders that a recipe names by relative paths, which other folders do not have."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megarl.config.run import RunConfig
 from megarl.data.sources import TEXT
 from megarl.system.imports import is_file_reference, is_module_reference
 
-#: Keys that describe the job itself, or hold names of libraries that may also be folders.
+#: Keys that describe the job itself, or hold names of libraries that may also be names of folders.
 _OTHERS = ("name", "launch", "cluster", "tracking", "model.hf_config")
-#: Keys of data sources, and those that may name a folder by one word.
+#: Keys of data sources, and keys that may name a folder by one word.
 _SOURCES = ("train_files", "val_files")
 _FOLDERS = (*_SOURCES, "path", "tokenizer", "resume", "measured")
 
 
 def relative_paths(config: RunConfig) -> dict[str, str]:
-    """Return the keys of a recipe whose values lead to a file, folder or module in or below the current folder, with
-    these values.
+    """Return the recipe keys whose values name a file, folder or module in or below the current folder, with these
+    values.
 
-    A value may be the path itself, or contain it as in `file.py:fn`, `folder@split` and `TASK=file`; a module counts in
-    `pkg.mod:fn` if only the current folder has it. Several values of a key are numbered.
+    A value may be the path itself, or contain it as in `file.py:fn`, `folder@split` and `TASK=file`; a module in
+    `pkg.mod:fn` counts if only the current folder has it. Several values of a key are numbered.
     """
     return {
         key: text
@@ -35,7 +35,7 @@ def relative_paths(config: RunConfig) -> dict[str, str]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield keys with dots, and their texts."""
+    """Yield (dotted key, text) for all texts in a value."""
     if key in _OTHERS:
         return
     if isinstance(value, str):
@@ -60,7 +60,7 @@ def _is_here(key: str, text: str) -> bool:
 
 
 def _is_folder(path: str, leaf: str) -> bool:
-    """Return whether a path is a folder; a single word counts only for a folder's key: `math` may be a reward."""
+    """Return whether a path is a folder. A single word counts only for keys of folders: `math` may be a reward."""
     return os.path.isdir(path) and ("/" in path or leaf in _FOLDERS)
 
 

@@ -1,4 +1,4 @@
-"""The date that chat templates are given: that of the run's start, also when it resumes on another day."""
+"""The date that chat templates get: the day of the run's start, also when it resumes on another day."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def with_date(config: RunConfig, run_dir: Path) -> RunConfig:
-    """Return the recipe with `data.date` filled in: that of the run in this folder, or of the one that is resumed."""
+    """Return the recipe with `data.date` set: the date of the run in this folder or of the resumed run, else today."""
     if config.data.date is not None:
         return config
     resume, known = config.trainer.resume, None
@@ -26,10 +26,10 @@ def with_date(config: RunConfig, run_dir: Path) -> RunConfig:
 
 
 def _date_of(run_dir: Path) -> str | None:
-    """Return the date of the run in a folder; None: there is none."""
+    """Return the date of the run in a folder; None without a run."""
     run = read_run(run_dir, tell=False)
     date = setting(run, "data", "date")
     if isinstance(date, str):
         return date
-    started = run.get("started")  # of an earlier version
+    started = run.get("started")  # a run of an earlier version records only its start
     return None if started is None else datetime.date.fromtimestamp(started).isoformat()

@@ -1,7 +1,7 @@
-"""Assignment of the processes that Ray has placed to the workers of the teams.
+"""Assigns the processes that Ray has placed to the workers of the teams.
 
-    machine A   0 1 2 3 4 5 6 7        actor, tp 4, 8 workers:     A0 .. A7
-    machine B   0 1 2 3 4 5 6 7        reference, tp 2, 6 workers: B0 .. B5,   critic, 2 workers: B6 B7
+machine A   0 1 2 3 4 5 6 7        actor, tp 4, 8 workers:     A0 .. A7
+machine B   0 1 2 3 4 5 6 7        reference, tp 2, 6 workers: B0 .. B5,   critic, 2 workers: B6 B7
 
 Ranks of a team on one machine are in the order of their GPUs.
 """
@@ -14,21 +14,22 @@ from collections.abc import Collection, Mapping, Sequence
 from megarl.dag.placement import TeamPlan
 from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
 
-#: Address of a node, and the GPUs that Ray gave to a process there: numbers, or UUIDs where the node was started so.
+#: Address of a node, and the GPUs that Ray gave to a process there: numbers, or UUIDs if the node was started with
+#: them.
 Place = tuple[str, list[str]]
 
 
-#: Environment variable of a node of a heterogeneous job: the resource by which Ray knows whose node it is.
+#: Environment variable of a node in a heterogeneous job: the Ray resource that marks the team of the node.
 NODES_OF = "MEGARL_NODES_OF"
 
 
 def resource(team: str) -> str:
-    """Return the resource of a team's own nodes; for an empty name that of the shared nodes."""
+    """Return the resource that marks a team's own nodes; for an empty name that of the shared nodes."""
     return f"megarl_team_{team}" if team else "megarl_other_teams"
 
 
 def rank_order(places: Sequence[Place]) -> list[int]:
-    """Return indices into `places` that keep a node's places consecutive, by numbers of GPUs, then UUIDs."""
+    """Return indices into `places` that keep a node's places together, by GPU number, then UUID."""
 
     def key(index: int) -> tuple[str, list[tuple[float, str]], int]:
         host, gpus = places[index]
@@ -40,13 +41,13 @@ def rank_order(places: Sequence[Place]) -> list[int]:
 def seats(places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str, int]) -> list[int]:
     """Return the index into `places` of every worker, team by team.
 
-    A team that fits onto one machine is on one. A unit of a larger team is on one machine, if any machine has room for
-    all of it. Large teams choose first, and choose the tightest fit, which leaves larger machines to others.
+    A team that fits onto one machine is on one machine. A unit of a larger team is on one machine if any machine has
+    room for all of it. Large teams choose first, and choose the tightest fit, which leaves larger machines to others.
 
     Args:
-        places: of all processes, one per worker.
-        teams: in the order in which their workers are numbered.
-        units: of each team, by name: number of consecutive workers that belong together, such as tp * cp ranks.
+        places: places of all processes, one per worker.
+        teams: teams in the order in which their workers are numbered.
+        units: for each team by name the number of consecutive workers that belong together, such as tp * cp ranks.
     """
     order = rank_order(places)
     free: dict[str, list[int]] = {}
@@ -62,7 +63,7 @@ def seats(places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str
 def assign_seats_by_team(
     places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str, int], apart: Collection[str]
 ) -> list[int]:
-    """Return `seats` where processes of the teams `apart` are on their own nodes, in the workers' order."""
+    """Return `seats` in the workers' order, where the teams in `apart` have their own nodes."""
     chosen: dict[str, list[int]] = {}
     shared = [team for team in teams if team.name not in apart]
     for group in [*([team] for team in teams if team.name in apart), shared]:
@@ -73,7 +74,7 @@ def assign_seats_by_team(
 
 
 def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int], list[int]]:
-    """Take `need` of the `free` processes: return those of units on one machine, and the others."""
+    """Take `need` of the `free` processes; return those of units on one machine, and the others."""
     whole: list[int] = []
     rest: list[int] = []
     while need:
@@ -91,16 +92,16 @@ def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int]
 def ranks_of(
     team: TeamPlan, places: Sequence[Place], *, lends: bool = False, servers: Sequence[Place] | None = None
 ) -> list[dict[str, str]]:
-    """Return the environment that tells a team's workers their place in it, as torchrun's, in the order of their ranks.
+    """Return torchrun's environment variables for each of a team's workers, in the order of their ranks.
 
     Args:
-        team: one of the run's.
-        places: of all workers of all teams, in the order of their numbers.
+        team: one of the run's teams.
+        places: places of all workers of all teams, in the order of their numbers.
         lends: the workers leave their GPUs to the servers that they start.
         servers: places of these servers' GPUs; None: unknown.
     """
     mine = slice(team.first, team.first + team.devices)
-    # The team's own GPUs come first: its colocated servers share these, and no server takes any of the rest.
+    # The team's own GPUs come first: colocated servers share these, and no server takes any other GPU.
     taken = [*([] if lends else places[mine]), *places[: mine.start], *places[mine.stop :]]
     hosts = [host for host, _ in places[mine]]
     machines = list(dict.fromkeys(hosts))
@@ -122,6 +123,6 @@ def ranks_of(
 def gpus_of(host: str, places: Sequence[Place]) -> str:
     """Return the GPUs that Ray gave to the processes of one node, in the order of `places`; empty without GPUs.
 
-    Each process sees only its own, and the servers that the first one starts need the others.
+    Each process sees only its own GPUs, but the servers that the first process starts need the others.
     """
     return ",".join(gpu for node, gpus in places if node == host for gpu in gpus)

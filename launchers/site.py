@@ -1,4 +1,4 @@
-"""Settings of a site: keys of `launch.slurm` by name of a cluster, in one file of the user."""
+"""Settings of a site: keys of `launch.slurm` by cluster name, in one file of the user."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from megarl.system.errors import ConfigError, close_matches
 
 
 def clusters_file() -> Path:
-    """Return MEGARL_CLUSTERS, else `megarl/clusters.yaml` in the user's configuration folder."""
+    """Return $MEGARL_CLUSTERS, or else `megarl/clusters.yaml` in the user's configuration folder."""
     named = os.environ.get("MEGARL_CLUSTERS")
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return Path(named) if named else folder / "megarl" / "clusters.yaml"
 
 
 def with_site(config: RunConfig) -> RunConfig:
-    """Return the configuration with the site's values where `launch.slurm` is null or empty; variables are merged by
-    name.
+    """Return the configuration with the site file's values where `launch.slurm` is null or empty; variables are merged
+    by name.
 
     Raises:
-        ConfigError: the file has no such cluster, or is invalid.
+        ConfigError: the file does not have the cluster, or is invalid.
     """
     file, name = clusters_file(), config.launch.cluster
     clusters = _read(file)
     if name is None and len(clusters) == 1:
         (name,) = clusters
-    if name is None and clusters and config.launch.slurm == SlurmConfig():  # else it may be meant without a site
+    # with own settings the job may be meant without a site
+    if name is None and clusters and config.launch.slurm == SlurmConfig():
         raise ConfigError(
-            "there are several clusters, and none is chosen",
+            "the site file has several clusters, and launch.cluster chooses none",
             where="launch.cluster",
             found=None,
             allowed=sorted(clusters),
@@ -64,14 +65,14 @@ def with_site(config: RunConfig) -> RunConfig:
 
 @contextlib.contextmanager
 def naming_site(own: RunConfig, filled: RunConfig) -> Iterator[None]:
-    """Add file and cluster to the error about a value that comes from the site's file.
+    """Add file and cluster to an error about a value that comes from the site file.
 
     Args:
-        own: the configuration without the site's values.
-        filled: with them, as `with_site` returns it.
+        own: the configuration without the site file's values.
+        filled: the configuration with them, from `with_site`.
 
     Raises:
-        ConfigError: the one raised inside.
+        ConfigError: the error raised inside the block.
     """
     before, after = own.launch.slurm.model_dump(), filled.launch.slurm.model_dump()
     keys = [key for key in after if key != "environment" and after[key] != before[key]]
@@ -83,7 +84,7 @@ def naming_site(own: RunConfig, filled: RunConfig) -> Iterator[None]:
 
 
 def _named(error: ConfigError, keys: list[str], origin: str) -> ConfigError:
-    """Return the error with this origin, if it is about one of these keys of `launch.slurm`."""
+    """Return the error with this origin if it is about one of these keys of `launch.slurm`."""
     if isinstance(error, ConfigErrors):
         return ConfigErrors([_named(problem, keys, origin) for problem in error.problems])
     where = f"{error.where}."
@@ -102,9 +103,9 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
         data: Any = read_yaml(file).data
     except ConfigError as error:
         no_mapping = "recipe" in error.what
-        if no_mapping and error.found is None:  # nothing but comments
+        if no_mapping and error.found is None:  # the file contains only comments
             return {}
-        what = "this is no file of clusters" if no_mapping else error.what
+        what = "invalid file of clusters" if no_mapping else error.what
         raise ConfigError(what, where=error.where, found=error.found, allowed=_FORM) from error
     return {name: _cluster(file, name, values) for name, values in data.items()}
 
@@ -113,12 +114,14 @@ def _cluster(file: Path, name: str, values: Any) -> SlurmConfig:
     """Return the keys of one cluster."""
     where, known = f"{file}: {name}", fields_of(SlurmConfig)
     if not isinstance(values or {}, dict):
-        raise ConfigError("a cluster is a mapping", where=where, found=values, allowed=_FORM)
+        raise ConfigError("a cluster must be a mapping", where=where, found=values, allowed=_FORM)
     for key in values or {}:
         if key not in known:
             near = close_matches(str(key), known)
             fix = f"did you mean {near[0]}?" if near else None
-            raise ConfigError("launch.slurm has no such key", where=f"{where}.{key}", allowed=list(known), fix=fix)
+            raise ConfigError(
+                "launch.slurm does not have this key", where=f"{where}.{key}", allowed=list(known), fix=fix
+            )
     try:
         return SlurmConfig.model_validate(values or {})
     except ValidationError as error:

@@ -36,11 +36,11 @@ from megarl.system.errors import ConfigError, count
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
 PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"
-_ENDS_S = 60.0  # time for a run that has saved to end its processes and close its record
+_ENDS_S = 60.0  # seconds for a run that has saved to end its processes and close its record
 #: The package that a job runs, copied to the run folder.
 DRIVER = "slurm_job"
 
-#: Replaces the plain command: the first node has Ray's head and the run's driver, the others wait for its end.
+#: Replaces the plain command: the first node runs Ray's head and the run's driver, and the others wait for its end.
 _RAY = """\
 over={over}."$MEGARL_ATTEMPT"
 kind=()
@@ -82,11 +82,11 @@ class Submission:
     """The run to submit.
 
     Attributes:
-        config: of the run, with the site's values.
-        run_dir: its folder, which all nodes see.
+        config: the recipe, with the site file's values.
+        run_dir: the run folder, which all nodes see.
         command: train, sft or eval.
         launcher: torchrun, ray, or local on one node.
-        workdir: base folder of the recipe's relative paths.
+        workdir: folder at which the recipe's relative paths start.
     """
 
     config: RunConfig
@@ -102,7 +102,7 @@ class Submission:
 
     @property
     def folder(self) -> Path:
-        """Folder of the scripts."""
+        """The folder of the scripts."""
         return self.run_dir / LAUNCH_FOLDER
 
 
@@ -110,17 +110,17 @@ def job_script(job: Submission) -> str:
     """Return the batch script for sbatch.
 
     Raises:
-        ConfigError: a path that cannot stand in a `#SBATCH` line.
+        ConfigError: a path cannot be written in a `#SBATCH` line.
     """
     cluster, slurm = job.config.cluster, job.slurm
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     processes = f"{cluster.nproc} processes on {count(cluster.nnodes, 'node')}"
     lines += [f"# {_name(job.config.name)}: {processes}. By hand: sbatch {JOB}"]
     lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}"]
-    # The following lines run outside of a container. Variables that they set go to all nodes, so they set few.
+    # The following lines run outside of a container. Their variables are passed to all nodes, so there are few.
     python = "python3" if slurm.image is not None else slurm.python or sys.executable
     if slurm.image is not None:
-        lines += _modules(slurm)  # such as that of apptainer, which an image does not have
+        lines += _modules(slurm)  # modules such as apptainer, which an image does not have
     elif not python.startswith("/"):
         lines += [*_modules(slurm), *_own_lines(slurm)]
     lines += [
@@ -165,7 +165,7 @@ def plan(job: Submission) -> dict[str, Any]:
 
 
 def node_script(job: Submission) -> str:
-    """Return the script that srun starts once on every node: the run, or with `preflight ...` its tests."""
+    """Return the script that srun starts once per node: it runs the run, or with `preflight ...` the node's tests."""
     slurm = job.slurm
     lines = ["#!/bin/bash", f"# One node of {JOB}: its number is SLURM_NODEID.", "set -euo pipefail"]
     lines += [f"cd {shlex.quote(str(job.workdir))}", *([] if slurm.image else _modules(slurm)), *_own_lines(slurm)]
@@ -175,7 +175,7 @@ def node_script(job: Submission) -> str:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()]
     lines += ['export NODE_RANK="$SLURM_NODEID"']
     python = slurm.python or ("python" if slurm.image is not None else sys.executable)
-    # -P: a folder `kernels` or `tests` of the current folder hides no package.
+    # with -P a folder `kernels` or `tests` in the current folder hides no package
     tests = shlex.join([python, "-P", "-m", "megarl.launchers.preflight"])
     lines += ['if [ "${1:-}" = preflight ]; then', f'  exec {tests} "${{@:2}}"', "fi"]
     command = [python, "-P", "-m", "megarl", job.command, str(job.folder / RECIPE)]
@@ -194,7 +194,9 @@ def node_script(job: Submission) -> str:
 
 
 def _modules(slurm: SlurmConfig) -> list[str]:
-    """Return lines that load modules: shells of batch jobs may lack the function, and its code uses unset variables."""
+    """Return lines that load modules. Batch shells may lack the `module` function, and its code uses unset
+    variables.
+    """
     if not slurm.modules:
         return []
     loads = [f"module load {shlex.quote(module)}" for module in slurm.modules]
@@ -211,11 +213,11 @@ class Component:
     """The nodes of one kind.
 
     Attributes:
-        team: their only team; empty: all other teams.
-        nodes: their number.
-        workers: total on all of them.
+        team: the only team on them; empty: all other teams.
+        nodes: number of nodes.
+        workers: number of workers on all of them.
         settings: options of sbatch.
-        gpus: of a node, for its workers and for the servers that it starts in addition.
+        gpus: GPUs per node, for its workers and for the servers that it starts in addition.
     """
 
     team: str
@@ -226,17 +228,19 @@ class Component:
 
 
 def components(config: RunConfig, job: str) -> list[Component]:
-    """Return the nodes that teams share, and those of teams with their own nodes. `job`: train, sft or eval.
+    """Return the nodes that teams share, and the nodes of teams with their own. `job`: train, sft or eval.
 
     Raises:
-        ConfigError: `launch.slurm.teams` does not fit placement and cluster.
+        ConfigError: `launch.slurm.teams` does not match placement and cluster.
     """
     slurm, cluster = config.launch.slurm, config.cluster
     named = config.placement.teams
     for name, own in slurm.teams.items():
         where = f"launch.slurm.teams.{name}"
         if name not in named:
-            raise ConfigError("placement has no such team", where=where, found=name, allowed=sorted(named) or "none")
+            raise ConfigError(
+                "placement does not have this team", where=where, found=name, allowed=sorted(named) or "none"
+            )
         if named[name].devices % own.nodes:
             devices = f"a divisor of placement.teams.{name}.devices = {named[name].devices}"
             what = "its workers do not divide evenly over its nodes"
@@ -252,14 +256,14 @@ def components(config: RunConfig, job: str) -> list[Component]:
             "the other teams do not divide evenly over the other nodes",
             where="launch.slurm.teams",
             found=f"{workers} workers on {nodes} of cluster.nnodes = {cluster.nnodes}",
-            allowed="at least one team and one node that are not named, and whole workers on each node",
+            allowed="at least one other team and one other node, and equally many workers on each node",
         )
     gpus = workers // nodes if apart else gpus_of_a_node(config, job)
     return [Component("", nodes, workers, slurm, gpus), *apart]
 
 
 def gpus_per_node(config: RunConfig, part: Component) -> int:
-    """Return the GPUs to request of each of these nodes."""
+    """Return the GPUs to request per node."""
     given = given_gpus(config, part)
     if given is not None:
         return given
@@ -267,25 +271,25 @@ def gpus_per_node(config: RunConfig, part: Component) -> int:
 
 
 def given_gpus(config: RunConfig, part: Component) -> int | None:
-    """Return the GPUs of a node that the recipe or the site's file sets; None: neither does."""
+    """Return the GPUs per node that the recipe or the site file sets; None when neither does."""
     given = part.settings.gpus_per_node
     return config.launch.slurm.gpus_per_node if given is None else given
 
 
 def gres_of(config: RunConfig, part: Component) -> str | None:
-    """Return the --gres of these nodes, which replaces --gpus-per-node; a team's own GPUs override the shared ones."""
+    """Return --gres for these nodes, which replaces --gpus-per-node; a team's own GPUs override the shared setting."""
     own = part.settings
     return own.gres if own.gres is not None or own.gpus_per_node is not None else config.launch.slurm.gres
 
 
 def _gpus_to_test(config: RunConfig, part: Component) -> int:
-    """Return the GPUs that the tests of a node expect, and a container gets."""
+    """Return the GPUs that the tests of a node expect, and that a container gets."""
     given = gres_gpus(gres_of(config, part) or "")
     return gpus_per_node(config, part) if given is None else given
 
 
 def gres_gpus(gres: str) -> int | None:
-    """Return the GPUs that a --gres asks for; None: it does not say."""
+    """Return the number of GPUs in a --gres; None when it names none."""
     found = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)??(?::(\d+))?(?=$|[,(])", gres)
     return sum(int(number or 1) for number in found) if found else None
 
@@ -294,10 +298,10 @@ def _options(job: Submission) -> list[str]:
     """Return the `#SBATCH` options; components of a heterogeneous job are separated by `hetjob`."""
     slurm, parts = job.slurm, components(job.config, job.command)
     found = [f"--job-name={_name(job.config.name)}", *_nodes_of(job, parts[0])]
-    # A run resumes from its newest checkpoint: after preemption, or the loss of the first node.
+    # Requeue after preemption or the loss of the first node: a run resumes from its newest checkpoint.
     found.append("--requeue")
     if job.config.launch.spares:
-        found.append("--no-kill")  # the job survives the loss of a node, and continues with a spare one
+        found.append("--no-kill")  # the job survives the loss of a node, and continues with a spare node
     found.append(f"--chdir={_path(job.workdir)}")
     found.append(f"--output={_path(job.folder)}/job-%j.txt")
     limit = limit_minutes(slurm.time)
@@ -313,7 +317,7 @@ def _nodes_of(job: Submission, part: Component) -> list[str]:
     """Return the options of sbatch for one kind of nodes."""
     own, slurm = part.settings, job.slurm
     spares = 0 if part.team else job.config.launch.spares
-    # No range: for `--nodes=2-4 --ntasks-per-node=1` Slurm 22.05 gave two, with four free.
+    # not a range: for `--nodes=2-4 --ntasks-per-node=1` Slurm 22.05 gave two nodes with four free
     found = [f"--nodes={part.nodes + spares}", "--ntasks-per-node=1"]
     gres = gres_of(job.config, part)
     if gres is not None:
@@ -332,12 +336,12 @@ def _nodes_of(job: Submission, part: Component) -> list[str]:
 
 
 def limit_minutes(time: str | None) -> float | None:
-    """Return the minutes of a `--time` of sbatch; None: the partition's, or no limit."""
+    """Return the minutes of a `--time` of sbatch; None: the partition's limit, or no limit."""
     return None if time is None or time.lower() in NO_LIMIT else _minutes(time) or None
 
 
 def saved_in_time(job: Submission) -> RunConfig:
-    """Return the recipe of a run that must be saved before the time limit of its job (`trainer.save_by_s`)."""
+    """Return the recipe with `trainer.save_by_s` set, if the run must save before the time limit of its job."""
     trainer, limit = job.config.trainer, limit_minutes(job.slurm.time)
     if limit is None or trainer.save_by_s is not None or job.command == "eval" or 60 * limit <= 2 * _ENDS_S:
         return job.config
@@ -362,7 +366,7 @@ def _srun_options(job: Submission, part: Component) -> list[str]:
     if slurm.image is not None and slurm.container != "apptainer":
         options += [f"--container-image={slurm.image}", f"--container-mounts={_mounts(job)}"]
     if (cpus := part.settings.cpus_per_node or slurm.cpus_per_node) is not None:
-        options.append(f"--cpus-per-task={cpus}")  # srun does not take it from sbatch since Slurm 22.05
+        options.append(f"--cpus-per-task={cpus}")  # since Slurm 22.05 srun does not inherit it from sbatch
     return options
 
 
@@ -373,7 +377,7 @@ def _start(job: Submission, part: Component) -> list[str]:
         start = ["env", f"{NODES_OF}={resource(part.team)}", *start]
     if slurm.image is None or slurm.container != "apptainer":
         return start
-    # A node that is allocated whole has GPUs that nobody requested.
+    # a node that is allocated whole has GPUs that were not requested
     nvidia = ["--nv"] if _gpus_to_test(job.config, part) or job.config.cluster.device_memory_gb is not None else []
     return ["apptainer", "exec", *nvidia, "--bind", _mounts(job), slurm.image, *start]
 
@@ -398,11 +402,11 @@ def _quoted(value: str) -> str:
 
 
 def _path(path: Path) -> str:
-    """Return a path for a `#SBATCH` line; `%` begins a replacement there."""
+    """Return a path for a `#SBATCH` line, where `%` begins a replacement."""
     text = str(path)
     if not text.replace("\t", " ").isprintable() or '"' in text or "\\" in text:
         raise ConfigError(
-            "a path that cannot stand in a batch script",
+            "this path cannot be written in a batch script",
             where="--run-dir, tracking.dir, or the current folder",
             found=text,
             allowed='a path without ", \\ and control characters',

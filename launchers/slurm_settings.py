@@ -1,4 +1,4 @@
-"""Checks of batch-job settings that would fail only on the nodes, or that Slurm accepts and nobody wants."""
+"""Checks of batch-job settings that would fail only on the nodes, or that Slurm accepts but nobody wants."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from megarl.launchers.slurm import (
 from megarl.system.credentials import CREDENTIAL
 from megarl.system.errors import ConfigError, count
 
-#: Seconds by which Slurm's signal may come early, and those of a job that tests nodes, loads a model and trains steps.
+#: Seconds by which Slurm's signal may come early, and seconds in which a job tests nodes, loads a model and trains
+#: steps.
 _EARLY_S, _STEPS_S = 60, 300
 #: Folders that an image or the container's runtime provides.
 _INSIDE = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/sys", "/tmp", "/usr", "/var")
-#: Options that would change how a job is submitted, watched or followed by the next: the reason, and the fix.
+#: Options that would change how a job is submitted, watched or continued: the reason, and the fix.
 _ARRAY = ("it makes several jobs, which would write to one run folder", "submit each run by itself")
-_WAIT = ("sbatch would not return before the job has ended", "megarl logs -f RUN_DIR waits for the end of a run")
+_WAIT = ("sbatch would return only after the job has ended", "megarl logs -f RUN_DIR waits for the end of a run")
 _OTHER_JOB = {
     "--array": _ARRAY,
     "-a": _ARRAY,
     "--wait": _WAIT,
     "-W": _WAIT,
-    "--wrap": ("the job runs the script of megarl", "launch.slurm.setup has lines that run before it"),
+    "--wrap": ("the job runs megarl's script", "put lines that run before it into launch.slurm.setup"),
     "--test-only": ("nothing would be submitted", "megarl launch --dry-run submits nothing"),
 }
 
@@ -54,7 +55,7 @@ def check_settings(job: Submission) -> None:
     limit = limit_minutes(slurm.time)
     if slurm.chain and limit is not None and slurm.warn_s >= 60 * limit:
         raise ConfigError(
-            "a chain goes on from the signal before the time limit, and this one would come before the job begins",
+            "the signal before the time limit, on which a chain depends, would come before the job begins",
             where="launch.slurm.warn_s",
             found=slurm.warn_s,
             allowed=f"less than launch.slurm.time, {60 * limit:g} s",
@@ -65,36 +66,36 @@ def check_settings(job: Submission) -> None:
         return
     for key in ("mounts", "container"):
         if found := getattr(slurm, key):
-            what = "this is of a container, and there is none"
+            what = "this setting needs a container image, and there is none"
             raise ConfigError(what, where=f"launch.slurm.{key}", found=found, fix="set launch.slurm.image")
 
 
 def _check_parts(job: Submission, parts: list[Component]) -> None:
     """Check the nodes of teams."""
     if len(parts) > 1 and job.launcher != "ray":
-        what = "nodes of different kinds run teams, which takes Ray"
+        what = "nodes of different kinds run different teams, which needs Ray"
         raise ConfigError(what, where="launch.slurm.teams", found=job.launcher, fix="launch.launcher=ray")
     if len(parts) > 1 and job.config.launch.spares:
         raise ConfigError(
-            "a heterogeneous job has no spare nodes",
+            "a heterogeneous job cannot have spare nodes",
             where="launch.spares",
             found=job.config.launch.spares,
             allowed="0 with launch.slurm.teams",
-            fix="a job that loses a node submits the next one without it",
+            fix="set it to 0: a job that loses a node submits the next job without it",
         )
 
 
 def _check_gpus(config: RunConfig, parts: list[Component]) -> None:
-    """Check that a node with requested GPUs has one for each worker and rank of its servers."""
+    """Check that requested nodes have a GPU for each worker and each rank of their servers."""
     for part in parts if config.cluster.device_memory_gb is not None else ():
         needed, gres, given = part.gpus, gres_of(config, part), _asked_gpus(config, part)
         if 0 < given < needed:
             raise ConfigError(
-                f"the run takes {count(needed, 'GPU')} of a node: one for each worker, and those of its servers",
+                f"the run needs {count(needed, 'GPU')} per node: one per worker, and those of its servers",
                 where=f"{_section(part)}.{'gpus_per_node' if gres is None else 'gres'}",
                 found=given if gres is None else gres,
-                allowed=f"{needed} or more; 0 GPUs where options ask for them, or nodes are given whole",
-                fix="ask for as many, or for more nodes: cluster.nnodes",
+                allowed=f"{needed} or more; 0 if options request GPUs, or nodes are allocated whole",
+                fix="request as many, or use more nodes: cluster.nnodes",
             )
 
 
@@ -106,32 +107,36 @@ def _check_options(config: RunConfig, parts: list[Component]) -> None:
         name, value = option_parts(option)
         allowed = None
         if name in _OTHER_JOB:
-            (what, fix), allowed = _OTHER_JOB[name], "options of one job that is queued, as --exclusive"
+            (what, fix), allowed = _OTHER_JOB[name], "options of a single queued job, such as --exclusive"
         elif name == "--export" and "ALL" not in value.upper().split(","):
-            what, allowed = "nodes would not get what the job tells them by variables", "ALL, or ALL,NAME=VALUE,..."
-            fix = "leave it out; launch.slurm.environment sets variables, launch.slurm.setup may unset others"
+            what, allowed = (
+                "nodes would not get the variables by which the job passes settings",
+                "ALL, or ALL,NAME=VALUE,...",
+            )
+            fix = "remove it; launch.slurm.environment sets variables, launch.slurm.setup may unset others"
         elif name == "--gres" and gres:
             what, fix = (
-                "launch.slurm.gres is given as well, and sbatch takes one",
-                "name all of them in launch.slurm.gres",
+                "launch.slurm.gres is also set, but sbatch accepts only one",
+                "put all resources into launch.slurm.gres",
             )
         elif gpus and _asks_for_gpus(name, value):
-            what, allowed = "GPUs are asked for twice", "options that ask for none, or launch.slurm.gpus_per_node=0"
-            fix = "leave it out; launch.slurm.gpus_per_node says how many a node gives, launch.slurm.gres which"
+            what, allowed = "GPUs are requested twice", "options that ask for none, or launch.slurm.gpus_per_node=0"
+            fix = "remove it; launch.slurm.gpus_per_node sets the number of GPUs per node, launch.slurm.gres the kind"
         else:
             continue
         raise ConfigError(what, where="launch.slurm.options", found=option, allowed=allowed, fix=fix)
 
 
 def _asks_for_gpus(name: str, value: str) -> bool:
-    """Return whether an option of sbatch asks for GPUs; --gpu-bind and the like do not."""
+    """Return whether an option of sbatch requests GPUs; --gpu-bind and similar options do not."""
     of_any = name in ("--gres", "--tres-per-task") and gres_gpus(value) is not None
     return of_any or name in ("--gpus", "-G", "--gpus-per-task", "--gpus-per-socket")
 
 
 def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
-    """Check that a name has its runtime's form: enroot looks up names without # at Docker's registry, and apptainer
-    names without scheme among files.
+    """Check that an image's name has its runtime's form.
+
+    enroot looks up names without # in Docker's registry, and apptainer looks up names without a scheme among files.
     """
     scheme, _, name = image.rpartition("://")
     first = name.partition("/")[0]
@@ -142,18 +147,18 @@ def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
         wrong = scheme not in ("", "docker", "dockerd") or (of_registry and "#" not in name and not is_file)
     if wrong:
         raise ConfigError(
-            f"{'apptainer' if apptainer else 'pyxis'} takes no such name",
+            f"{'apptainer' if apptainer else 'pyxis'} does not accept this name",
             where="launch.slurm.image",
             found=image,
             allowed="docker://REGISTRY/NAME:TAG, or a .sif"
             if apptainer
             else "[docker://]REGISTRY#NAME:TAG, NAME:TAG of Docker's registry, dockerd://NAME:TAG, or a .sqsh",
-            fix="write it so, or set launch.slurm.container",
+            fix="write the name in this form, or set launch.slurm.container",
         )
 
 
 def _asked_gpus(config: RunConfig, part: Component) -> int:
-    """Return the GPUs that Slurm is asked for."""
+    """Return the GPUs requested from Slurm."""
     gres = gres_of(config, part)
     return gpus_per_node(config, part) if gres is None else gres_gpus(gres) or 0
 
@@ -163,31 +168,33 @@ def _section(part: Component) -> str:
 
 
 def _check_environment(slurm: SlurmConfig) -> None:
-    """Check the variables: scripts are plain text in the run folder, and the job itself sets where processes meet."""
+    """Check the variables: scripts in the run folder are plain text, and the job itself sets those of the
+    rendezvous.
+    """
     for name in slurm.environment:
         where = f"launch.slurm.environment.{name}"
         if CREDENTIAL.search(name):
             raise ConfigError(
-                "the script of the nodes is plain text, and this looks like a credential",
+                "the script of the nodes is plain text, but this looks like a credential",
                 where=where,
-                allowed="variables that are no credentials",
-                fix=f"export {name} in the shell that submits: sbatch hands its environment on",
+                allowed="variables that are not credentials",
+                fix=f"export {name} in the submitting shell: sbatch passes its environment on",
             )
         if name in MEETING:
-            what, fix = "the job sets this by itself", "leave it out; launch.slurm.interface chooses the network"
+            what, fix = "the job sets this variable itself", "remove it; launch.slurm.interface chooses the network"
             raise ConfigError(what, where=where, found=slurm.environment[name], fix=fix)
 
 
 def _check_container(job: Submission, image: str) -> None:
-    """Check the mounts, and the image: an existing file, or a name in the form of its runtime."""
+    """Check the mounts, and the image: an existing file, or a name in its runtime's form."""
     for mount in job.slurm.mounts:
         part = mount.split(":")
         if not 2 <= len(part) <= 3 or not all(part) or "," in mount or not part[1].startswith("/"):
             raise ConfigError(
-                "this is no mount of a container",
+                "invalid mount of a container",
                 where="launch.slurm.mounts",
                 found=mount,
-                allowed="FROM:TO or FROM:TO:ro, TO with / in front, no comma",
+                allowed="FROM:TO or FROM:TO:ro, where TO begins with /, without a comma",
             )
     _check_image(image, (job.workdir / image).exists(), apptainer=job.slurm.container == "apptainer")
     file = Path(image)
@@ -196,12 +203,12 @@ def _check_container(job: Submission, image: str) -> None:
             "there is no such image",
             where="launch.slurm.image",
             found=image,
-            fix="name a file that all nodes see, or an image of a registry",
+            fix="name a file that all nodes see, or an image in a registry",
         )
 
 
 def doubtful(job: Submission) -> list[str]:
-    """Return warnings about settings that Slurm accepts and that are probably not intended."""
+    """Return warnings about settings that Slurm accepts but that are probably not intended."""
     slurm, parts, found = job.slurm, components(job.config, job.command), _early_warning(job)
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in parts:
@@ -209,23 +216,23 @@ def doubtful(job: Submission) -> list[str]:
         key = f"{_section(part)}.cpus_per_node"
         if cpus is None and not named:
             found.append(
-                f"{key} is not set: at many sites a node's one task gets one core then, for "
+                f"{key} is not set: at many sites a node's one task then gets one core, for "
                 f"{count(workers, 'worker')}; sinfo --Node --long shows the CPUs of nodes"
             )
         elif cpus is not None and cpus < workers:
-            found.append(f"{key}={cpus} are less than one for each of {count(workers, 'worker')}")
+            found.append(f"{key}={cpus} is less than one CPU per worker, of which a node has {workers}")
     if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
-        found.append(f"launch.slurm.python={slurm.python} is not on this machine; nodes have to see it")
+        found.append(f"launch.slurm.python={slurm.python} does not exist on this machine; nodes must be able to see it")
     found += [*_doubtful_gpus(job.config, parts), *_idle_gpus(job.config, parts), *_crowded(job.config, parts)]
     found += _unmounted(job)
     for folder in (job.run_dir, job.workdir):
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
-            found.append(f"{folder} is in a folder for temporary files, which other nodes do not see as a rule")
+            found.append(f"{folder} is in a folder for temporary files, which other nodes usually cannot see")
     return list(dict.fromkeys(found))
 
 
 def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
-    """Return warnings about nodes and options that ask for no GPU."""
+    """Return warnings about nodes and options that request no GPU."""
     found, named = [], config.cluster.device_memory_gb is not None
     if any(word in option for option in config.launch.slurm.options for word in ("gpu", "exclusive", "-G")):
         return []
@@ -234,14 +241,14 @@ def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
         if _asked_gpus(config, part) or (not named and given_gpus(config, part) == 0):
             continue
         if named:
-            found.append(f"{section} asks for no GPU, and the run takes {needed} of a node")
+            found.append(f"{section} requests no GPU, but the run needs {needed} per node")
             continue
-        keys = f"cluster.device_memory_gb=80, say, or {section}.gpus_per_node={needed}"
+        keys = f"cluster.device_memory_gb (such as 80), or {section}.gpus_per_node={needed}"
         if gres is not None:
             keys = f"{section}.gres=gpu:{needed},{gres}"
         found.append(
-            f"{section}: nodes are asked for no GPU: set {keys}; nothing to do for a run on CPUs "
-            f"({section}.gpus_per_node=0 says so)"
+            f"{section}: nodes request no GPU: set {keys}; for a run on CPUs {section}.gpus_per_node=0 removes this "
+            "warning"
         )
     return found
 
@@ -254,7 +261,7 @@ def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
         if asked <= part.gpus:
             continue
         workers = count(part.workers // part.nodes, "worker")
-        idle = f"{section} asks for {count(asked, 'GPU')} of a node"
+        idle = f"{section} requests {count(asked, 'GPU')} per node"
         if not named:
             found.append(
                 f"{idle}, and the recipe names none (cluster.device_memory_gb): a run on CPUs of {workers} leaves them "
@@ -271,9 +278,9 @@ def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
 
 
 def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
-    """Return warnings about more GPUs per node of a team than machines usually have, where their number is not set.
+    """Return warnings about more GPUs per node of a team than machines usually have, if their number is not set.
 
-    For equal machines the checks of a recipe warn (megarl.checks.gpus).
+    For equal machines checks of the recipe warn (megarl.checks.gpus).
     """
     found, apart = [], config.launch.slurm.teams and config.cluster.device_memory_gb is not None
     for part in parts if apart else ():
@@ -286,21 +293,23 @@ def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
             f"{section}.nodes={least} with {nodes}" if part.team else f"{nodes}, or fewer nodes of launch.slurm.teams"
         )
         found.append(
-            f"{section}: {needed} GPUs of each of {count(part.nodes, 'node')} are asked for, for "
-            f"{count(part.workers, 'worker')}, and machines have {USUAL_GPUS} as a rule: {more}, or "
-            f"{section}.gpus_per_node={needed} where they have as many"
+            f"{section}: {needed} GPUs of each of {count(part.nodes, 'node')} are requested, for "
+            f"{count(part.workers, 'worker')}, but machines usually have {USUAL_GPUS}: {more}, or "
+            f"{section}.gpus_per_node={needed} if they have as many"
         )
     return found
 
 
 def _least_nodes(part: Component) -> int:
-    """Return the smallest number of nodes that divides its workers evenly, with no more per node than usual GPUs."""
+    """Return the smallest number of nodes that divides its workers evenly, with no more GPUs per node than usual."""
     least = -(-part.workers // USUAL_GPUS)
     return next(nodes for nodes in range(least, part.workers + 1) if part.workers % nodes == 0)
 
 
 def _early_warning(job: Submission) -> list[str]:
-    """Return warnings about a chain whose jobs must save right after their start, and a job that is never warned."""
+    """Return warnings about a chain whose jobs must save right after their start, and about a job that gets no
+    signal.
+    """
     slurm = job.slurm
     limit = limit_minutes(slurm.time)
     if limit is None:
@@ -311,50 +320,50 @@ def _early_warning(job: Submission) -> list[str]:
             return []
         return [
             f"launch.slurm.warn_s={slurm.warn_s} is not below launch.slurm.time, {60 * limit:g} s: Slurm sends no "
-            "signal, and no checkpoint is written at the limit: "
-            f"launch.slurm.warn_s={max(1, int(20 * limit))}, say, or a longer launch.slurm.time"
+            f"signal, and no checkpoint is written at the limit: set launch.slurm.warn_s={max(1, int(20 * limit))} or "
+            "a longer launch.slurm.time"
         ]
     if before - _EARLY_S >= _STEPS_S:
         return []
     return [
-        f"launch.slurm.warn_s={slurm.warn_s}: of launch.slurm.time, {60 * limit:g} s, a job of the chain has "
-        f"{max(0, before - _EARLY_S):g} to {before:g} s to test its nodes, start and make steps; then it writes a "
-        "checkpoint, and the next one goes on"
+        f"launch.slurm.warn_s={slurm.warn_s}: of launch.slurm.time, {60 * limit:g} s, a job of the chain has only "
+        f"{max(0, before - _EARLY_S):g} to {before:g} s to test its nodes, start and train; then it writes a "
+        "checkpoint, and the next job continues"
     ]
 
 
 def unset_limit(job: Submission) -> str | None:
-    """Return a warning that nothing limits the job's time; None: something does."""
+    """Return a warning that no limit is set for the job's time; None when one is."""
     if job.slurm.time is not None:
         return None
     return (
-        "launch.slurm.time is not set: the job gets the partition's own limit, which may be minutes or days "
-        "(sinfo --format '%P %L %l'): launch.slurm.time=24:00:00, say"
+        "launch.slurm.time is not set: the job gets the partition's own limit, which may be minutes or days (sinfo "
+        "--format '%P %L %l'): set launch.slurm.time, such as 24:00:00"
     )
 
 
 def _unmounted(job: Submission) -> list[str]:
-    """Return variables that name a folder of the cluster that the container does not mount."""
+    """Return warnings about variables that name a folder of the cluster that the container does not mount."""
     slurm = job.slurm
     if slurm.image is None:
         return []
     inside = [*_INSIDE, str(job.run_dir), str(job.workdir), *(mount.split(":")[1] for mount in slurm.mounts)]
     if slurm.container == "apptainer":
-        inside.append(str(Path.home()))  # as it mounts by itself
+        inside.append(str(Path.home()))  # apptainer mounts the home folder by itself
     places = [PurePosixPath(place) for place in inside]
     found = []
     for name, value in slurm.environment.items():
         path = PurePosixPath(value)
         if path.is_absolute() and ":" not in value and not any(place in (path, *path.parents) for place in places):
             found.append(
-                f"launch.slurm.environment.{name}={value} is in no folder of launch.slurm.mounts: the container has "
-                f"it only if it is the image's; launch.slurm.mounts=[{value}:{value}], say"
+                f"launch.slurm.environment.{name}={value} is not in any folder of launch.slurm.mounts: the container "
+                f"has it only if the image has it; to mount it set launch.slurm.mounts=[{value}:{value}]"
             )
     return found
 
 
 def memory_bytes(text: str | None) -> float | None:
-    """Return the bytes of a `--mem`; None: it is unset, or 0, which means all of a node's memory."""
+    """Return the bytes of a `--mem`; None if it is unset, or 0, which means all memory of a node."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper()) if text else None
     if found is None or not int(found[1]):
         return None

@@ -1,4 +1,4 @@
-"""Submission of a run to Slurm, and queries about it.
+"""Submits a run to Slurm, and queries its jobs.
 
 write_scripts    job.sh, node.sh, recipe.yaml in RUN_DIR/launch
 check_cluster    sbatch is here, the partition exists, and `sbatch --test-only` takes the script
@@ -45,7 +45,7 @@ from megarl.system.errors import ConfigError, UnavailableError, UserError, close
 from megarl.system.processes import write_atomically
 
 _ANSWER_S = 60.0
-#: Text of sbatch, in lower case -> the key that it is about.
+#: Text in sbatch's error, in lower case -> the recipe key that it is about.
 _ABOUT = {
     "account": "launch.slurm.account",
     "partition": "launch.slurm.partition",
@@ -73,9 +73,9 @@ class JobState:
     """Slurm's state of a job.
 
     Attributes:
-        name: of the state in Slurm, `RUNNING`; `ENDED`: Slurm does not know the job any more.
+        name: Slurm's name of the state, such as `RUNNING`; `ENDED`: Slurm does not list the job any more.
         ran, limit: times in Slurm's format.
-        nodes: their names, or the reason for waiting in parentheses.
+        nodes: names of the nodes, or the reason for waiting in parentheses.
     """
 
     name: str
@@ -85,12 +85,12 @@ class JobState:
 
     @property
     def active(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether the job waits or runs."""
         return self.name in ACTIVE
 
 
 def write_scripts(job: Submission) -> Path:
-    """Write the files that the job needs; return the batch script."""
+    """Write the files that the job needs; return the path of the batch script."""
     job.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(job.folder / RECIPE, dump_config(saved_in_time(job)))
     write_atomically(job.folder / NODE, node_script(job))
@@ -105,14 +105,14 @@ def check_cluster(job: Submission) -> None:
     """Check a submission with Slurm before anything is written.
 
     Raises:
-        UserError: Slurm is missing, does not answer, or refuses the job.
+        UserError: Slurm is missing, does not reply, or refuses the job.
     """
     wanted = job.slurm.partition
     partitions = sorted({line.rstrip("*") for line in _ask("sinfo", "--noheader", "--format=%R").split()})
     if wanted is not None and not set(wanted.split(",")) <= set(partitions):
         close = close_matches(wanted, partitions)
         raise ConfigError(
-            "this cluster has no such partition",
+            "this cluster does not have this partition",
             where="launch.slurm.partition",
             found=wanted,
             allowed=partitions,
@@ -121,10 +121,10 @@ def check_cluster(job: Submission) -> None:
     pyxis = job.slurm.image is not None and job.slurm.container != "apptainer"
     if pyxis and "--container-image" not in _ask("srun", "--help"):
         raise ConfigError(
-            "this Slurm starts no containers: it has no pyxis",
+            "this Slurm cannot start containers: pyxis is missing",
             where="launch.slurm.image",
             found=job.slurm.image,
-            fix="launch.slurm.container=apptainer where nodes have it, or no image",
+            fix="set launch.slurm.container=apptainer if nodes have it, or remove the image",
         )
     _sbatch(_leaving_out(job, job_script(job)), "--test-only")
 
@@ -141,7 +141,7 @@ def submit(job: Submission) -> str:
     prepare(job)
     script = _leaving_out(job, (job.folder / JOB).read_text())
     number = _sbatch(script, "--parsable").strip().partition(";")[0]
-    with (job.folder / JOBS).open("a") as file:  # the jobs of a chain add theirs
+    with (job.folder / JOBS).open("a") as file:  # jobs of a chain add their numbers later
         file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{job.config.cluster.nnodes}\n")
     return number
 
@@ -153,7 +153,7 @@ def excluded(run_dir: Path) -> dict[str, str]:
 
 
 def notes_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the events in the jobs of a run: time, job, kind and text of each, in order."""
+    """Return the events in the jobs of a run in order, each with time, job, kind and text."""
     path = run_dir / LAUNCH_FOLDER / EVENTS
     return read_jsonl(path, needs={"time": (int, float), "job": str, "kind": str, "text": str})
 
@@ -174,7 +174,7 @@ def latest_tests(run_dir: Path) -> dict[str, str]:
 
 
 def _leaving_out(job: Submission, script: str) -> str:
-    """Return the script without the nodes that this run excludes."""
+    """Return the script with the nodes excluded that this run has excluded so far."""
     names = excluded(job.run_dir)
     return with_exclusion(script, [*plan(job)["exclude"], *names] if names else [])
 
@@ -206,7 +206,7 @@ def cancel(number: str) -> None:
 
 
 def _sbatch(script: str, *options: str) -> str:
-    """Pass a script to sbatch."""
+    """Pass a script to sbatch; return its output."""
     _require("sbatch")
     done = subprocess.run(
         ["sbatch", *options], input=script, capture_output=True, text=True, timeout=_ANSWER_S, check=False
@@ -231,14 +231,14 @@ def _ask(program: str, *arguments: str) -> str:
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired as error:
-        raise UnavailableError(f"Slurm gives no answer within {_ANSWER_S:.0f} s", where=program) from error
+        raise UnavailableError(f"Slurm did not reply within {_ANSWER_S:.0f} s", where=program) from error
     if done.returncode:
         lines = dict.fromkeys(line.partition("error: ")[2] or line for line in done.stderr.splitlines() if line.strip())
         raise UnavailableError(
-            f"Slurm does not answer: {'; '.join(lines)}",
+            f"Slurm does not reply: {'; '.join(lines)}",
             where=" ".join([program, *arguments]),
-            fix="its commands are here, but the cluster's slurm.conf or its controller is not: run this where "
-            f"{program} works; --dry-run shows the script anywhere",
+            fix="Slurm's commands are installed, but not the cluster's slurm.conf, or its controller is not running: "
+            f"run this where {program} works; --dry-run shows the script anywhere",
         )
     return done.stdout
 
@@ -246,7 +246,7 @@ def _ask(program: str, *arguments: str) -> str:
 def _require(program: str) -> None:
     if shutil.which(program) is None:
         raise UserError(
-            "Slurm's commands are not on this machine",
+            "Slurm's commands are not installed on this machine",
             where=program,
             fix="run this where sbatch works (a login node of the cluster); --dry-run shows the script anywhere",
         )

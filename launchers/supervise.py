@@ -1,4 +1,4 @@
-"""Supervision of a job's ranks: it finds the first failure and reports it in one located message."""
+"""Supervises a job's ranks: finds the first failure and reports it in one message with its place."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megarl.system.errors import WorkerError
 from megarl.system.processes import oom_kills, signal_name
 
 POLL_S = 0.1
-SETTLE_S = 1.0  # after the first failure: time for other ranks to show that they only lost a peer
-LOST_S = 5.0  # the same, while all failed ranks only lost a peer: news of a death may be late
-LINGER_S = 15.0  # a rank that has reported its error ends within this time, or is killed
+SETTLE_S = 1.0  # time after the first failure for other ranks to show that they only lost a peer
+LOST_S = 5.0  # the same, while all failed ranks only lost a peer: the report of a death may be late
+LINGER_S = 15.0  # time for a rank that has reported its error to end before it is killed
 STACKS_S = 0.5  # time for hung ranks to write their stacks into the log
-_LINE = 400  # characters of a message in a line
-_SOURCE_PATH = re.compile(r"\[[\w./-]*/(?=[\w.]+:\d+\])")  # path where a library was built
-_NATIVE_STACK = "Exception raised from "  # torch puts the stack of C++ after the message
+_LINE = 400  # most characters of a message in a line
+_SOURCE_PATH = re.compile(r"\[[\w./-]*/(?=[\w.]+:\d+\])")  # build path of a library in an error message
+_NATIVE_STACK = "Exception raised from "  # torch puts the C++ stack after the message
 
 OUT_OF_MEMORY_FIX = (
     "use less memory: smaller actor.engine.micro_batch_tokens, rollout.max_running or data.batch_size, "
@@ -34,13 +34,13 @@ OUT_OF_MEMORY_FIX = (
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The end of an attempt.
+    """How an attempt ended.
 
     Attributes:
-        exit_code: of the command.
-        why: the failed rank, its machine, the error and its place, in one line; empty: none failed.
-        repeats: the error would recur, see `MegarlError`.
-        place: type, phase and step of an error that a rank raised itself; None: there is none.
+        exit_code: exit code of the command.
+        why: the failed rank, its machine, the error and its place, in one line; empty when no rank failed.
+        repeats: the error would occur again, see `MegarlError`.
+        place: type, phase and step of an error that a rank raised itself; None without one.
     """
 
     exit_code: int
@@ -55,7 +55,7 @@ def supervise(workers: Workers, job: Job) -> End:
     A team whose process died or hangs may be restarted before that (`megarl.launchers.restarts`).
 
     Raises:
-        UserError: the run's folder is gone, with any consequence.
+        UserError: the run's folder is gone, or an error that follows from it.
     """
     cluster = job.config.cluster
     watch = Watch(job.run_dir, workers.ranks(), cluster.timeout_s, cluster.start_timeout_s, job.names)
@@ -67,10 +67,10 @@ def supervise(workers: Workers, job: Job) -> End:
 
 
 def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts) -> End:
-    """Do the work of `supervise`.
+    """Wait as in `supervise`, without the check of the run folder at the end.
 
     Raises:
-        UserError: as `supervise`.
+        UserError: as in `supervise`.
         WorkerError: a team could not be restarted.
     """
     ranks, oom_before = workers.ranks(), oom_kills()
@@ -105,9 +105,9 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
 
 
 def _ends_others(ended: dict[int, int], job: Job) -> bool:
-    """Return whether the actor's team ended before the last step: others would wait for ever.
+    """Return whether the actor's team ended before the last step, after which other teams would wait for ever.
 
-    A run that is saved in time (`trainer.save_by_s`) is `stopped`, one that a metric ends is `finished`.
+    A run that was saved in time (`trainer.save_by_s`) is `stopped`; a run that a metric ended is `finished`.
     """
     if not {*range(job.teams[0].devices)} <= ended.keys():
         return False
@@ -117,7 +117,7 @@ def _ends_others(ended: dict[int, int], job: Job) -> bool:
 
 
 def _settle(workers: Workers, job: Job) -> dict[int, int]:
-    """Return the exit codes, after other ranks had time to show what they know of the cause."""
+    """Return the exit codes, after giving other ranks time to report their errors."""
     start = time.monotonic()
     while len(ended := workers.poll()) < len(workers.ranks()):
         waited = time.monotonic() - start
@@ -131,7 +131,7 @@ def _settle(workers: Workers, job: Job) -> dict[int, int]:
 def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed: bool) -> RankFailure:
     """Return the root cause: a rank that got SIGKILL, else the earliest error that is not just the loss of a peer.
 
-    Other signals follow such errors: a communication library ends its process with SIGABRT when a peer is lost.
+    Other signals follow from such errors: a communication library ends its process with SIGABRT when a peer is lost.
     """
     errors = job.errors()
     abrupt = [
@@ -144,12 +144,12 @@ def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed:
 
 
 def _abrupt_end(rank: int, code: int, workers: Workers, job: Job, oom_killed: bool) -> RankFailure:
-    """Describe a rank that ended silently, from its exit code and its last heartbeat."""
+    """Describe a rank that ended without an error record, from its exit code and its last heartbeat."""
     beat = read_beat(job.run_dir, rank)
     message = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else _ended(code)
     message = workers.cause(rank) or message
     if code == -signal.SIGKILL and oom_killed:
-        message += ": out of memory, the kernel ended it"
+        message += ": killed by the kernel for lack of memory"
     return RankFailure(
         rank=rank,
         phase=beat.phase if beat else "start",
@@ -175,7 +175,7 @@ def _end_of(failure: RankFailure, job: Job) -> End:
 
 
 def _ended(code: int) -> str:
-    """Describe how a rank ended that recorded no error."""
+    """Describe the exit code of a rank that recorded no error."""
     if code == ENDED_EARLY:
         return "ended with exit code 0 before its work was done (something in it calls os._exit?)"
     return f"ended with exit code {code}"
@@ -205,7 +205,7 @@ def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, i
 
 
 def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None) -> list[str]:
-    """Return one line per rank with its position; of many ranks the first sixteen."""
+    """Return one line per other rank with its phase and step; of many ranks the first sixteen."""
     now, lines, errors = time.time(), [], job.errors()
     ranks = [rank for rank in workers.ranks() if rank != skip]
     for rank in ranks[:16]:
@@ -223,7 +223,9 @@ def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None)
 
 
 def _one_line(message: str) -> str:
-    """Return a message as one line: of a long one the beginning and the end, with the cause; log.txt has all of it."""
+    """Return a message as one line. Of a long message the beginning and the end, with the cause, are kept; log.txt has
+    all of it.
+    """
     line = " ".join(_SOURCE_PATH.sub("[", message.partition(_NATIVE_STACK)[0]).split())
     if len(line) <= _LINE:
         return line
@@ -231,7 +233,7 @@ def _one_line(message: str) -> str:
 
 
 def _show_stacks(workers: Workers, job: Job) -> None:
-    """Write the Python stacks of all ranks to the log, through faulthandler."""
+    """Make all ranks write their Python stacks to the log, through faulthandler."""
     for rank in workers.ranks():
         signal_rank(job, rank, signal.SIGUSR1)
     time.sleep(STACKS_S)
@@ -244,7 +246,7 @@ def _report_hang(trouble: str, workers: Workers, job: Job, ended: dict[int, int]
 
 
 def signal_rank(job: Job, rank: int, number: int) -> None:
-    """Send a signal to a rank's process when it runs on this machine."""
+    """Send a signal to a rank's process if it runs on this machine."""
     beat = read_beat(job.run_dir, rank)
     if beat is not None and beat.host == socket.gethostname():
         with contextlib.suppress(ProcessLookupError, PermissionError):

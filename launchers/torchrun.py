@@ -1,8 +1,8 @@
-"""Workers under torchrun (torch.distributed.run), for one machine or several.
+"""Starts workers under torchrun (torch.distributed.run), on one machine or several.
 
 The launcher starts one torchrun agent per machine as a child, `python -m megarl.launchers.torchrun ARGS`, and watches
 the workers through the run folder. On several machines start the same command on each, with NODE_RANK, MASTER_ADDR and
-MASTER_PORT set and `--run-dir` on a file system they share.
+MASTER_PORT set and `--run-dir` on a file system that they share.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from megarl.system.processes import (
 from megarl.system.rendezvous import LISTENER, given_listener, is_loopback, listen
 
 GRACE_S = 3.0
-#: Ends the agent, and through it the workers. Batch systems send other signals to every process of a job, and the
-#: launcher handles those.
+#: Ends the agent, and through it the workers. Batch systems send other signals to every process of a job, which the
+#: launcher handles.
 _END = signal.SIGUSR2
 AGENT_REPORT = "MEGARL_AGENT_REPORT"
 
@@ -54,7 +54,7 @@ def start(job: Job) -> TorchrunWorkers:
     cluster = job.config.cluster
     if job.placement is not None and job.placement.separate:
         raise ConfigError(
-            "torchrun starts one team, and this run has several",
+            "torchrun starts only one team, but this run has several",
             where="--launcher",
             found=f"torchrun, for the teams {', '.join(team.name for team in job.placement.teams)}",
             allowed="local, ray",
@@ -69,7 +69,7 @@ def start(job: Job) -> TorchrunWorkers:
         )
     here = cluster.nproc // cluster.nnodes
     address, port = _rendezvous(cluster.nnodes)
-    # The agent of the first machine has a copy of it: a port in use is named here, and no process takes it in between.
+    # The first machine's agent inherits the socket: a port in use is reported here, and no process takes it in between.
     first = job.machine == 0
     with listen(address, port, one_machine=cluster.nnodes == 1) if first else contextlib.nullcontext() as listener:
         port = port if listener is None else listener.getsockname()[1]
@@ -77,7 +77,9 @@ def start(job: Job) -> TorchrunWorkers:
 
 
 def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.socket | None) -> TorchrunWorkers:
-    """Start this machine's agent, with `here` ranks; `listener` is the socket of the run's store, if it is here."""
+    """Start this machine's agent with `here` ranks. `listener` is the socket of the run's store, if it is on this
+    machine.
+    """
     nnodes = job.config.cluster.nnodes
     arguments = [f"--nnodes={nnodes}", f"--nproc-per-node={here}", f"--node-rank={job.machine}"]
     arguments += [f"--master-addr={address}", f"--master-port={port}", "--max-restarts=0"]
@@ -101,7 +103,7 @@ def _rendezvous(nnodes: int) -> tuple[str, int]:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
     if missing:
         raise ConfigError(
-            "several machines need a place to meet",
+            "several machines need a rendezvous address",
             where="cluster.nnodes",
             found=nnodes,
             fix=f"set {', '.join(missing)} in the environment of each machine, and the same shared --run-dir",
@@ -145,7 +147,9 @@ class TorchrunWorkers:
         return self._ranks
 
     def poll(self) -> dict[int, int]:
-        """Return the ranks' exit codes when the agent has ended; it reports which failed before it ended the rest."""
+        """Return the ranks' exit codes once the agent has ended; it reports which ranks failed before it ended the
+        others.
+        """
         code = self._agent.poll()
         if code is None:
             self._note_first()
@@ -154,12 +158,12 @@ class TorchrunWorkers:
             return {rank: code_of(self._job.run_dir, rank, 0) for rank in self._ranks}
         if self._report.exists():
             found = {int(rank): status for rank, status in json.loads(self._report.read_text()).items()}
-            # It names those that had failed when it looked, and may miss one that had exited with 0 before.
+            # The agent names ranks that had failed when it looked; it may miss a rank that had exited with 0 before.
             return {rank: ENDED_EARLY for rank in self._first or [] if rank not in found} | found
         return {self._ranks[0]: code}
 
     def _note_first(self) -> None:
-        """Record which ranks ended first before their work was done: the agent ends the others when one fails."""
+        """Record which ranks ended first before their work was done, since the agent ends the others when one fails."""
         beats = {rank: read_beat(self._job.run_dir, rank) for rank in self._ranks}
         gone = [rank for rank, beat in beats.items() if beat is not None and not beat.over and not _runs(beat.pid)]
         if gone and self._first is None:
@@ -167,16 +171,17 @@ class TorchrunWorkers:
             self._first = [rank for rank in gone if rank not in errors]
 
     def cause(self, rank: int) -> str | None:
-        """Return a hint at the agent's own output if the agent failed without naming a rank."""
+        """Point to the agent's own output if the agent failed without naming a rank."""
         if self._report.exists() or self._agent.poll() == 0:
             return None
         return f"could not run: torchrun ended with exit code {self._agent.poll()}, see {self._job.log_dir}/agent_*.txt"
 
     def stop(self) -> None:
-        """End the agent, which ends its workers; then any remaining process of either."""
+        """End the agent, which ends its workers; then kill any remaining process of either."""
         import psutil
 
-        below = set[psutil.Process]()  # workers have sessions of their own, and a stopped one takes no other signal
+        # workers have sessions of their own, and a stopped process handles no other signal
+        below = set[psutil.Process]()
         for number in (_END, signal.SIGKILL):
             if self._agent.poll() is None:
                 with contextlib.suppress(psutil.Error):
@@ -188,7 +193,7 @@ class TorchrunWorkers:
                     time.sleep(0.05)
         self._agent.wait()
         for process in below:
-            with contextlib.suppress(psutil.Error):  # none of another process that has its number by now
+            with contextlib.suppress(psutil.Error):  # not a process that got the same number since
                 process.kill()
         self._follower.close()
 
@@ -209,10 +214,10 @@ def agent(arguments: list[str], report: Path) -> int:
 
     from megarl.system.compat.torchrun import end_workers_with, serve_on
 
-    for number in CAUGHT:  # a handler, which its workers do not inherit
+    for number in CAUGHT:  # use handlers, which workers do not inherit, instead of ignoring the signals
         signal.signal(number, _left_to_launcher)
     end_workers_with(_END)
-    raise_descriptor_limit()  # every rank is a client of its store
+    raise_descriptor_limit()  # every rank is a client of the agent's store
     listener = given_listener()
     if listener is not None:
         serve_on(listener)
@@ -220,14 +225,15 @@ def agent(arguments: list[str], report: Path) -> int:
         torchrun(arguments)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        own = {rank: code for rank, code in codes.items() if code != -_END}  # torchrun sends it to the others
+        # torchrun sends this signal to the other ranks
+        own = {rank: code for rank, code in codes.items() if code != -_END}
         write_atomically(report, json.dumps(own or codes))
         return 1
     return 0
 
 
 def _left_to_launcher(number: int, frame: FrameType | None) -> None:
-    """Ignore the signal: the launcher has received it, too, and ends this process when the run has saved."""
+    """Ignore the signal: the launcher got it too, and ends this process when the run has saved."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The driver of one job: see the package."""
+"""The driver of one job; the package's docstring shows its work."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of, r
 from .guard import GUARD_S
 from .nodes import ONE_NODE, Nodes
 
-#: Seconds that a job has left to end when no checkpoint is written.
+#: Seconds that a job keeps for its end if no checkpoint is written.
 LEFT_S = 20
 
 
 class Over(Exception):
-    """The job ends with this exit code."""
+    """Raised to end the job with this exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -31,18 +31,18 @@ class SlurmJob:
 
     def __init__(self, run_dir: Path) -> None:
         self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]
-        # Of this job: one that another job has submitted inherits its environment.
+        # Only this job's: a job that another job submitted inherits its environment.
         os.environ["MEGARL_JOB_BEGAN"] = os.environ.get("SLURM_JOB_START_TIME") or repr(time.time())
         self.plan = self.files.plan
-        self.nodes: Nodes  # Slurm returns them when the job begins
+        self.nodes: Nodes  # set when the job begins, as Slurm reports the nodes then
         self.allocated: list[str] = []
         self.good: list[str] = []
         self.attempt = 0
         self.guard: subprocess.Popen[bytes] | None = None
-        self.guarded, self.guards = 0.0, 0  # time of the last start, and the number of starts
+        self.guarded, self.guards = 0.0, 0  # time of the guard's last start, and number of its starts
         self.ended = False
         self.warned: float | None = None  # time of Slurm's warning
-        self.deferred = False  # the warning is for a run that has not been started yet
+        self.deferred = False  # the warning came before the run was started
 
     def run(self) -> int:
         """Run the job; return its exit code."""
@@ -58,10 +58,10 @@ class SlurmJob:
                     self._finish()
                     return 0
                 if self._preempted():
-                    self._requeue("preempted; it goes on from its newest checkpoint")
+                    self._requeue("preempted; it continues from its newest checkpoint")
                 lost = self._exclude(self.nodes.roll_call(nodes), "lost")
                 if not lost:
-                    self.say("failed", f"the run has ended with exit code {code}; all its nodes answer")
+                    self.say("failed", f"the run ended with exit code {code}; all its nodes reply")
                     return code
                 if self._chosen():
                     self._restart(lost, "in this job")
@@ -87,8 +87,8 @@ class SlurmJob:
         """Check for signals while nodes are tested.
 
         Raises:
-            Over: the job has to end, and nodes must not be judged by steps that a signal has interrupted. After a
-                failure of the run, a warning is postponed as long as possible: the failure is judged first.
+            Over: the job has to end, and nodes must not be judged by steps that a signal interrupted. After a failure
+                of the run a warning is postponed as long as possible, so that the failure is judged first.
         """
         self.files.tell_alive()
         late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S
@@ -96,8 +96,8 @@ class SlurmJob:
             self._handle_signals()
 
     def _finish(self) -> None:
-        """Finish a run that is over; if it has saved before the limit of this job (trainer.save_by_s), submit the next
-        one.
+        """Finish a run that is over; if it has saved before the job's time limit (trainer.save_by_s), submit the next
+        job.
 
         Raises:
             Over: Slurm refuses the next job.
@@ -114,7 +114,7 @@ class SlurmJob:
         self.files.set_chain(left - 1)
 
     def _handle_signals(self) -> None:
-        """Handle signals that arrived while the run does not run.
+        """Handle signals that arrived while the run was not running.
 
         Raises:
             Over: the job has to end.
@@ -129,14 +129,14 @@ class SlurmJob:
         return Over(143)
 
     def _begin(self) -> None:
-        """Find the usable nodes; Slurm may have requeued the job since it last ran."""
+        """Find the usable nodes. Slurm may have requeued the job since it last ran."""
         self.nodes = Nodes(self.files, self.job, self._check_signals)
         self.allocated = list(self.nodes.group_of)
         again = os.environ.get("SLURM_RESTART_COUNT")
         if again:
             before = self.files.state()["on"] if self.files.state()["job"] == self.job else []
             gone = self._exclude({node: state for node in before if (state := self.nodes.lost_state(node))}, "lost")
-            self.say("again", f"Slurm has started job {self.job} again (restart {again})")
+            self.say("again", f"Slurm restarted job {self.job} (restart {again})")
             if gone:
                 self._restart(gone, "in this job")
         known = set(self.files.excluded())
@@ -148,7 +148,7 @@ class SlurmJob:
         """Return the nodes of the next attempt.
 
         Raises:
-            Over: there are too few; the next job is submitted if the chain allows one.
+            Over: there are too few nodes; the next job is submitted if the chain allows it.
         """
         if nodes := self._chosen():
             return nodes
@@ -165,7 +165,7 @@ class SlurmJob:
         raise Over(1)
 
     def _chosen(self) -> list[str]:
-        """Return the first good nodes of each kind; empty: there are too few."""
+        """Return the first good nodes of each kind; an empty list if there are too few."""
         chosen: list[str] = []
         for number, group in enumerate(self.plan["groups"]):
             mine = [node for node in self.good if self.nodes.group_of[node] == number]
@@ -191,10 +191,10 @@ class SlurmJob:
         self.files.add(file, {"restart": number, "time": time.time(), "why": why, "start": start})
 
     def _count_failure(self) -> None:
-        """Take one restart of the budget.
+        """Count one restart.
 
         Raises:
-            Over: none is left.
+            Over: no restart is left.
         """
         state, newest = self.files.state(), self.files.newest()
         failures = 1 + (0 if newest > state["newest"] else state["failures"])
@@ -209,19 +209,19 @@ class SlurmJob:
         for node, reason in bad.items():
             line = {"time": time.time(), "job": self.job, "node": node, "reason": f"{what}: {reason}"}
             self.files.add(self.files.path / "excluded.jsonl", line)
-            self.say("excluded", f"{node} is left out from now on: {what}: {reason}")
+            self.say("excluded", f"{node} is excluded from now on: {what}: {reason}")
         self.good = [node for node in self.good if node not in bad]
         return list(bad)
 
     # -- other jobs
 
     def _next_job(self) -> None:
-        """Submit the job that continues when this one has ended."""
+        """Submit the job that continues the run when this job has ended."""
         self._end_guard()  # this job must not be requeued as well
         script = self.files.path / "job.sh"
         options = [f"--dependency=afterany:{self.job}"]
         wanted, spares = self.plan["nodes"], self.plan["spares"]
-        if spares:  # a small cluster may have no spare left: the job must not wait for one
+        if spares:  # a small cluster may have no spare nodes left, for which the job must not wait
             options.append(f"--nodes={wanted}-{wanted + spares}")
         if names := [*self.plan["exclude"], *self.files.excluded()]:
             text = with_exclusion(script.read_text(), names)
@@ -233,21 +233,23 @@ class SlurmJob:
             self.say("ended", f"Slurm refuses the next job: {error}")
             raise Over(1) from error
         self.files.note_job(number)
-        self.say("next", f"job {number} goes on")
+        self.say("next", f"job {number} continues the run")
 
     def _slurm_fields(self) -> dict[str, str]:
-        """Return Slurm's fields of this job; empty: it does not answer."""
+        """Return Slurm's fields of this job; empty when Slurm does not reply."""
         try:
             return fields_of(answer("scontrol", "show", "job", "--oneliner", self.job))
         except CommandFailed as error:
-            print(f"megarl: Slurm says nothing of job {self.job}: {error}", flush=True)
+            print(f"megarl: Slurm does not report job {self.job}: {error}", flush=True)
             return {}
 
     def _preempted(self) -> bool:
         return self._slurm_fields().get("PreemptTime", "None") != "None"
 
     def _left_s(self) -> float:
-        """Return the seconds until the job ends: its limit, or the end of its grace period. Warnings may be early."""
+        """Return the seconds until the job ends: its time limit, or the end of its grace period, since warnings may be
+        early.
+        """
         try:
             end = time.mktime(time.strptime(self._slurm_fields()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
         except (KeyError, ValueError):
@@ -261,9 +263,9 @@ class SlurmJob:
         try:
             answer("scontrol", "requeue", self.job)
             time.sleep(2 * ANSWER_S)
-            self.say("ended", f"Slurm has taken the requeue, but not ended job {self.job} within {2 * ANSWER_S:.0f} s")
+            self.say("ended", f"Slurm accepted the requeue, but did not end job {self.job} within {2 * ANSWER_S:.0f} s")
         except CommandFailed as error:
-            print(f"megarl: Slurm does not requeue the job ({error}); the next one goes on", flush=True)
+            print(f"megarl: Slurm does not requeue the job ({error}); the next job continues the run", flush=True)
             self._next_job()
         raise Over(1)
 
@@ -298,7 +300,7 @@ class SlurmJob:
                 self._before_the_end(step)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 step.wait(LOOK_S)
-        if self.ended and code:  # scancel ends the step, too
+        if self.ended and code:  # scancel also ends the step
             raise self._stopped()
         return code
 
@@ -306,10 +308,10 @@ class SlurmJob:
         """Handle Slurm's warning that the job will end soon.
 
         Args:
-            step: the run; None: it does not run now.
+            step: the run; None while it is not running.
 
         Raises:
-            Over: the next job continues, or this one after requeueing.
+            Over: the next job continues the run, or this one after being requeued.
         """
         preempted = self._preempted()
         left = self.files.chain()
@@ -319,21 +321,21 @@ class SlurmJob:
             self.deferred = True
             return
         if step is None:
-            self.say("limit", f"{why} before the run is started")
+            self.say("limit", f"{why} before the run was started")
         elif not self._save(step, why, goes_on):
             return
         if preempted:
             if step is not None:
                 self.nodes.stop(step, LEFT_S / 2)
-            self._requeue("preempted; the job goes into the queue again")
+            self._requeue("preempted; the job is queued again")
         self._next_job()
         self.files.set_chain(left - 1)
         if step is not None:
-            self.nodes.stop(step)  # last: there may be less time than that takes
+            self.nodes.stop(step)  # last, because there may be less time left than it takes
         raise Over(0)
 
     def _save(self, step: subprocess.Popen[bytes], why: str, goes_on: bool) -> bool:
-        """Ask the run for a checkpoint; return whether the job has to end now."""
+        """Request a checkpoint from the run; return whether the job has to end now."""
         save, self.deferred = self.files.path / "save", False
         save.touch()
         if not goes_on:
@@ -341,26 +343,26 @@ class SlurmJob:
             self.say("limit", f"{why}, and no job of the chain is left; a checkpoint is written")
             return False
         wait_s = max(1, int(self._left_s()) - LEFT_S)
-        self.say("limit", f"{why}: asking for a checkpoint, {wait_s} s at most")
+        self.say("limit", f"{why}: requesting a checkpoint, waiting at most {wait_s} s")
         end = time.monotonic() + wait_s
         while save.exists() and step.poll() is None and time.monotonic() < end and not self.ended:
             self.files.tell_alive()
             time.sleep(LOOK_S)
-        if step.poll() is not None:  # it has ended by itself, and is judged as usual
+        if step.poll() is not None:  # the run ended by itself, which is handled as usual
             return False
         if save.exists():
-            print("megarl: no checkpoint was written in time; the run goes on from an earlier one", flush=True)
+            print("megarl: no checkpoint was written in time; the run continues from an earlier one", flush=True)
         return not self.ended
 
     def _keep_guard(self) -> None:
-        """Keep a small program on another node that watches this one, if the job survives the loss of a node."""
+        """Run a small program on another node that watches this node, if the job survives the loss of a node."""
         here = os.environ.get("SLURMD_NODENAME")
         others = [node for node in reversed(self.good) if node != here]
         runs = self.guard is not None and (self.guard.poll() is None or time.monotonic() < self.guarded + GUARD_S)
         if not self.plan["spares"] or not others or runs:
             return
         self.files.tell_alive()
-        node = others[self.guards % len(others)]  # another node than before, which may be the cause of its end
+        node = others[self.guards % len(others)]  # another node than before, which may have caused the guard's end
         self.guarded, self.guards = time.monotonic(), self.guards + 1
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]
         place = [*ONE_NODE, f"--nodelist={node}", f"--chdir={self.files.path}"]

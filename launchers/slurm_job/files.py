@@ -1,4 +1,4 @@
-"""Files of RUN_DIR/launch that a job reads and writes, commands of Slurm, and nodes that sbatch excludes."""
+"""Files of RUN_DIR/launch that a job uses, Slurm's commands, and nodes that sbatch excludes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def answer(*command: str) -> str:
     """Return the output of a command of Slurm.
 
     Raises:
-        CommandFailed: it failed, or gave no answer within a minute.
+        CommandFailed: it failed, or did not finish within a minute.
     """
     try:
         done = subprocess.run(
@@ -56,21 +56,21 @@ class Folder:
         self._told_alive = 0.0
 
     def _plan(self) -> dict[str, Any]:
-        """Read the plan that `megarl launch` has written for the driver.
+        """Read the plan that `megarl launch` wrote for the driver.
 
         Raises:
-            SystemExit: it is missing or damaged.
+            SystemExit: the plan is missing or damaged.
         """
         plan = read_object(self.path / "plan.json")
         if not plan:
             raise SystemExit(
-                f"megarl: {self.path / 'plan.json'} is missing or damaged, and this job cannot run without it\n"
-                f"  fix:     megarl launch RECIPE --slurm --run-dir {self.run_dir}, which writes it again"
+                f"megarl: {self.path / 'plan.json'} is missing or damaged, and this job cannot run without it\n  fix: "
+                f"    write it again with megarl launch RECIPE --slurm --run-dir {self.run_dir}"
             )
         return plan
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the lines of a file of JSON lines, which may be missing; damaged ones are skipped."""
+        """Return the lines of a JSON Lines file; damaged lines are skipped, and a missing file has none."""
         try:
             text = (self.path / name).read_text(errors="replace")
         except OSError:
@@ -83,11 +83,11 @@ class Folder:
         return {str(line["node"]): str(line.get("reason", "")) for line in lines}
 
     def add(self, file: Path, line: dict[str, Any]) -> None:
-        """Add a line to such a file."""
+        """Append a line to a JSON Lines file."""
         self._write(file, json.dumps(line))
 
     def _write(self, file: Path, line: str, mode: str = "a") -> None:
-        """Write a line; a full disk is reported on the console and changes nothing else."""
+        """Write a line. A full disk is reported on the console and otherwise ignored."""
         try:
             with file.open(mode) as out:
                 out.write(line + "\n")
@@ -95,7 +95,7 @@ class Folder:
             print(f"megarl: {file} cannot be written: {error}", flush=True)
 
     def state(self) -> dict[str, Any]:
-        """Read the state that the jobs of a run share; without a readable file it is that of a first job."""
+        """Read the state that the jobs of a run share; if the file is missing or damaged, that of a first job."""
         return {
             "process": None,
             "failures": 0,
@@ -106,7 +106,9 @@ class Folder:
         }
 
     def set_state(self, **values: Any) -> None:
-        """Change parts of the state; a full disk is reported on the console, and the next job lacks the change."""
+        """Change parts of the state. A full disk is reported on the console, and the next job does not see the
+        change.
+        """
         file = self.path / "state.json"
         draft = file.with_suffix(".tmp")
         try:
@@ -127,7 +129,7 @@ class Folder:
             return 0
 
     def set_chain(self, left: int) -> None:
-        """Record this number."""
+        """Record how many jobs may still follow."""
         self._write(self.path / "chain", f"{left}", "w")
 
     def note_job(self, number: str) -> None:
@@ -135,7 +137,7 @@ class Folder:
         self._write(self.path / "jobs.txt", f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.plan['nodes']}")
 
     def newest(self) -> int:
-        """Return the step of the newest complete checkpoint; -1: there is none."""
+        """Return the step of the newest complete checkpoint; -1 without one."""
         steps = [file.parent.name[5:] for file in (self.run_dir / "checkpoints").glob("step_*/meta.json")]
         return max((int(step) for step in steps if step.isdigit()), default=-1)
 
@@ -154,13 +156,13 @@ class Folder:
             self._told_alive = time.monotonic()
             try:
                 (self.path / "alive").write_text(repr(time.time()))
-            except OSError:  # on a full disk the time of the file is enough for the guard
+            except OSError:  # on a full disk the file's time is enough for the guard
                 with contextlib.suppress(OSError):
                     os.utime(self.path / "alive")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is none, or it holds something else."""
+    """Return the JSON object in a file; empty if the file is missing or holds something else."""
     try:
         return _parsed(file.read_text(errors="replace"))
     except OSError:
@@ -182,10 +184,10 @@ def excluded_by(options: Iterable[str]) -> list[str]:
 
 
 def with_exclusion(script: str, nodes: Iterable[str]) -> str:
-    """Return a batch script that excludes these nodes in all its components: a command-line option counts for the
-    first one only.
+    """Return a batch script that excludes these nodes in all its components; a command-line option would affect only
+    the first.
 
-    The last `--exclude` of a component counts, so the nodes must include those of the script's own options.
+    The last `--exclude` of a component counts, so `nodes` must include those of the script's own options.
     """
     text = ",".join(dict.fromkeys(nodes))
     if not text:

@@ -1,4 +1,4 @@
-"""Tests of nodes, the judgement of their results, and steps on nodes."""
+"""Tests nodes, evaluates their results, and runs steps on nodes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from typing import Any
 
 from .files import LOOK_S, CommandFailed, Folder, answer, fields_of, read_object
 
-#: Seconds for a step to end after its signal.
+#: Seconds in which a step may end after its signal.
 STOP_S = 60.0
-#: States of nodes that run nothing; a star marks nodes that do not answer.
+#: States of nodes that can run nothing; a star marks nodes that do not reply.
 LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")
-#: Ports of the first node where processes meet: the first one, the number of consecutive jobs with different ones (they
-#: share a node), and how many steps in a row of each.
+#: Rendezvous ports of the first node: the lowest port, the number of consecutive jobs with different ports (they may
+#: share a node), and the number of ports per job.
 PORTS = (20000, 100, 100)
-#: Options of srun to start something on one node beside the job's other steps.
+#: Options of srun to run something on one node beside the job's other steps.
 ONE_NODE = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-kill=off")
 
 
 def port_of(job: int, step: int) -> int:
-    """Return the port where the processes of a step meet on its first node."""
+    """Return the rendezvous port of a step on its first node."""
     first, jobs, steps = PORTS
     return first + job % jobs * steps + step % steps
 
 
 def is_free(port: int) -> bool:
-    """Return whether nobody listens at this port of this machine."""
+    """Return whether nothing listens on this port of this machine."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended do not matter
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores connections that have just ended
         try:
             probe.bind(("", port))
         except OSError:
@@ -55,7 +55,7 @@ class Nodes:
     def __init__(self, files: Folder, job: str, look: Callable[[], None]) -> None:
         self._files, self._plan, self._job, self._look = files, files.plan, job, look
         self._steps = 0
-        #: The group of the plan that each node of the job is in.
+        #: For each node of the job its group in the plan.
         self.group_of: dict[str, int] = {}
         for number in range(len(self._plan["groups"])):
             listed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}") or os.environ["SLURM_JOB_NODELIST"]
@@ -65,14 +65,14 @@ class Nodes:
         """Start node.sh on these nodes.
 
         Args:
-            output: name of the file of RUN_DIR/launch for its output, with TEAM for the kind of its nodes. Such a step
-                ends when one of its tasks fails, or one of its nodes; without, it is a test that outlives its tasks.
+            output: name of the output file in RUN_DIR/launch, with TEAM for the kind of its nodes. Such a step ends
+                when one of its tasks or nodes fails; without a name it is a test, which outlives its tasks.
         """
         port = self._next_port(nodes[0])
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
         if len(nodes) > 1:
             environment.update(MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port))
-        if self._plan["ray"]:  # clients of the job's Ray must know the token, which is in no file
+        if self._plan["ray"]:  # clients of the job's Ray need the token, which is in no file
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
         command = ["srun"]
         for number, group in enumerate(self._plan["groups"]):
@@ -89,9 +89,9 @@ class Nodes:
         return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
 
     def _next_port(self, first: str) -> int:
-        """Return the port where the next step meets on its first node; if that is this node, a free one.
+        """Return the rendezvous port of the next step on its first node; if that is this node, a free port.
 
-        If all ports of the node are taken it is the last one, and the step reports that itself.
+        If all ports of the node are in use it is the last port, and the step reports the error itself.
         """
         for _ in range(PORTS[2]):
             self._steps += 1
@@ -101,14 +101,14 @@ class Nodes:
         return port
 
     def stop(self, step: subprocess.Popen[bytes], seconds: float | None = None) -> None:
-        """End a step within `seconds`, STOP_S by default."""
+        """End a step within `seconds`, by default STOP_S."""
         step.terminate()
         self._wait(step, STOP_S if seconds is None else seconds, self._files.tell_alive)
         if step.poll() is None:
             step.kill()
 
     def _wait(self, step: subprocess.Popen[bytes], seconds: float, look: Callable[[], None]) -> None:
-        """Wait for a step to end, or until this time is over."""
+        """Wait for a step to end, for at most `seconds`."""
         end = time.monotonic() + seconds
         while step.poll() is None and time.monotonic() < end:
             look()
@@ -120,11 +120,10 @@ class Nodes:
         return [f"--het-group={number}"] if len(self._plan["groups"]) > 1 else []
 
     def _address(self, node: str) -> str:
-        """Return the address where processes meet: a node's in `launch.slurm.interface`, else the one of its Slurm
-        name.
+        """Return a node's rendezvous address: in the network `launch.slurm.interface`, or else that of its Slurm name.
 
         Raises:
-            CommandFailed: there is none.
+            CommandFailed: the node has no such address.
         """
         name = self._plan["interface"]
         try:
@@ -139,22 +138,22 @@ class Nodes:
         return found
 
     def lost_state(self, node: str) -> str:
-        """Return Slurm's state of a lost node; empty: it is not lost.
+        """Return Slurm's state of a lost node; empty if the node is not lost.
 
         Raises:
-            CommandFailed: Slurm does not answer, which proves nothing about the node.
+            CommandFailed: Slurm does not reply, which proves nothing about the node.
         """
         self._files.tell_alive()
         try:
             state = fields_of(answer("scontrol", "show", "node", "--oneliner", node)).get("State", "")
         except CommandFailed as error:
             if f"Node {node} not found" in str(error):
-                return "Slurm does not know it any more"
+                return "Slurm does not list it any more"
             raise
         return f"Slurm says {state}" if state.endswith("*") or any(word in state for word in LOST) else ""
 
     def roll_call(self, nodes: list[str]) -> dict[str, str]:
-        """Return the nodes of a failed step that do not answer, or fail their own tests, with reasons."""
+        """Return the nodes of a failed step that do not reply or fail their own tests, with reasons."""
         if self._plan["preflight"]:
             return self._test_nodes(nodes, self._results())
         return self._ask_each({node: ["true"] for node in nodes})
@@ -200,7 +199,7 @@ class Nodes:
         """Run a command on each node separately; return the nodes where it fails or takes too long, with reasons.
 
         Raises:
-            CommandFailed: it fails everywhere, or Slurm does not answer; no node is blamed.
+            CommandFailed: it fails everywhere, or Slurm does not reply; no node is blamed.
         """
         asked = {
             node: subprocess.Popen(
@@ -214,7 +213,7 @@ class Nodes:
             for node, process in asked.items():
                 lines = self._stderr_lines(process, end)
                 if lines is None:
-                    bad[node] = f"no answer within {self._plan['limit_s']:g} s"
+                    bad[node] = f"not finished within {self._plan['limit_s']:g} s"
                 elif process.returncode:
                     if state := self.lost_state(node):
                         lost.add(node)
@@ -226,14 +225,14 @@ class Nodes:
         self._look()
         here = os.environ.get("SLURMD_NODENAME")
         if len(bad) == len(commands) and (here in bad or len(lost) < len(bad)):
-            # The nodes are not to blame, but Slurm, or node.sh on all of them: this node runs, or some of the nodes
-            # do according to Slurm.
+            # Not the nodes are at fault but Slurm, or node.sh on all of them: this node runs, or Slurm reports that
+            # some nodes do.
             why = bad[here] if here in bad else next(why for node, why in bad.items() if node not in lost)
             raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {why}")
         return bad
 
     def _stderr_lines(self, process: subprocess.Popen[str], end: float) -> list[str] | None:
-        """Return the lines that a program printed to stderr until it ended; None: it still runs at `end`."""
+        """Return the lines that a program printed to stderr until it ended; None if it still runs at `end`."""
         while True:
             self._look()
             try:
@@ -245,7 +244,7 @@ class Nodes:
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:
         """Return the nodes with slow links to others, or with a wrong clock, with reasons."""
         gpus = min(group["gpus"] for group in self._plan["groups"])
-        # A wait for others, one for each of two neighbours, and the same again for starting Python.
+        # Time to wait for each of two neighbours, and the same again to start Python.
         limit = ["--limit-s", f"{self._plan['limit_s'] / 4:g}"]
         more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus), *limit]
         step = self.start(nodes, more)
@@ -256,19 +255,19 @@ class Nodes:
                 self.stop(step)
         found = read_object(folder / "links.json")
         if not found:
-            text = "pre-flight: how nodes reach each other could not be measured; the run starts anyway"
+            text = "pre-flight: the links between nodes could not be measured; the run starts anyway"
             self._files.say(self._job, "preflight", text)
             return {}
         return link_faults(found, nodes, self._plan["clock_s"], self._plan["bandwidth"])
 
 
 def failed_checks(result: dict[str, Any]) -> str:
-    """Explain, from a node's own results, why it may not be used; empty: it may."""
+    """Return the checks that a node failed as text; empty when it may be used."""
     return "; ".join(f"{name}: {check['reason']}" for name, check in result["checks"].items() if not check["ok"])
 
 
 def odd_versions(versions: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Return the nodes with another version of anything than most nodes have."""
+    """Return the nodes with other package versions than most nodes."""
     bad = {}
     for package in sorted({name for own in versions.values() for name in own}):
         most = Counter(own.get(package, "none") for own in versions.values()).most_common(1)[0][0]
@@ -279,7 +278,7 @@ def odd_versions(versions: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def wrong_clocks(offsets: dict[str, float], limit_s: float) -> dict[str, str]:
-    """Return the nodes whose clock is too far from the median, from the seconds that each is ahead of one of them."""
+    """Return the nodes whose clock is too far from the median. `offsets` are seconds ahead of one of the nodes."""
     if not offsets:
         return {}
     middle = statistics.median_low(offsets.values())
@@ -291,10 +290,10 @@ def wrong_clocks(offsets: dict[str, float], limit_s: float) -> dict[str, str]:
 
 
 def slow_nodes(edges: list[dict[str, Any]], share: float) -> dict[str, str]:
-    """Return nodes that reach none of their neighbours, or whose best link is far slower than the median of all nodes'.
+    """Return nodes without a working link, or whose best link is far slower than the median of all nodes' best links.
 
-    The best neighbour counts: a slow node makes both its pairs slow, which must not blame its neighbours. Two nodes
-    have no median.
+    The best link counts, because a slow node makes both its links slow, and its neighbours must not be blamed. Two
+    nodes have no median.
     """
     best: dict[str, float] = {}
     errors: dict[str, str] = {}
@@ -314,9 +313,9 @@ def slow_nodes(edges: list[dict[str, Any]], share: float) -> dict[str, str]:
 
 
 def link_faults(found: dict[str, Any], nodes: list[str], clock_s: float, share: float) -> dict[str, str]:
-    """Return the nodes that links.json blames; if no other node joined the first one, that one is blamed."""
+    """Return the nodes that links.json blames; if no other node joined the first one, the first one."""
     present = found["nodes"]
     if len(present) == 1 and len(nodes) > 2:
-        return {present[0]: "links: no other node reaches it"}
+        return {present[0]: "links: no other node can reach it"}
     absent = {node: f"links: it did not reach {nodes[0]} in time" for node in nodes if node not in present}
     return {**slow_nodes(found["edges"], share), **wrong_clocks(found["clocks"], clock_s), **absent}

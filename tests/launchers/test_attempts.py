@@ -132,14 +132,14 @@ def test_without_restarts_the_first_failure_is_the_end(tmp_path, monkeypatch, ca
 def test_an_error_that_would_come_again_is_the_end(tmp_path, monkeypatch, capsys, error):
     Script(monkeypatch, error)
     assert run(tmp_path, 3) == 1
-    assert "the run is not started again: it would end so again" in capsys.readouterr().err
+    assert "the run is not restarted: the error would occur again" in capsys.readouterr().err
 
 
 def test_an_error_that_came_again_is_the_end(tmp_path, monkeypatch, capsys):
     script = Script(monkeypatch, raises(), raises())
     assert run(tmp_path, 3) == 1
     assert len(script.resumed) == 2
-    assert "not started again: the same error as before, at the same step" in capsys.readouterr().err
+    assert "not restarted: the same error occurred before, at the same step" in capsys.readouterr().err
 
 
 def test_other_errors_and_running_out_of_memory_are_tried_again(tmp_path, monkeypatch):

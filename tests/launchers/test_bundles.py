@@ -199,5 +199,5 @@ def test_servers_on_more_gpus_do_not_go_with_nodes_of_teams() -> None:
         update={"launch": LaunchConfig(slurm=SlurmConfig(teams={"critic": SlurmTeamConfig(nodes=1)}))}
     )
     nodes = [node | {resource(name): 1000.0} for node, name in zip(gpus(8, 8), ("", "critic"), strict=True)]
-    with pytest.raises(ConfigError, match=r"launch\.slurm\.teams: servers on GPUs of their own"):
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.teams: servers with their own GPUs"):
         reserve(config, teams(2, 2), nodes)

@@ -161,7 +161,7 @@ def test_a_launcher_whose_folder_was_taken_leaves_it_as_it_is(
 
     monkeypatch.setattr("megarl.launchers.local.start", start)
     assert run_workers("local", "m:f", config(max_restarts=3), tmp_path) == 1
-    assert "the run is not started again: another command has taken its folder" in capsys.readouterr().err
+    assert "the run is not restarted: another command is using its folder" in capsys.readouterr().err
     assert (tmp_path / "token").read_text() == "of the other one"
     assert json.loads((tmp_path / "run.json").read_text()) == {"status": "running"}
     assert json.loads((tmp_path / ".lock.json").read_text())["attempt"] == "another"
@@ -402,7 +402,7 @@ def test_tensor_parallel_workers_have_one_connection_to_their_device(monkeypatch
 def test_torchrun_refuses_several_teams(tmp_path: Path) -> None:
     layout = ParallelConfig()
     plans = (TeamPlan("actor", (), 1, 0, layout, ()), TeamPlan("reference", (), 1, 1, layout, ()))
-    with pytest.raises(ConfigError, match=r"--launcher: torchrun starts one team(?s:.*)allowed: local, ray"):
+    with pytest.raises(ConfigError, match=r"--launcher: torchrun starts only one team(?s:.*)allowed: local, ray"):
         run_workers("torchrun", "m:f", config(nproc=2), tmp_path, Placement(plans))
 
 

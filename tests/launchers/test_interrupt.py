@@ -71,7 +71,7 @@ def test_the_run_is_asked_to_save_and_waited_for(interrupted, tmp_path: Path) ->
     for number in (signal.SIGINT, signal.SIGUSR1):  # who sends these has said no limit
         looks.clear()
         said = interrupted("train", "step/rollout", 5, saves_at_the_third_look, number)
-        assert f"{number.name}: the step under way" in said
+        assert f"{number.name}: finishing and saving the current step first" in said
         assert "learnt in 2 steps is lost then" in said
         assert looks == [True] * 3
 
@@ -96,7 +96,7 @@ def test_it_is_not_waited_for_when_it_will_not_come(interrupted, tmp_path: Path,
 
     said = interrupted("train", "step/rollout", 5, look, number)
     assert not (tmp_path / SAVE_REQUEST).exists()
-    lost = "what it learnt in 2 steps is lost, and the run goes on from the checkpoint of step 2"
+    lost = "2 steps of training will be lost, and the run continues from the checkpoint of step 2"
     assert (f"megarl: {lost}: {why}" in said) is bool(why)
 
 
@@ -132,5 +132,5 @@ def test_a_cold_start_saves_too(interrupted, tmp_path: Path, phase: str, lost: i
     (tmp_path / "cold_start").mkdir()
     (tmp_path / "other").rename(tmp_path / "cold_start" / "step_2")
     said = interrupted("train", phase, 6, lambda: {0: 1})
-    assert f"what it learnt in {lost} steps is lost, and the run goes on from the checkpoint of step 2" in said
+    assert f"{lost} steps of training will be lost, and the run continues from the checkpoint of step 2" in said
     assert next_start(tmp_path, "auto", begun=True) == ("from the checkpoint of step 2 of the cold start", "auto")

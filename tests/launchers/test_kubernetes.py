@@ -192,28 +192,34 @@ def test_claims_of_the_container_join_its_resources():
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ("pod: {volumes: [{name: runs}]}", r"pod\.volumes: a pod has each name once(?s:.*)found:   'runs'"),
-        ("pod: {volumes: [{name: a}, {name: a}]}", r"pod\.volumes: a pod has each name once(?s:.*)found:   'a'"),
+        ("pod: {volumes: [{name: runs}]}", r"pod\.volumes: a pod may have each name only once(?s:.*)found:   'runs'"),
+        (
+            "pod: {volumes: [{name: a}, {name: a}]}",
+            r"pod\.volumes: a pod may have each name only once(?s:.*)found:   'a'",
+        ),
         (
             "container: {volumeMounts: [{name: a, mountPath: /data/runs/}]}",
-            r"container\.volumeMounts: a pod has each mountPath once(?s:.*)any but /data/runs, /etc/megarl, /dev/shm",
+            r"container\.volumeMounts: a pod may have each mountPath only once(?s:.*)any except /data/runs, /etc",
         ),
         (
             "container: {volumeMounts: [{name: a, mountPath: /a}, {name: b, mountPath: /a}]}",
-            r"container\.volumeMounts: a pod has each mountPath once(?s:.*)found:   '/a'",
+            r"container\.volumeMounts: a pod may have each mountPath only once(?s:.*)found:   '/a'",
         ),
-        ("mount: /dev/shm", r"kubernetes\.mount: a pod has each mountPath once(?s:.*)any but /etc/megarl, /dev/shm"),
+        (
+            "mount: /dev/shm",
+            r"kubernetes\.mount: a pod may have each mountPath only once(?s:.*)any except /etc/megarl, /dev/shm",
+        ),
         ("pod: {hostname: me}", r"pod\.hostname: pods find each other by the names that the JobSet gives them"),
         ("pod: {subdomain: us}", r"pod\.subdomain: pods find each other"),
         (
             "container: {resources: {limits: {cpu: 4}}}",
             r"container\.resources\.limits(?s:.*)launch\.kubernetes\.resources",
         ),
-        ("container: {resources: 8}", r"container\.resources: these are no resources"),
-        ("container: {resources: {claims: gpus}}", r"container\.resources\.claims: these are no mappings"),
+        ("container: {resources: 8}", r"container\.resources: invalid resources"),
+        ("container: {resources: {claims: gpus}}", r"container\.resources\.claims: invalid list"),
         (
             "container: {resources: {claims: [{name: gpu}]}}, pod: {resourceClaims: [{name: gpus}]}",
-            r"container\.resources\.claims: the pod has no such claim(?s:.*)resourceClaims: gpus",
+            r"container\.resources\.claims: the pod does not have this claim(?s:.*)resourceClaims: gpus",
         ),
     ],
 )
@@ -232,10 +238,10 @@ def test_volumes_may_be_mounted_twice_and_pods_of_ray_may_have_a_name():
 
 def test_what_is_doubtful_of_pods_is_said():
     keys = {
-        "gpus_per_node: 0, pod: {resourceClaims: [{name: a}]}": "pods ask for no GPU, and the run takes 8 of each",
+        "gpus_per_node: 0, pod: {resourceClaims: [{name: a}]}": "pods request no GPU, but the run needs 8 per pod",
         "gpus_per_node: 0, container: {resources: {claims: [{name: a}]}}": "",
-        "gpus_per_node: 0": "pods ask for no GPU, and the run takes 8 of each",
-        "cpus_per_node: 4": "less than one for each of 8 workers",
+        "gpus_per_node: 0": "pods request no GPU, but the run needs 8 per pod",
+        "cpus_per_node: 4": "less than one CPU per worker, of which a pod has 8",
         "memory: 8Gi": "below shared_memory=16Gi",
         "gpus_per_node: 0, resources: {amd.com/gpu: 8}": "",
         "cpus_per_node: 96, memory: 512Gi": "",
@@ -249,7 +255,7 @@ def test_what_is_doubtful_of_pods_is_said():
 
 def test_pods_of_a_recipe_that_names_no_gpu_get_none_with_a_warning():
     keys = {
-        "{}": "pods are asked for no GPU: set cluster.device_memory_gb=80, say, or launch.kubernetes.gpus_per_node=8",
+        "{}": "pods request no GPU: set cluster.device_memory_gb (such as 80) or launch.kubernetes.gpus_per_node=8",
         "{gpus_per_node: 8}": "",
         "{gpus_per_node: 0}": "",  # a run on CPUs that says so
         "{resources: {amd.com/gpu: 8}}": "",
@@ -268,7 +274,7 @@ def test_pods_of_a_recipe_that_names_no_gpu_get_none_with_a_warning():
         (
             "grpo_async_qwen3_8b_32gpu",
             "1Gi",
-            "shared_memory=1Gi is less than the 1.3Gi that samples between teams take",
+            "shared_memory=1Gi is less than the 1.3Gi that samples between teams may need",
         ),
         ("grpo_async_qwen3_8b_32gpu", "2Gi", ""),
         ("grpo_qwen3_30b_a3b_32gpu", "1Gi", ""),  # one team hands nothing over
@@ -376,16 +382,16 @@ def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
     [
         ((), {}, r"launch\.kubernetes\.image(?s:.*)launch\.kubernetes\.claim"),
         (NEEDED[:1], {}, r"launch\.kubernetes\.claim(?s:.*)a PersistentVolumeClaim, ReadWriteMany"),
-        ((*NEEDED, "launch.kubernetes.memory=512"), {}, "name its unit, as 512Gi"),
+        ((*NEEDED, "launch.kubernetes.memory=512"), {}, "add a unit, such as 512Gi"),
         ((*NEEDED, "launch.spares=1"), {}, "launch.spares"),
         ((*NEEDED, "launch.kubernetes.resources={cpu: 4}"), {}, "launch.kubernetes.cpus_per_node"),
-        ((*NEEDED, "launch.kubernetes.environment={NODE_RANK: 0}"), {}, "from the job itself"),
-        ((*NEEDED, "launch.kubernetes={environment: {A: 1}, secrets: {A: b/c}}"), {}, "is a secret as well"),
-        (("launch.kubernetes.image=docker://a/b:1", NEEDED[1]), {}, "no such name of an image"),
+        ((*NEEDED, "launch.kubernetes.environment={NODE_RANK: 0}"), {}, "the job itself sets"),
+        ((*NEEDED, "launch.kubernetes={environment: {A: 1}, secrets: {A: b/c}}"), {}, "is also set from a secret"),
+        (("launch.kubernetes.image=docker://a/b:1", NEEDED[1]), {}, "does not accept this name of an image"),
         ((*NEEDED, "launch.kubernetes.pod={volumes: [x]}"), {}, "a list of mappings"),
         ((*NEEDED, "launch.kubernetes.pod={nodeSelector: {}}"), {}, "launch.kubernetes.node_selector"),
         ((*NEEDED, "launch.kubernetes.container={env: []}"), {}, "launch.kubernetes.environment"),
-        ((*NEEDED, "cluster.device_memory_gb=80", "launch.kubernetes.gpus_per_node=1"), {}, "takes 2 GPUs of a pod"),
+        ((*NEEDED, "cluster.device_memory_gb=80", "launch.kubernetes.gpus_per_node=1"), {}, "needs 2 GPUs per pod"),
         (NEEDED, {"run_dir": "/srv/run"}, "below launch.kubernetes.mount=/data/runs"),
         (NEEDED, {"run_dir": "/data/runs/../../etc"}, "below launch.kubernetes.mount=/data/runs"),
         ((*NEEDED, TEAMS, "cluster.nproc=2", "launch.kubernetes.kind=jobset"), {}, "rayjob"),
@@ -410,7 +416,7 @@ def test_kubectl_is_handed_the_objects(tmp_path, monkeypatch):
     config = load_config("grpo_quickstart", list(NEEDED), components=COMPONENTS)
     job = kubernetes.make_job(config, "train", None, None, STAMP)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="kubectl is not on this machine"):
+    with pytest.raises(UserError, match="kubectl is not installed on this machine"):
         kubernetes.create(job)
     program = tmp_path / "kubectl"
     program.write_text(f'#!/bin/sh\n/bin/cat > "{tmp_path}/got"\necho "$@"\n')

@@ -117,7 +117,7 @@ def test_a_ray_cluster_that_is_gone_is_named_at_once(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{free_port()}")
-    with pytest.raises(ConfigError, match="RAY_ADDRESS: no Ray cluster answers at this address"):
+    with pytest.raises(ConfigError, match="RAY_ADDRESS: no Ray cluster replies at this address"):
         run_workers("ray", "m:f", RunConfig(name="x"), tmp_path)
 
 
@@ -159,7 +159,7 @@ def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
     run_workers("ray", "m:f", config, tmp_path)
     said = capsys.readouterr().err
     assert "as far as this test goes" in said
-    assert ("may take 9.7 GB of shared memory, and /dev/shm has" in said) == warns
+    assert ("may need 9.7 GB of shared memory, but /dev/shm has" in said) == warns
 
 
 def test_a_full_store_of_a_ray_of_our_own_takes_files_only_if_it_may() -> None:
@@ -203,7 +203,7 @@ def test_processes_that_ray_starts_too_late_are_told_of_in_one_line(
     monkeypatch.setattr(ray_launcher.RayWorkers, "_number", late)
     assert run_workers("ray", "m:f", RunConfig(name="x"), tmp_path) == 1
     said = capsys.readouterr().err
-    assert "megarl: processes that Ray starts did not answer within cluster.start_timeout_s = " in said
+    assert "megarl: processes that Ray started did not reply within cluster.start_timeout_s = " in said
     assert "Traceback" not in said
 
 
@@ -229,7 +229,7 @@ def test_a_part_of_ray_that_dies_is_named_and_the_run_starts_again_in_a_new_ray(
     result = every.launch("local", entry, tmp_path, "1+1")
     assert result.code == 0, result.err
     assert result.err.count(f"megarl: Ray's {part}, process ") == 1, result.err
-    assert "was killed by signal 9 (SIGKILL), and no worker can go on without it\n  fix: " in result.err
+    assert "was killed by signal 9 (SIGKILL), and no worker can continue without it\n  fix: " in result.err
     assert "starts again (1 of 1; there is no checkpoint yet: from the beginning)" in result.err
     assert "[worker 1 (reference, rank 0)] worker 1 lives" in result.log.splitlines()
     assert not (tmp_path / "token").exists()

@@ -103,7 +103,7 @@ def test_a_folder_that_is_missing_is_made_for_this_user_alone(parent: Path) -> N
 def test_what_cannot_be_made_is_named(parent: Path) -> None:
     (parent / "file").touch()
     os.environ["RAY_TMPDIR"] = str(parent / "file")
-    with pytest.raises(UnavailableError, match="RAY_TMPDIR: the folder of Ray cannot be made"):
+    with pytest.raises(UnavailableError, match="RAY_TMPDIR: Ray's folder cannot be created"):
         ray_folder.make_ray_folder()
 
 

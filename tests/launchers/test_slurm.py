@@ -242,7 +242,7 @@ def test_values_of_the_recipe_come_through_its_file(tmp_path, text):
 
 @pytest.mark.parametrize("path", ['/runs/a"b', "/runs/a\nb", "/runs/a\\b"])
 def test_paths_that_cannot_stand_in_a_script_are_refused(path):
-    with pytest.raises(ConfigError, match="cannot stand in a batch script"):
+    with pytest.raises(ConfigError, match="cannot be written in a batch script"):
         job_script(submission(SlurmConfig(), Path(path)))
 
 
@@ -322,7 +322,7 @@ def test_a_wrong_partition_and_a_missing_slurm_are_told(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"launch\.slurm\.partition(?s:.*)cpu, gpu(?s:.*)did you mean gpu"):
         submit.check_cluster(submission(SlurmConfig(partition="gpus")))
     commands(tmp_path / "none", monkeypatch)
-    with pytest.raises(UserError, match="not on this machine"):
+    with pytest.raises(UserError, match="not installed on this machine"):
         submit.check_cluster(submission(SlurmConfig()))
 
 
@@ -398,7 +398,7 @@ def test_folders_without_a_job_are_told_apart(command, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for name, *said in (
         ("none", "RUN_DIR: there is no such folder", "name the one that megarl launch has printed"),
-        ("file", "RUN_DIR: this is no folder"),
+        ("file", "RUN_DIR: this is not a folder"),
         ("local", "RUN_DIR: no job was submitted for this folder", f"is in {tmp_path}/local/log.txt: tail -f"),
         ("empty", "RUN_DIR: no job was submitted", f"megarl launch RECIPE --slurm --run-dir {tmp_path}/empty"),
     ):

@@ -181,7 +181,7 @@ def test_without_a_spare_node_the_next_job_goes_on_without_the_lost_one(world):
 def test_a_run_that_fails_on_nodes_that_are_well_is_not_started_again(world):
     code, said = world.run("2")
     assert code == 2
-    assert "exit code 2; all its nodes answer" in said
+    assert "exit code 2; all its nodes reply" in said
     assert not world.asked("sbatch")
     assert not world.excluded()
 
@@ -206,7 +206,9 @@ def test_near_the_time_limit_a_checkpoint_is_written_and_the_next_job_submitted(
     job.send_signal(signal.SIGUSR1)
     said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
-    assert "asking for a checkpoint, 1" in said or "asking for a checkpoint, 9" in said  # 120 s are left, less 20
+    assert (
+        "requesting a checkpoint, waiting at most 1" in said or "requesting a checkpoint, waiting at most 9" in said
+    )  # 120 s are left, less 20
     assert "no checkpoint" not in said
     assert (world.run_dir / "launch" / "chain").read_text() == "1\n"
     assert len(world.asked("sbatch")) == 1
@@ -229,7 +231,7 @@ def test_a_run_that_fails_while_its_checkpoint_is_awaited_has_failed(world):
     job.send_signal(signal.SIGUSR1)
     said = job.communicate(timeout=120)[0]
     assert job.returncode == 3, said
-    assert "exit code 3; all its nodes answer" in said
+    assert "exit code 3; all its nodes reply" in said
     assert not world.asked("sbatch")
 
 
@@ -254,7 +256,7 @@ def test_a_warning_that_finds_no_run_yet_submits_the_next_job(world):
     job.send_signal(signal.SIGUSR1)
     said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
-    assert "the time limit is near before the run is started" in said
+    assert "the time limit is near before the run was started" in said
     assert (world.run_dir / "launch" / "chain").read_text() == "1\n"
     assert len(world.asked("sbatch")) == 1
     assert not world.excluded()
@@ -275,7 +277,7 @@ def test_a_requeue_that_slurm_takes_and_does_not_do_is_noted(world, here, monkey
     monkeypatch.setattr(driver.time, "sleep", lambda seconds: None)
     with pytest.raises(driver.Over):
         here._requeue("preempted")
-    assert submit.notes_of(world.run_dir)[-1]["text"].endswith("not ended job 7 within 120 s")
+    assert submit.notes_of(world.run_dir)[-1]["text"].endswith("not end job 7 within 120 s")
 
 
 def test_a_job_whose_nodes_slurm_does_not_tell_has_failed(world):
@@ -350,7 +352,7 @@ def test_a_job_that_slurm_runs_again_leaves_out_the_first_node_that_it_lost(worl
     job = world.begin("0", nodes="n2,n3", again="1")
     said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
-    assert "Slurm has started job 7 again (restart 1)" in said
+    assert "Slurm restarted job 7 (restart 1)" in said
     assert world.excluded() == {"n1": "lost: Slurm says DOWN*"}
 
 
@@ -369,7 +371,7 @@ def test_a_node_that_slurm_does_not_know_any_more_is_lost(world):
     job = world.begin("0", nodes="n1,n2", again="1")
     said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
-    assert world.excluded() == {"gone": "lost: Slurm does not know it any more"}
+    assert world.excluded() == {"gone": "lost: Slurm does not list it any more"}
 
 
 @pytest.fixture
@@ -512,4 +514,4 @@ def test_who_does_not_come_to_the_first_node_fails_unless_nobody_does():
     found = {"nodes": ["a", "b"], "clocks": {"a": 0.0, "b": 0.0}, "edges": [edge("a", "b", 20)]}
     assert link_faults(found, ["a", "b", "c"], 1.0, 0.5) == {"c": "links: it did not reach a in time"}
     nobody = {"nodes": ["a"], "clocks": {"a": 0.0}, "edges": []}
-    assert link_faults(nobody, ["a", "b", "c"], 1.0, 0.5) == {"a": "links: no other node reaches it"}
+    assert link_faults(nobody, ["a", "b", "c"], 1.0, 0.5) == {"a": "links: no other node can reach it"}

@@ -144,7 +144,7 @@ def test_a_preempted_job_goes_on_later(slurm, recipe, local, tmp_path, partition
     assert harness.metrics(run_dir) == local, said(run_dir)
     assert len(jobs_of(run_dir)) == 1
     saved = (run_dir / "checkpoints" / "step_3" / "meta.json").exists()
-    assert ("the job is preempted: asking for a checkpoint" in said(run_dir)) == (partition == "debug"), saved
+    assert ("the job is preempted: requesting a checkpoint" in said(run_dir)) == (partition == "debug"), saved
 
 
 @pytest.mark.campaign("slurm")

@@ -30,28 +30,28 @@ TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [
         (["launch.slurm.teams={b: {nodes: 2}}"], r"2 workers on 0 of cluster\.nnodes = 2"),
         (["launch.slurm.teams={b: {nodes: 1}}", "launch.spares=1"], r"launch\.spares"),
         (["launch.slurm.mounts=[/a:/b]"], r"launch\.slurm\.mounts(?s:.*)set launch\.slurm\.image"),
-        (["launch.slurm={image: x, mounts: [/a]}"], r"launch\.slurm\.mounts: this is no mount"),
+        (["launch.slurm={image: x, mounts: [/a]}"], r"launch\.slurm\.mounts: invalid mount"),
         (["launch.slurm.image=./none.sqsh"], r"launch\.slurm\.image: there is no such image"),
-        (["launch.slurm.image=oras://a/b:1"], r"launch\.slurm\.image: pyxis takes no such name"),
+        (["launch.slurm.image=oras://a/b:1"], r"launch\.slurm\.image: pyxis does not accept this name"),
         (
             ["launch.slurm={image: 'a#b:1', container: apptainer}"],
-            r"launch\.slurm\.image: apptainer takes no such name",
+            r"launch\.slurm\.image: apptainer does not accept this name",
         ),
         (["launch.slurm.environment={HF_TOKEN: abc}"], r"launch\.slurm\.environment\.HF_TOKEN(?s:.*)export HF_TOKEN"),
         (["launch.slurm.environment={MASTER_ADDR: me}"], r"launch\.slurm\.environment\.MASTER_ADDR"),
         (["launch.slurm={chain: 1, time: '4'}"], r"launch\.slurm\.warn_s(?s:.*)warn_s=80"),
         (["launch.slurm.options=[--array=1-3]"], r"launch\.slurm\.options: it makes several jobs(?s:.*)'--array=1-3'"),
         (["launch.slurm.options=[--exclusive, -a1-3]"], r"launch\.slurm\.options: it makes several jobs"),
-        (["launch.slurm.options=['--wrap=hostname']"], r"launch\.slurm\.options: the job runs the script of megarl"),
+        (["launch.slurm.options=['--wrap=hostname']"], r"launch\.slurm\.options: the job runs megarl's script"),
         (["launch.slurm.options=[--test-only]"], r"launch\.slurm\.options: nothing would be submitted"),
-        (["launch.slurm.options=[--wait]"], r"launch\.slurm\.options: sbatch would not return"),
-        (["launch.slurm.options=[-W]"], r"launch\.slurm\.options: sbatch would not return"),
+        (["launch.slurm.options=[--wait]"], r"launch\.slurm\.options: sbatch would return only after"),
+        (["launch.slurm.options=[-W]"], r"launch\.slurm\.options: sbatch would return only after"),
         (["launch.slurm.options=['--export=NONE']"], r"launch\.slurm\.options: nodes would not get(?s:.*)ALL, or ALL,"),
         (["launch.slurm.options=['--export NIL']"], r"launch\.slurm\.options: nodes would not get"),
         (["launch.slurm.options=['--export=HOME,A=ALL']"], r"launch\.slurm\.options: nodes would not get"),
         (
             ["launch.slurm={gres: disk, options: ['--gres=shm:1']}"],
-            r"launch\.slurm\.options: launch\.slurm\.gres is given",
+            r"launch\.slurm\.options: launch\.slurm\.gres is also set",
         ),
     ],
 )
@@ -65,7 +65,7 @@ def test_teams_with_nodes_of_their_own_take_ray(tmp_path):
     config = load_config(
         "grpo_quickstart", [TEAMS, "cluster={nproc: 4, nnodes: 2}", "launch.slurm.teams={b: {nodes: 1}}"]
     )
-    with pytest.raises(ConfigError, match="which takes Ray"):
+    with pytest.raises(ConfigError, match="which needs Ray"):
         slurm_settings.check_settings(Submission(config, tmp_path / "run", "train", "torchrun", tmp_path))
 
 
@@ -74,8 +74,8 @@ def test_teams_with_nodes_of_their_own_take_ray(tmp_path):
     [
         ([], 8, ""),
         (["rollout.sglang.colocated=false"], 16, ""),  # eight servers on GPUs of their own
-        (["launch.slurm.gpus_per_node=4"], 0, "launch.slurm.gpus_per_node: the run takes 8 GPUs of a node"),
-        (["launch.slurm.gres=gpu:h100:4"], 0, "launch.slurm.gres: the run takes 8 GPUs of a node"),
+        (["launch.slurm.gpus_per_node=4"], 0, "launch.slurm.gpus_per_node: the run needs 8 GPUs per node"),
+        (["launch.slurm.gres=gpu:h100:4"], 0, "launch.slurm.gres: the run needs 8 GPUs per node"),
         (["launch.slurm.gres=disk"], 8, ""),
         (["launch.slurm={gpus_per_node: 0, options: [--exclusive]}"], 0, ""),  # nodes are given whole
         (["launch.slurm={gpus_per_node: 0, options: ['--gres=gpu:8']}"], 0, ""),
@@ -111,7 +111,7 @@ def test_gpus_are_asked_for_once(option, keys, twice, tmp_path):
     if not twice:
         slurm_settings.check_settings(job)
         return
-    with pytest.raises(ConfigError, match=r"launch\.slurm\.options: GPUs are asked for twice") as refused:
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.options: GPUs are requested twice") as refused:
         slurm_settings.check_settings(job)
     assert refused.value.found == option
 
@@ -149,7 +149,7 @@ def test_a_chain_whose_jobs_are_warned_at_once_is_doubtful(keys, said, tmp_path)
     ("keys", "said"),
     [
         ("time: 3", "launch.slurm.warn_s=300 is not below launch.slurm.time, 180 s: Slurm sends no signal"),
-        ("time: 5", "launch.slurm.warn_s=100, say, or a longer launch.slurm.time"),
+        ("time: 5", "launch.slurm.warn_s=100 or a longer launch.slurm.time"),
         ("time: 6", ""),
         ("time: 3, warn_s: 60", ""),
         ("time: UNLIMITED", ""),
@@ -182,7 +182,7 @@ def test_variables_with_a_folder_that_a_container_does_not_have_are_doubtful(key
     section = SlurmConfig(**{"image": "docker://a/b:1", "cpus_per_node": 2, "gpus_per_node": 0, **keys})
     found = slurm_settings.doubtful(submission(section))
     assert [re.match(r"launch\.slurm\.environment\.(\w+)=", one)[1] for one in found] == names
-    assert all("is in no folder of launch.slurm.mounts" in one for one in found)
+    assert all("is not in any folder of launch.slurm.mounts" in one for one in found)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_images_are_named_as_their_runtime_has_it(image, container, good, tmp_pa
     if good:
         slurm_settings.check_settings(job)
     else:
-        with pytest.raises(ConfigError, match=r"launch\.slurm\.image: \w+ takes no such name"):
+        with pytest.raises(ConfigError, match=r"launch\.slurm\.image: \w+ does not accept this name"):
             slurm_settings.check_settings(job)
 
 
@@ -277,14 +277,14 @@ def test_a_node_without_gpus_is_doubtful(gres, tmp_path):
     keys = [f"launch.slurm.gres={gres}"] if gres else ["launch.slurm.gpus_per_node=0"]
     config = load_config("grpo_qwen3_8b_8gpu", keys)
     found = slurm_settings.doubtful(Submission(config, tmp_path, "train", "local", tmp_path))
-    assert any("launch.slurm asks for no GPU, and the run takes 8 of a node" in one for one in found)
+    assert any("launch.slurm requests no GPU, but the run needs 8 per node" in one for one in found)
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ("{}", "launch.slurm: nodes are asked for no GPU: set cluster.device_memory_gb=80, say, or launch.slurm.gpus"),
-        ("{gres: 'disk:1'}", "set launch.slurm.gres=gpu:8,disk:1; nothing to do for a run on CPUs"),
+        ("{}", "launch.slurm: nodes request no GPU: set cluster.device_memory_gb (such as 80), or launch.slurm.gpus"),
+        ("{gres: 'disk:1'}", "set launch.slurm.gres=gpu:8,disk:1; for a run on CPUs"),
         ("{gpus_per_node: 8}", ""),
         ("{gpus_per_node: 0}", ""),  # a run on CPUs that says so
         ("{gres: 'gpu:h100:8'}", ""),
@@ -308,8 +308,8 @@ def test_a_recipe_that_names_no_gpu_gets_none_with_a_warning(keys, said, tmp_pat
         (
             "grpo_async_qwen3_8b_32gpu",
             ["launch.slurm.teams={draw: {nodes: 2}}"],
-            "launch.slurm: 12 GPUs of each of 2 nodes are asked for, for 24 workers, and machines "
-            "have 8 as a rule: cluster.nnodes=5, or fewer nodes of launch.slurm.teams, or launch.slurm.gpus_per_node=",
+            "launch.slurm: 12 GPUs of each of 2 nodes are requested, for 24 workers, but machines "
+            "usually have 8: cluster.nnodes=5, or fewer nodes of launch.slurm.teams, or launch.slurm.gpus_per_node=",
         ),
         ("grpo_async_qwen3_8b_32gpu", ["launch.slurm.teams={draw: {nodes: 2, gpus_per_node: 4}}"], "12 GPUs of each"),
         ("grpo_async_qwen3_8b_32gpu", ["launch.slurm={gpus_per_node: 12, teams: {draw: {nodes: 2}}}"], ""),
@@ -320,7 +320,7 @@ def test_a_recipe_that_names_no_gpu_gets_none_with_a_warning(keys, said, tmp_pat
 def test_more_gpus_of_a_teams_node_than_machines_have_are_doubtful(recipe, keys, said, tmp_path):
     config = load_config(recipe, ["launch.slurm.cpus_per_node=96", *keys])
     job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
-    found = [one for one in slurm_settings.doubtful(job) if "as a rule: " in one]
+    found = [one for one in slurm_settings.doubtful(job) if "machines usually have" in one]
     assert len(found) == bool(said)
     assert all(said in one for one in found)
 
@@ -330,7 +330,7 @@ def test_a_team_whose_nodes_are_crowded_is_told_how_many_it_takes(tmp_path):
     keys = [f"placement.teams={teams}", "launch.slurm.teams={draw: {nodes: 2}}"]
     config = load_config("grpo_async_qwen3_8b_32gpu", keys)
     job = Submission(config, tmp_path, "train", "ray", Path("/shared"))
-    (found,) = [one for one in slurm_settings.doubtful(job) if "as a rule: " in one]
+    (found,) = [one for one in slurm_settings.doubtful(job) if "machines usually have" in one]
     assert found.startswith("launch.slurm.teams.draw: 10 GPUs of each of 2 nodes")
     assert "launch.slurm.teams.draw.nodes=4 with cluster.nnodes=6, or" in found
 
@@ -367,7 +367,7 @@ def test_variables_that_are_no_credentials_are_taken(name, tmp_path):
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "DB_PASSWORD", "aws_secret_access_key"])
 def test_variables_that_are_credentials_are_refused(name, tmp_path):
     config = load_config("grpo_quickstart", [f"launch.slurm.environment={{{name}: 'a'}}"])
-    with pytest.raises(ConfigError, match=f"export {name} in the shell"):
+    with pytest.raises(ConfigError, match=f"export {name} in the submitting shell"):
         slurm_settings.check_settings(Submission(config, tmp_path, "train", "local", tmp_path))
 
 
@@ -416,7 +416,7 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
     file.write_text("alps: {account: a1}\nother: {account: b1}\n")
     assert with_site(config) is config  # its own section may be all that it means
     config = load_config("grpo_quickstart")
-    with pytest.raises(ConfigError, match=r"launch\.cluster: there are several clusters(?s:.*)alps, other"):
+    with pytest.raises(ConfigError, match=r"launch\.cluster: the site file has several clusters(?s:.*)alps, other"):
         with_site(config)
     named = load_config("grpo_quickstart", ["launch.cluster=other"])
     assert with_site(named).launch.slurm.account == "b1"
@@ -428,8 +428,8 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
     ("text", "said"),
     [
         ("alps: {acount: a1}", r"clusters\.yaml: alps\.acount(?s:.*)did you mean account"),
-        ("partition: gpu", r"clusters\.yaml: partition: a cluster is a mapping"),
-        ("[alps]", "this is no file of clusters"),
+        ("partition: gpu", r"clusters\.yaml: partition: a cluster must be a mapping"),
+        ("[alps]", "invalid file of clusters"),
         ("alps: {options: [exclusive]}", "begins with -, such as --exclusive"),
         ("alps: {options: [--nodes=3]}", r"cluster\.nnodes and launch\.spares"),
         ("alps: {options: [-N4]}", r"cluster\.nnodes and launch\.spares"),
