@@ -1,1 +1,3 @@
-"""Several teams in one run: the rollout in a team of its own, what goes between teams, and who waits for whom."""
+"""Several teams in one run: a rollout team of its own, the messages and samples between teams, and who waits
+for whom.
+"""

@@ -1,4 +1,4 @@
-"""The part of a checkpoint with groups that no step has been trained on (`async.order=as_ready`).
+"""The part of a checkpoint that holds groups on which no step was trained (`async.order=as_ready`).
 
 Each replica writes its groups; a run that resumes shares all groups out by their prompts' numbers:
 
@@ -146,7 +146,7 @@ class BufferedGroups:
         for number in numbers:
             if number not in self.finished:
                 continue
-            assert self._batch is not None, "finished groups have samples"
+            assert self._batch is not None, "a finished group has samples"
             (uid, ordinal, ids, tokens), metrics = self.finished[number]
             rows = (self._batch[_NUMBER] == number).nonzero().flatten().tolist()
             info = GroupInfo(uid, ordinal, tuple(ids), tokens)

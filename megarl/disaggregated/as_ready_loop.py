@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
-_LOOK_S = 0.1  # between two looks for whether the weights are wanted
+_LOOK_S = 0.1  # seconds between two checks for a requested weight update
 
 
 def find_buffered_groups(source: Path) -> BufferedGroups | None:
-    """Return the groups of a checkpoint that no step was trained on; None: it has none."""
+    """Return the groups of a checkpoint on which no step was trained; None when it has none."""
     saved = read_state(source).get("drawn")
     return None if saved is None else read_buffered_groups(source, saved["parts"])
 
@@ -69,11 +69,11 @@ def post_flow_place(c: RankState) -> None:
 
 @dataclass(frozen=True)
 class PendingGroup:
-    """Groups that have come as far as the node that waits for their rewards.
+    """Groups that wait for their rewards at the node that uses these.
 
     Attributes:
-        metrics: of these samples, as far as they have come.
-        aside: what other teams use of them (`GroupChannel.aside`).
+        metrics: metrics of these samples so far.
+        aside: fields for other teams (`GroupChannel.aside`).
     """
 
     numbers: list[int]
@@ -84,12 +84,12 @@ class PendingGroup:
 
 @dataclass
 class AsReadyLoop:
-    """The loop of a rollout's team until the last weights have come. All ranks of a replica make the same calls.
+    """The loop of a rollout team until the last weights have arrived. All ranks of a replica make the same calls.
 
     Attributes:
-        executor: walks this team's nodes after the one that generates, as far as they do not wait for rewards.
-        scored: walks those after them.
-        held: what a checkpoint has of groups that were begun; None: nothing, or it has been taken up.
+        executor: walks this team's nodes after generation, up to the first node that waits for rewards.
+        scored: walks the nodes after that.
+        held: groups from a checkpoint that are not handed over yet; None: no groups.
     """
 
     c: RankState
@@ -99,24 +99,26 @@ class AsReadyLoop:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: BufferedGroups | None
-    _update_number: int = 1  # of the next weight update; metrics number 0 are those before the first step
-    _dry: bool = False  # nothing more may begin with these weights
+    _update_number: int = 1  # number of the next weight update; metrics with number 0 are from before the first step
+    _dry: bool = False  # no further group may begin with the current weights
     _looked: float = 0.0
     _wanted: bool = False
-    _prompts: dict[int, Batch] = field(default_factory=dict)  # under way, by number
-    _versions: dict[int, int] = field(default_factory=dict)  # of first tokens: all groups that are not finished
-    _waiting: list[int] = field(default_factory=list)  # to be begun as soon as there is room
-    _partials: dict[int, list[Trajectory]] = field(default_factory=dict)  # of these
-    _scoring: deque[PendingGroup] = field(default_factory=deque)  # in the order in which the rewards come
-    _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
-    _rejected: list[list[float]] = field(default_factory=list)  # scores of groups, since the last one that was not
+    _prompts: dict[int, Batch] = field(default_factory=dict)  # prompts of groups in flight, by number
+    # weight version of the first tokens of each unfinished group
+    _versions: dict[int, int] = field(default_factory=dict)
+    _waiting: list[int] = field(default_factory=list)  # prompts to begin as soon as there is room
+    _partials: dict[int, list[Trajectory]] = field(default_factory=dict)  # partial trajectories of these prompts
+    _scoring: deque[PendingGroup] = field(default_factory=deque)  # in the order in which rewards arrive
+    _carried: Metrics = field(default_factory=Metrics)  # metrics of rejected samples
+    # scores of groups rejected since the last accepted group
+    _rejected: list[list[float]] = field(default_factory=list)
     _batcher: CallBatcher = field(init=False)
-    _over: int = 0  # groups that are finished, and that the buffer has not been told of
-    _unsent: list[FinishedGroups] = field(default_factory=list)  # useful ones among them, where this rank sends them
-    _refused: list[int] = field(default_factory=list)  # the others
+    _over: int = 0  # number of finished groups that were not reported to the buffer yet
+    _unsent: list[FinishedGroups] = field(default_factory=list)  # accepted ones among them, if this rank sends them
+    _refused: list[int] = field(default_factory=list)  # rejected ones among them
 
     def run(self) -> None:
-        """Generate until the weights of the last step have come."""
+        """Generate until the weights of the last step have arrived."""
         c = self.c
         version = c.context.step
         producer = self._make_groups()
@@ -155,7 +157,8 @@ class AsReadyLoop:
             late = buffer.open_flow(c.context.step, c.loader.number, begun, again)
             if late:
                 print(
-                    f"{len(late)} groups of the checkpoint come too late with these settings, and are generated again"
+                    f"{len(late)} groups of the checkpoint are too old for the current settings, and are generated "
+                    "again"
                 )
         late = c.layout.world.broadcast_json(late)
         if held is None:
@@ -168,16 +171,15 @@ class AsReadyLoop:
                 self.channel.swap(c.context, [ready], [], c.context.step, 0)
         self._waiting = [number for number in mine if number not in held.finished]
         self._versions = {number: held.versions[number] for number in self._waiting}
-        # Not of those that are too old: they are generated again from their first token on; and so are all if n
-        # changed.
+        # Groups that are too old begin again with their first token, and so do all groups if n changed.
         n, found = c.config.rollout.sampling.n, held.partials
         self._partials = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
-        self.held = None  # its samples are the buffer's now
+        self.held = None  # the buffer has its samples now
 
     # -- one segment -------------------------------------------------------------------------------------------------
 
     def _generate(self, producer: GroupGenerator, version: int) -> None:
-        """Generate with `version` until weights are to be updated."""
+        """Generate with `version` until a weight update is due."""
         c, interrupts = self.c, self.c.config.async_.partial
         together = family_of(c.config).meeting(c.layout)
         self._batcher.begin(time.monotonic())
@@ -200,13 +202,13 @@ class AsReadyLoop:
         self._swap(version, 0)
 
     def _admit(self, producer: GroupGenerator, version: int) -> None:
-        """Begin what may begin, as far as there is room; from time to time the buffer takes and hands out groups."""
+        """Begin groups while there is room; from time to time exchange groups with the buffer."""
         room, most = 0, 0
         if not self._wanted:
             self._begin_waiting(producer)
             room = producer.free // self.c.config.rollout.sampling.n
             most = self._batcher.missing(room, len(self._waiting))
-        if self._dry:  # others may begin only in the place of those that are of no use
+        if self._dry:  # then groups may begin only in place of rejected ones
             most = min(most, len(self._refused))
         idle = not producer.busy and not self._next_is_scored()
         if self._is_due(most, empty=idle or min(room, most) > 0):
@@ -219,7 +221,7 @@ class AsReadyLoop:
             self._begin(producer, self._waiting.pop(0))
 
     def _is_due(self, most: int, *, empty: bool = False) -> bool:
-        """Say whether the buffer is to be called now. Collective over the replica."""
+        """Return whether the buffer should be called now. Collective over the replica."""
         if not (most or self._over):
             return False
         lead, finished = self.c.layout.is_lead, self._over > 0
@@ -227,7 +229,7 @@ class AsReadyLoop:
         return bool(self.c.layout.mp_group.broadcast_json(due))
 
     def _swap(self, version: int, most: int) -> None:
-        """Hand over what is finished, and take up to `most` prompts. Collective over the replica."""
+        """Hand over finished groups, and take up to `most` prompts. Collective over the replica."""
         if not (most or self._over):
             return
         c, numbers = self.c, None
@@ -243,16 +245,16 @@ class AsReadyLoop:
 
     def _begin(self, producer: GroupGenerator, number: int) -> None:
         c = self.c
-        assert c.loader is not None, "it has given numbers"
+        assert c.loader is not None, "the buffer returned numbers of prompts"
         self._prompts[number] = prompt = c.loader.at([number])
         [group] = groups_of_prompts(c.context, prompt, c.config.rollout.sampling.n, [number])
         again = producer.add(group, self._partials.pop(number, None))
         if again and c.layout.is_lead:
-            why = "are beyond the limits of now, or were begun with another environment"
+            why = "are beyond the current limits, or were begun with another environment"
             print(f"group {group.uid}: {again} of its samples {why}, and begin again")
 
     def _is_called(self) -> bool:
-        """Something else is to be done than generation. Collective over the replica."""
+        """Return whether generation must be interrupted for other work. Collective over the replica."""
         group = self.c.layout.mp_group
         if self._next_is_scored() or self._is_due(0):
             return True
@@ -263,7 +265,9 @@ class AsReadyLoop:
         return self._wanted
 
     def _look(self) -> bool:
-        """Say whether the actor's team wants to send weights, as far as this rank has seen; the first one looks."""
+        """Return whether the actor's team wants to send weights, by this rank's last check; only the first rank
+        checks.
+        """
         now = time.monotonic()
         if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
@@ -271,7 +275,7 @@ class AsReadyLoop:
         return self.c.buffer.has_come(UpdateWanted.name_of(self._update_number))
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
-        """Walk the nodes after the one that generates, as far as they do not wait for rewards."""
+        """Walk the nodes after generation, up to the first node that waits for rewards."""
         c, numbers = self.c, [number for number, _ in groups]
         with self._measuring(Metrics()) as metrics:
             prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
@@ -287,7 +291,7 @@ class AsReadyLoop:
 
     @contextmanager
     def _measuring(self, metrics: Metrics) -> Iterator[Metrics]:
-        """Samples are measured into `metrics`."""
+        """Within the block record metrics of samples into `metrics`."""
         context = self.c.context
         kept, context.metrics = context.metrics, metrics
         try:
@@ -296,20 +300,20 @@ class AsReadyLoop:
             context.metrics = kept
 
     def _next_is_scored(self) -> bool:
-        """Say whether the first groups that wait for rewards have theirs. Collective over the replica."""
+        """Return whether the first waiting groups have their rewards. Collective over the replica."""
         if not self._scoring:
             return False
         lead = self.c.layout.is_lead
         return bool(self.c.layout.mp_group.broadcast_json(is_scored(self._scoring[0].batch) if lead else None))
 
     def _finish_scored(self, *, least: int) -> None:
-        """Go on with the groups whose rewards are there, and wait for those of the `least` first ones."""
+        """Finish groups whose rewards have arrived, and wait for the rewards of the `least` first groups."""
         while self._scoring and (least > 0 or self._next_is_scored()):
             self._finish(self._scoring.popleft())
             least -= 1
 
     def _finish(self, groups: PendingGroup) -> None:
-        """Walk the other nodes; the groups are to be handed over with what all of them measured."""
+        """Walk the remaining nodes, and queue the groups for handover with all their metrics."""
         c, numbers = self.c, groups.numbers
         self.channel.aside = groups.aside
         with self._measuring(self._carried.merge(groups.metrics)):
@@ -320,18 +324,18 @@ class AsReadyLoop:
         for number in numbers:
             del self._versions[number]
         self._over += len(numbers)
-        self._refused += sorted(useless)  # others may begin in their place
+        self._refused += sorted(useless)  # other groups may begin in their place
         if not wanted:
-            return  # what was measured counts with the next ones
+            return  # the metrics count with the next groups
         self._carried = Metrics()
         if ready is not None:
             self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
 
     def _useless(self, numbers: Sequence[int], batch: Batch) -> set[int]:
-        """Return the groups that dynamic sampling or the filter rejects; equal on the ranks of a replica.
+        """Return the groups that dynamic sampling or the filter rejects; the same on all ranks of a replica.
 
         Raises:
-            NoSignalError: they have rejected as many groups in a row as `max_rounds` rounds of a step would be.
+            NoSignalError: as many groups in a row were rejected as `max_rounds` rounds of a step generate.
         """
         config, seen = self.c.config, list[list[float]]()
         asked = sampling.asked_of_groups(config)
@@ -350,7 +354,7 @@ class AsReadyLoop:
     # -- between two segments ----------------------------------------------------------------------------------------
 
     def _update_weights(self) -> int:
-        """Let the actor's team replace the weights, and return the version of the new ones."""
+        """Let the actor's team replace the weights; return the version of the new ones."""
         c, number = self.c, self._update_number
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
@@ -359,7 +363,7 @@ class AsReadyLoop:
             version = UpdateSent.read(c.mail, number).version
         publish(c, version)
         c.context.step = version
-        self.recorder.end_step(number)  # what it has measured until here
+        self.recorder.end_step(number)  # metrics of the segment that ends here
         self.recorder.start_step()
         self._update_number, self._dry, self._wanted = number + 1, False, False
         return version
@@ -384,5 +388,5 @@ class AsReadyLoop:
         self.checkpoints.write_part(version, last=version == c.config.trainer.steps, files=files)
 
     def _files(self, version: int, partials: dict[int, list[Trajectory]]) -> dict[str, bytes]:
-        self.c.layout.world.barrier()  # every replica has put what it has
+        self.c.layout.world.barrier()  # wait until every replica has written its part
         return files_of_flow(self.c, version, self._versions, partials, self._carried)

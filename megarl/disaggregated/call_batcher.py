@@ -49,7 +49,7 @@ class CallBatcher:
         """Return whether to call the buffer now.
 
         Args:
-            now: seconds, of a clock that never goes back.
+            now: seconds of a monotonic clock.
             missing: prompts that the call would request.
             finished: some finished groups are not handed over yet.
             empty: no group is in flight, or some of the requested prompts could begin at once.

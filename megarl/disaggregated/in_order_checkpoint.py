@@ -52,7 +52,7 @@ class BufferedStep:
             return {}
         batch = merge_handovers({key: sent.samples for key, sent in self.given.items()})
         number, tokens = (torch.zeros(len(batch), dtype=torch.int64) for _ in range(2))
-        groups = next(iter(self.given.values())).groups  # of all handovers
+        groups = next(iter(self.given.values())).groups  # all handovers have the same groups
         for group, where in zip(groups, group_places(batch["uid"]), strict=True):
             number[where], tokens[where] = group.ordinal, group.tokens
         batch.set(_NUMBER, number)
@@ -101,5 +101,5 @@ def read_buffered_step(
 
 
 def _stem(part: int, ahead: int) -> str:
-    """`ahead`: steps after that of the checkpoint."""
+    """Return the name of a part's files, without suffix; `ahead` is the number of steps after the checkpoint's step."""
     return f"drawn_{part}" if ahead == 1 else f"drawn_{part}_{ahead}"

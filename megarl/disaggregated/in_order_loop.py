@@ -1,8 +1,8 @@
 """The loop of a rollout's team of its own: it generates `async.max_staleness` steps ahead of training.
 
 megarl/dag/messages.py shows the messages of a step, with k = `async.max_staleness`. With k = 0 this team generates step
-t + 1 after weights t have come, and no checkpoint has samples of it. In a run of T steps nothing is generated with
-weights T - k to T - 1: the actor's team sends them only where they are validated.
+t + 1 after weights t have arrived, and no checkpoint contains its samples. In a run of T steps nothing is generated
+with weights T - k to T - 1: the actor's team sends them only if they are validated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class InOrderLoop:
-    """The steps of a rollout's team. All methods are collective over it.
+    """The steps of a rollout team. All methods are collective over the team.
 
     Attributes:
         held: samples of the first steps, from a checkpoint.
@@ -45,14 +45,14 @@ class InOrderLoop:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: list[BufferedStep]
-    _ahead: list[BufferedStep] = field(default_factory=list)  # of steps that the newest checkpoint does not have
+    _ahead: list[BufferedStep] = field(default_factory=list)  # steps that the newest checkpoint does not have
 
     def run(self) -> None:
         """Generate all remaining steps, and take the weights after the last ones."""
         c, policy = self.c, self._policy
         first, steps = c.context.step, policy.steps
         for step in range(first + 1, steps + 1):
-            version = policy.oldest(step + 1)  # that the next step is sampled with
+            version = policy.oldest(step + 1)  # version with which the next step is generated
             c.context.step = step
             set_step(step)
             self.recorder.start_step()
@@ -80,7 +80,7 @@ class InOrderLoop:
     def _generate(self) -> BufferedStep | None:
         """Walk this team's nodes, and return what they handed over if a checkpoint may have to keep it."""
         c = self.c
-        assert c.loader is not None, "checks refuse a training run without data"
+        assert c.loader is not None, "the checks require training data"
         with phase("load"):
             prompts = next(c.loader)
         self.executor.run(c.context, prompts, more=c.loader)

@@ -65,7 +65,7 @@ def join_run(config: RunConfig, graph: TaskGraph) -> TeamContext:
         return TeamContext(placement.teams[0], placement)
     if TEAM not in os.environ:
         raise ConfigError(
-            "the roles of this run have several teams, and this launcher starts one",
+            "this run has several teams, but the launcher started only one",
             where="placement",
             found=", ".join(f"{team.name} {team.devices}" for team in placement.teams),
             fix="start it with --launcher local or ray, or leave placement out",
@@ -97,7 +97,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             resume(c, checkpoints, Path(start.source), begun=start.begun)
         all_ready(c)
         accept_start(c, graph, checkpoints)
-        # Opened last: a start that is refused leaves the run's record as it was.
+        # opened last, so that a refused start leaves the run's record as it was
         part: Part = "second" if config.sft.steps else "whole"
         with Recorder(c, "train", config.trainer.steps, start.shown_from, part) as recorder:
             publish(c, c.context.step)
@@ -108,7 +108,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
                     _generate_apart(c, graph, recorder, checkpoints, start)
                 else:
                     _steps(c, graph, recorder, checkpoints)
-            if checkpoints.ends:  # the run saved because its job ends, and exports nothing
+            if checkpoints.ends:  # the run saved because its job ends; it exports nothing
                 recorder.status = "stopped"
             else:
                 export(c, c.run_dir / FOLDER)
@@ -152,7 +152,7 @@ def resume(c: RankState, checkpoints: CheckpointPart, source: Path, *, begun: bo
 
 
 def _validate_first(c: RankState, recorder: Recorder) -> dict[str, float]:
-    """Record the held-out numbers of the model that RL starts from, as step 0."""
+    """Record the validation of the model with which RL begins, as step 0."""
     set_step(0)
     recorder.start_step()
     with phase("step"):
@@ -189,7 +189,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
             if c.team.leads:
                 post_last(c, step, early)
             recorder.groups(step, samples, early=early)
-            del samples  # the next step needs the memory
+            del samples  # frees memory for the next step
             if validates(config, step, early=early):
                 accuracy = evaluate_step(c, recorder, step)
         numbers = recorder.end_step(step)
@@ -213,7 +213,7 @@ def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel | NoChannel:
 def _generate_apart(
     c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart
 ) -> None:
-    """Generate in a team of its own until the weights of the last step have come."""
+    """Generate in a rollout team of its own until the weights of the last step have arrived."""
     source, team = None if start.source is None else Path(start.source), c.team
     if c.config.async_.in_order:
         channel = _open_channel(c, graph)

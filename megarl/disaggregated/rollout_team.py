@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RemoteLoader:
-    """The loader of the rollout's team: where it stands is part of the checkpoints of the actor's team.
+    """The rollout team's loader, whose position is part of the actor team's checkpoints.
 
     Args:
         context: of this rank; `state_dict` returns the state for its step.
@@ -51,12 +51,12 @@ class RemoteLoader:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `PromptLoader.load_state_dict`, for the step that the context has: the rollout's team begins there."""
+        """Set the loader's state, from which the rollout's team begins; as `PromptLoader.load_state_dict`."""
         self.check_state(state)
         self._step, self._state = self._context.step, state
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """As `PromptLoader.check_state`."""
+        """Check the loader's state; as `PromptLoader.check_state`."""
         refuse_other_data(self._state, state)
 
 
@@ -97,7 +97,7 @@ def _loader_state(c: RankState) -> dict[str, Any]:
 def evaluate_step(c: RankState, recorder: Recorder, step: int) -> float | None:
     """Evaluate in the team that generates, and return the accuracy there and in the actor's team.
 
-    Every team calls at a validation step.
+    Every team calls this at a validation step.
     """
     if c.team.leads and not c.team.generates_elsewhere:
         return evaluate(c, recorder, step, films=True)
@@ -105,14 +105,14 @@ def evaluate_step(c: RankState, recorder: Recorder, step: int) -> float | None:
         with phase("await_validation", waits_for=c.team.of(Role.ROLLOUT)):
             validated = Validated.read(c.mail, step)
         recorder.samples(step, validated.rows)
-        if c.layout.rank == 0:  # reduced over all ranks
+        if c.layout.rank == 0:  # already reduced over all ranks
             c.context.metrics.merge(Metrics.from_json(validated.metrics))
         return validated.accuracy
     if not c.team.holds(Role.ROLLOUT):
         return None
     begun = time.perf_counter()
     result = validate(c)
-    assert result is not None, "the team that generates has the held-out prompts"
+    assert result is not None, "the generating team has the held-out prompts"
     result.metrics.max(f"timing_s/{VALIDATE}", time.perf_counter() - begun)
     metrics = c.layout.dp_group.reduce_metrics(result.metrics)
     accuracy = metrics.result()["val/acc"]
@@ -128,7 +128,7 @@ def post_last(c: RankState, step: int, early: bool) -> None:
 
 
 def evaluate_last(c: RankState, recorder: Recorder, step: int) -> None:
-    """Evaluate after `step` in a rollout's team of its own, where a metric of training makes it the last step.
+    """Validate after `step` in a rollout team of its own, if a training metric makes it the last step.
 
     Call it after this team's record of the step: the actor's team decides by these metrics.
     """

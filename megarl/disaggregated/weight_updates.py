@@ -33,10 +33,12 @@ class WeightUpdates:
     """The weight updates of a team without the actor: it has no weights to send."""
 
     def before_step(self, step: int) -> None:
-        """Send the weights that have to go before `step` is trained."""
+        """Send the weights that must be sent before `step` is trained."""
 
     def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
-        """Send the weights after `step`, or let them wait; `saves`: whether a checkpoint of a step may be written."""
+        """Send the weights after `step`, or queue them; `saves` returns whether a checkpoint of a step may be
+        written.
+        """
 
 
 class InOrderUpdates(WeightUpdates):
@@ -59,7 +61,7 @@ class InOrderUpdates(WeightUpdates):
         self._push_waiting(lambda version: self._policy.weights_must_go(version - 1, step))
 
     def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
-        """See `WeightUpdates`; the weights of now are version `step`."""
+        """See `WeightUpdates`; the current weights are version `step`."""
         version, validated = step, validates(self._c.config, step)
         now = validated or self._policy.weights_must_go(version - 1, version + 1) or saves(step)
         none_waits = self._push_waiting(lambda _: now)
@@ -121,7 +123,7 @@ class AsReadyUpdates(WeightUpdates):
             self._push(step - 1)
 
     def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
-        """Send the weights after `step` where they have to go, or where the rollout's team is ready for them."""
+        """Send the weights after `step` if they are due, or if the rollout's team is ready for them."""
         c, saved = self._c, saves(step)
         if c.layout.rank == 0:
             SavesStep(step, saved).post(c.mail)
@@ -158,7 +160,7 @@ class AsReadyUpdates(WeightUpdates):
         self._update_number, self._version = self._update_number + 1, version
 
     def metrics(self, step: int) -> list[MetricsJson]:
-        """Return those of the segments of the rollout's team that have ended in `step`, and of the step's samples."""
+        """Return the metrics of the rollout team's segments that ended in `step`, and of the step's samples."""
         mail, ended, self._ended = self._c.mail, self._ended, []
         segments = [StepMetrics.read(mail, self._team.name, number).metrics for number in ended]
         return [*segments, StepFormed.read(mail, step).metrics]

@@ -1,1 +1,1 @@
-"""The buffer between teams: samples and mail that one team makes and another one needs."""
+"""The buffer between teams, through which they exchange samples and messages."""

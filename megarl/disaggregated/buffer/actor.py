@@ -1,7 +1,7 @@
 """The buffer's process: a named Ray actor around `buffer.core`.
 
-A call whose answer is there returns at once. Any other call waits for a few seconds at most; then it returns where all
-other teams stand, and the client calls again or raises. So no client hangs on an actor that is gone.
+A call whose result is available returns at once. Any other call waits for a few seconds at most and then returns where
+all other teams stand; the client calls again or raises. So no client hangs when the actor is gone.
 
 When the actor dies, the launcher ends the attempt, and the run continues from its newest checkpoint.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from megarl.dag.placement import Placement
 
 T = TypeVar("T")
-#: The result of a call that waits: its answer and an empty list, or None and where the other teams stand.
+#: The result of a call that waits: its result and an empty list, or None and where the other teams stand.
 Answer = tuple[T | None, list[Progress]]
 
 NAMESPACE = "megarl"
 
 
 class BufferActor:
-    """The process around a `megarl.disaggregated.buffer.core.Core`. Every call names the worker that makes it."""
+    """The process around a `megarl.disaggregated.buffer.core.Core`. Every call names the calling worker."""
 
     def __init__(
         self, placement: Placement, groups_per_step: int, share: Share, flow: StalenessSettings | None = None
@@ -41,22 +41,22 @@ class BufferActor:
         self._last_changes: dict[tuple[str, int], tuple[int, int, Any]] = {}
 
     async def ping(self, team: str, rank: int, ping: Ping) -> None:
-        """Record where a worker stands."""
+        """Record a worker's report on where it stands."""
         self._progress.ping(team, rank, ping, time.monotonic())
 
     async def end(self) -> None:
-        """Never return: the launcher waits for this call to fail, which it does when the actor dies."""
+        """Never return: the launcher waits for this call to fail, which happens when the actor dies."""
         await asyncio.Event().wait()
 
     async def change(self, team: str, rank: int, start: int, serial: int, method: str, arguments: Sequence[Any]) -> Any:
-        """Call a method of the core that changes its state, and return its answer.
+        """Call a method of the core that changes its state, and return the result.
 
-        A worker repeats a call whose answer was lost; a repeated call returns the same answer and changes nothing.
+        A worker repeats a call whose reply was lost; a repeated call returns the same result and changes nothing.
 
         Args:
-            start: how often the team had been restarted when this worker started.
+            start: number of the team's restarts when this worker started.
             serial: number of this worker's call.
-            arguments: in a list, because Ray would fetch the bytes of references that stand by themselves.
+            arguments: in a list, because Ray would fetch the bytes of references that are arguments themselves.
 
         Raises:
             HandoverError: the core refuses the call, or the worker belongs to an earlier start of its team.
@@ -103,7 +103,7 @@ class BufferActor:
         return await self._answer(team, lambda: self._core.read(name), ("mail", name), slice_s)
 
     async def is_posted(self, name: str) -> bool:
-        """Return whether there is a message under a name."""
+        """Return whether a message is posted under this name."""
         return self._core.read(name) is not None
 
     async def drained(self, version: int) -> bool:
@@ -130,7 +130,7 @@ class BufferActor:
         return answer, [] if answer is not None else self._progress.others(team, time.monotonic())
 
     async def _come(self, topic: Topic, slice_s: float) -> None:
-        """Wait for `topic`, for `slice_s` seconds at most."""
+        """Wait for `topic`, for at most `slice_s` seconds."""
         waiters = self._waiting.setdefault(topic, set())
         waiter = asyncio.get_running_loop().create_future()
         waiters.add(waiter)
@@ -153,7 +153,8 @@ def start_buffer(
     environment: Mapping[str, str] | None = None,
     flow: StalenessSettings | None = None,
 ) -> Any:
-    """Start the buffer of a run; Ray is initialised. It ends with the process that starts it, or when it is killed.
+    """Start the buffer of a run in an initialised Ray. It ends with the process that starts it, or when it is
+    killed.
 
     It runs on the node of the process that starts it.
 
@@ -169,12 +170,12 @@ def start_buffer(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     workers = sum(team.devices for team in placement.teams)
-    # Each of the last 100,000 calls would have a record in the control store.
+    # without this the control store would keep a record of each of the last 100,000 calls
     make = ray.remote(max_restarts=0, max_task_retries=0, enable_task_events=False)(BufferActor).options(
         name=name,
         namespace=NAMESPACE,
         num_cpus=0,
-        max_concurrency=4 * workers + 100,  # every worker may wait, and its pings must still be served
+        max_concurrency=4 * workers + 100,  # every worker may wait, while its pings must still be served
         runtime_env={"env_vars": dict(environment or {})},
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )

@@ -1,9 +1,10 @@
-"""Around the nodes of a team: what other teams made is taken before a node uses it, what they use is given after it.
+"""Data exchange around the nodes of a team: fetch what other teams wrote before a node uses it; hand over what they
+use.
 
-Samples go group by group, so that the takers need no layout of the giver's; groups that the same replicas take share
-blocks of bytes. A batch of samples belongs to the node that made them (`Inputs.samples`). Where that node was another
-team's, the buffer says which groups this replica works on; everything else that comes for these samples comes for just
-these groups, and is put to the samples that it belongs to.
+Samples travel group by group, so that takers need not know the giver's layout; groups for the same replicas share
+blocks of bytes. A batch of samples belongs to the node that generated it (`Inputs.samples`). If that node is another
+team's, the buffer assigns groups to this replica; all further fields are fetched for just these groups, and joined to
+their samples.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from megarl.disaggregated.buffer.client import BufferClient
 
 
-#: Comes with every handover: which samples it belongs to.
+#: Fields sent with every handover, which identify the samples.
 NAMES = ("uid", "sample_id")
 
 
 @dataclass(frozen=True)
 class SentSamples:
-    """The groups that a rank has sent in one walk under one key, and their samples with the fields that went."""
+    """The groups that a rank sent in one walk under one key, and their samples with the sent fields."""
 
     node: str
     groups: list[GroupInfo]
@@ -45,21 +46,22 @@ class SentSamples:
 
 
 class TeamChannel:
-    """See `megarl.dag.executor.Channel`. Every rank of a team has one; they do not talk to each other.
+    """The channel of a rank in a team that works step by step; implements `megarl.dag.executor.Channel`.
 
-    Records in `context.metrics`, in 10^9 bytes: `store/given_gb`, given by this rank, `store/read_gb`, read by it.
+    It records in `context.metrics` the GB (10^9 bytes) that this rank gave (`store/given_gb`) and read
+    (`store/read_gb`). Ranks do not communicate with each other for this.
 
     Args:
-        replica: number of the replica that this worker is part of.
-        is_lead: it gives for its replica.
-        keeps: `given` is wanted.
-        dealt: `placement.share` says which groups a replica takes, by their numbers.
-        stays: it needs the samples of a step until `done` is called, not just until its last node has run: should its
-            process die before, it walks the step again.
+        replica: number of this worker's replica.
+        is_lead: this worker gives for its replica.
+        keeps: keep what was given in `given`.
+        dealt: `placement.share` assigns groups to replicas by their numbers.
+        stays: keep the samples of a step until `done` is called, not just until the last node has run, because the team
+            walks the step again if its process dies before.
 
     Attributes:
-        given: what it has given in the last walk, by the keys of handovers; empty unless it `keeps` that.
-        tokens: of the samples that its replica has worked on since it was made, prompts included.
+        given: samples given in the last walk by handover key; empty unless it `keeps` them.
+        tokens: tokens of all samples that its replica has worked on, prompts included.
     """
 
     def __init__(
@@ -79,18 +81,18 @@ class TeamChannel:
         self._stays = stays
         self._team = placement[client.team]
         self._taken: set[str] = set()
-        self._samples: str | None = None  # whose samples are on the batch; None: prompts
-        self._groups: list[GroupInfo] | None = None  # of the batch; None: not counted yet
+        self._samples: str | None = None  # node that generated the samples of the batch; None: the batch has prompts
+        self._groups: list[GroupInfo] | None = None  # groups of the batch; None: not determined yet
         self.given: dict[str, SentSamples] = {}
         self.tokens = 0
 
     def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
-        """`batch` with what other teams have made that `node` uses, waiting for it.
+        """Return `batch` with the fields that `node` uses from other teams, after waiting for them.
 
-        A field that its writer did not write in this step is not there.
+        A field that its writer did not write in this step is missing.
 
         Raises:
-            HandoverError: it does not come, or is not of the samples on the batch.
+            HandoverError: a field does not arrive, or belongs to other samples than the batch's.
         """
         if node.id == self._team.nodes[0]:
             self._taken, self._samples, self._groups, self.given = set(), None, None, {}
@@ -105,12 +107,12 @@ class TeamChannel:
                         self._groups = self._client.assignment(context.step, handover.samples, self._replica)
                 batch = self._receive(context, handover, batch)
             self._taken.add(handover.key)
-        assert inputs.samples == self._samples, "a placement lets every team learn which samples it works on"
+        assert inputs.samples == self._samples, "every team gets the groups that it works on"
         return batch
 
     def give(self, context: Any, node: Node, batch: Batch) -> None:
-        """Hand over what other teams use of what `node` wrote; after the team's last node it is done with the step,
-        unless it `stays`.
+        """Hand over the fields of `node` that other teams use. After the team's last node mark the step done, unless it
+        `stays`.
 
         Raises:
             HandoverError: a column cannot be sent, or the buffer refuses it.
@@ -127,12 +129,12 @@ class TeamChannel:
                 self._client.done(context.step)
 
     def done(self, step: int) -> None:
-        """All that other teams may want of `step` is theirs: a channel that `stays` needs nothing of it any more."""
+        """Mark `step` done: other teams have received everything, so a channel that `stays` needs it no longer."""
         if self._stays:
             self._client.done(step)
 
     def give_again(self, step: int, given: Mapping[str, SentSamples]) -> None:
-        """In place of a walk of `step`, by a team that takes nothing: hand over what an earlier one gave.
+        """Hand over what an earlier walk of `step` gave, instead of walking it again. Only for teams that take nothing.
 
         Raises:
             HandoverError: the buffer refuses it.
@@ -147,7 +149,7 @@ class TeamChannel:
     # ----------------------------------------------------------------------------------------------------------------
 
     def _receive(self, context: Any, handover: Handover, batch: Batch | None) -> Batch:
-        """`batch` with the fields of `handover`; a new one where there is none yet."""
+        """Return `batch` with the fields of `handover`, or a new batch if there is none yet."""
         groups = self._held(batch)
         with phase("wait", waits_for=handover.giver):
             payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
@@ -156,7 +158,7 @@ class TeamChannel:
             came = Batch.from_blocks(payloads)
         except ValueError as error:
             raise self._wrong(context, handover, str(error)) from error
-        if not groups:  # a group of another replica, of which only the fields are of interest
+        if not groups:  # a group of another replica, needed only for its fields
             came = came.select([])
         ids = list(chain.from_iterable(group.sample_ids for group in groups))
         if came["sample_id"] != ids:
@@ -173,7 +175,7 @@ class TeamChannel:
             came.set(ORDINAL, [group.ordinal for group in groups for _ in group.sample_ids])
             return came
         where = [place for places in group_places(batch["uid"]) for place in places]
-        if where != list(range(len(batch))):  # samples of a group may stand anywhere on a batch
+        if where != list(range(len(batch))):  # a batch may have the samples of a group at any places
             came = came.select(sorted(range(len(where)), key=where.__getitem__))
         for name in came.names():
             batch.set(name, came[name])
@@ -186,21 +188,21 @@ class TeamChannel:
         try:
             payloads = sent.to_blocks(places, self._together(handover.takers, groups))
             size = self._client.give(context.step, handover.key, groups, payloads)
-        except ValueError as error:  # of a column that cannot be sent
+        except ValueError as error:  # raised for a column that cannot be sent
             raise self._wrong(context, handover, str(error)) from error
         context.metrics.sum("store/given_gb", size / 1e9)
         if self._keeps:
             self.given[handover.key] = SentSamples(handover.node, groups, sent)
 
     def _together(self, takers: Sequence[str], groups: Sequence[GroupInfo]) -> list[int]:
-        """Of each group, a number that it shares with those that go to the same replica of every taker."""
+        """Return a number per group; groups with equal numbers go to the same replica of every taker."""
         parts = math.lcm(*(self._placement[name].replicas for name in takers))
         return [group.ordinal % parts for group in groups] if self._dealt or parts == 1 else []
 
     def _held(self, batch: Batch | None) -> list[GroupInfo]:
-        """Return the groups of the batch, which come from the buffer, or are of samples that this team made itself."""
+        """Return the groups of the batch, from the buffer or from the samples that this team generated."""
         if self._groups is None:
-            assert batch is not None, "a batch that is not there yet has groups from the buffer"
+            assert batch is not None, "without a batch the groups come from the buffer"
             self._groups = groups_of(batch, self._replica, self._team.replicas)
         return self._groups
 
@@ -212,13 +214,13 @@ class TeamChannel:
 
 
 def outgoing(handover: Handover, batch: Batch) -> Batch:
-    """Return the part of a batch that `handover` takes: its fields and the names of the samples, on the CPU."""
+    """Return the part of a batch that `handover` sends: its fields and the identity of the samples, on the CPU."""
     keep = {*handover.fields, *NAMES}
     return batch.drop([name for name in batch.names() if name not in keep]).to("cpu")
 
 
 def groups_of(batch: Batch, replica: int = 0, replicas: int = 1) -> list[GroupInfo]:
-    """List the groups of a batch, numbered as there, or as `replica` of `replicas` gets prompts in turn."""
+    """Return the groups of a batch, numbered as in it, or as prompts dealt to `replica` of `replicas` in turn."""
     tokens, ids = tokens_of(batch), batch["sample_id"]
     return [
         GroupInfo(
@@ -233,11 +235,11 @@ def groups_of(batch: Batch, replica: int = 0, replicas: int = 1) -> list[GroupIn
 
 @dataclass(frozen=True)
 class FinishedGroups:
-    """Groups that are finished.
+    """Finished groups.
 
     Attributes:
-        samples: of all of them, in their order, with what goes, by key of handover.
-        metrics: of these samples; they count with the first group.
+        samples: the fields to send for all their samples, in order, by handover key.
+        metrics: metrics of these samples, which count with the first group.
     """
 
     numbers: list[int]
@@ -246,7 +248,7 @@ class FinishedGroups:
     metrics: Metrics
 
     def select(self, numbers: Sequence[int]) -> FinishedGroups:
-        """Some of them, with the metrics if the first one is among them."""
+        """Return some of the groups, with the metrics if the first group is among them."""
         places = [self.numbers.index(number) for number in numbers]
 
         def picked(some: Batch) -> Batch:
@@ -262,16 +264,17 @@ class FinishedGroups:
 
 
 class GroupChannel:
-    """See `megarl.dag.executor.Channel`. Every rank of the rollout's team has one; they do not talk to each other.
+    """The channel of a rank in a rollout team with `async.order=as_ready`; implements `megarl.dag.executor.Channel`.
 
-    Records in `context.metrics` `store/given_gb`, 10^9 bytes given by this rank.
+    It records in `context.metrics` the GB (10^9 bytes) that this rank gave (`store/given_gb`). Ranks do not communicate
+    with each other for this.
 
     Args:
-        is_lead: it gives for its replica.
+        is_lead: this worker gives for its replica.
 
     Attributes:
-        aside: what was put aside of the samples that are on their way through the nodes, by key of handover.
-        tokens: of the samples that it has collected, prompts included.
+        aside: fields collected for other teams from samples that are passing through the nodes, by handover key.
+        tokens: tokens of all collected samples, prompts included.
     """
 
     def __init__(self, placement: Placement, client: BufferClient, is_lead: bool) -> None:
@@ -280,18 +283,19 @@ class GroupChannel:
         self.tokens = 0
 
     def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
-        """Nothing comes from other teams."""
+        """Return `batch`, since other teams send nothing to a rollout team."""
         return batch
 
     def give(self, context: Any, node: Node, batch: Batch) -> None:
-        """Put aside what other teams use of what `node` wrote."""
+        """Keep the fields of `node` that other teams use."""
         if self._is_lead:
             for handover in self._placement.given(node.id):
                 self.aside[handover.key] = outgoing(handover, batch)
 
     def collect(self, numbers: Sequence[int], batch: Batch, metrics: Metrics) -> FinishedGroups | None:
-        """Return what was put aside as the groups of the prompts `numbers`, in the order of `batch`; None: another rank
-        gives for this replica."""
+        """Return the kept fields as groups of the prompts `numbers`, in the order of `batch`; None on ranks that do not
+        give.
+        """
         if not self._is_lead:
             return None
         groups = groups_of(batch)
@@ -302,7 +306,7 @@ class GroupChannel:
     def swap(
         self, context: Any, ready: Sequence[FinishedGroups], useless: Sequence[int], version: int, most: int
     ) -> list[int]:
-        """Hand over groups that are finished, and return the numbers of prompts to generate; see `BufferClient.swap`.
+        """Hand over finished groups, and return the numbers of prompts to generate; see `BufferClient.swap`.
 
         Raises:
             HandoverError: a column cannot be sent, or the buffer refuses it.
@@ -315,7 +319,7 @@ class GroupChannel:
             for key, batch in some.samples.items():
                 try:
                     blocks[key] += batch.to_blocks(group_places(batch["uid"]))
-                except ValueError as error:  # of a column that cannot be sent
+                except ValueError as error:  # raised for a column that cannot be sent
                     raise HandoverError(f"prompts {some.numbers[:4]}: {error}") from error
         numbers, size = self._client.swap(finished, blocks, useless, version, most)
         context.metrics.sum("store/given_gb", size / 1e9)
@@ -325,10 +329,12 @@ class GroupChannel:
 def unused_groups(
     client: BufferClient, step: int, part: int, parts: int
 ) -> tuple[list[FinishedGroups], dict[int, int]]:
-    """One of `parts` shares of what is finished and of no step until `step`, one by one; and versions by number."""
+    """Return one of `parts` shares of the finished groups that no step up to `step` uses, and their versions by
+    number.
+    """
     found, versions = [], {}
     for group in sorted(client.unused(step, part, parts), key=lambda group: group.number):
-        assert group.info is not None, "it is finished"
+        assert group.info is not None, "the group is finished"
         samples = {key: Batch.from_blocks([span]) for key, span in group.refs.items()}
         metrics = Metrics() if group.metrics is None else Metrics.from_json(json.loads(group.metrics))
         found.append(FinishedGroups([group.number], [group.info], samples, metrics))
@@ -337,32 +343,32 @@ def unused_groups(
 
 
 def merge_handovers(given: Mapping[str, Batch]) -> Batch:
-    """One row per sample, with its names and all that was handed over of it.
+    """Return one row per sample, with its identity and all fields that were handed over.
 
     Args:
-        given: by the keys of handovers, at least one; the same samples in the same order.
+        given: at least one batch, by handover key; all have the same samples in the same order.
     """
     batch: Batch | None = None
     for key, samples in given.items():
-        node, _, _ = key.partition(">")  # see `Handover.key`
+        node, _, _ = key.partition(">")  # the key has the form of `Handover.key`
         if batch is None:
             batch = Batch(columns={name: samples[name] for name in NAMES}, size=len(samples))
         for name in samples.names():
             if name not in NAMES:
                 batch.set(_place(node, name), samples[name])
-    assert batch is not None, "what is generated is used by other teams"
+    assert batch is not None, "other teams use every generated sample"
     return batch
 
 
 def split_handovers(batch: Batch, handovers: Sequence[Handover]) -> dict[str, Batch]:
-    """Of `joined` samples what goes with each of the handovers, by their keys."""
+    """Split a batch of `merge_handovers` into the batches of the handovers, by key."""
 
     bare = batch.drop([name for name in batch.names() if name not in NAMES])
     found = {}
     for one in handovers:
         found[one.key] = samples = bare.copy()
         for name in one.fields:
-            if (place := _place(one.node, name)) in batch:  # an optional one may not have been written
+            if (place := _place(one.node, name)) in batch:  # an optional field may not have been written
                 samples.set(name, batch[place])
     return found
 

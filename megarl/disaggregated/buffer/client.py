@@ -1,13 +1,14 @@
-"""A worker's connection to the buffer: the samples it hands over and fetches, and how long it waits for other teams.
+"""A worker's connection to the buffer: samples that it hands over and fetches, and how long it waits for other teams.
 
 A busy team may take long, so a wait has no fixed limit. It ends when no other team has made progress for `deadline_s`.
-Every worker reports its progress to the buffer every few seconds, and waiting is no progress. If all teams wait for
-each other, or the awaited one hangs, the error of every waiting worker lists where the others stand.
+Every worker reports its progress to the buffer every few seconds; waiting is no progress. If all teams wait for each
+other, or the awaited one hangs, the error of every waiting worker lists where the others stand.
 
-A call whose connection broke is repeated; the buffer makes each change once. When the buffer dies, every call raises.
+A call whose connection broke is repeated, and the buffer makes each change once. When the buffer dies, every call
+raises.
 
-Bytes live in the object store of the process that gave them, until no step needs them. If that process dies and its
-team is restarted (`buffer.core.Core.restart_team`), the team gives them again, and readers wait for that.
+Bytes are in the object store of the process that gave them, until no step needs them. If that process dies and its team
+is restarted (`buffer.core.Core.restart_team`), the team gives them again, and readers wait for that.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
     from megarl.disaggregated.buffer.flow import Finished, FlowGroup
 
 _SLICE_S = 5.0  # longest call that waits, and time between two pings
-_AGAIN_S = 0.5  # between two tries of a call
+_AGAIN_S = 0.5  # seconds between two attempts of a call
 
 
 class BufferClient:
-    """One worker's connection; made by `connect`. Every call blocks.
+    """One worker's connection, made by `connect`. Every call blocks.
 
     Args:
-        name: of the buffer, for error messages.
+        name: name of the buffer, for error messages.
         deadline_s: `cluster.timeout_s`.
-        start: how often this team has been restarted.
+        start: number of the team's restarts so far.
 
     Raises (every call):
-        HandoverError: the call does not fit what is in the buffer, no answer came before the deadline, or the buffer is
+        HandoverError: the call does not match the buffer's state, no reply came before the deadline, or the buffer is
             gone. The message names team, rank and phase.
     """
 
@@ -51,7 +52,7 @@ class BufferClient:
         self._start = start
         self._slice_s = min(_SLICE_S, deadline_s / 4)
         self._changing = threading.Lock()
-        self._serial = 0  # of this worker's last call that changes something
+        self._serial = 0  # number of this worker's last call that changes the state
         self._changes = 0
         self._waits_for = ""
         self._mailbox = Mailbox(actor, team, self._slice_s)
@@ -73,7 +74,7 @@ class BufferClient:
         try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
         except ValueError as error:
-            raise HandoverError(f"team {team!r} rank {rank}: Ray knows no buffer {name!r}: {error}") from error
+            raise HandoverError(f"team {team!r} rank {rank}: Ray has no buffer {name!r}: {error}") from error
         return cls(actor, name, team, rank, deadline_s, start)
 
     # -- mail --------------------------------------------------------------------------------------------------------
@@ -86,11 +87,11 @@ class BufferClient:
         self._change(f"post {name!r}", "post", name, text, self._start > 0)
 
     def arrive(self, name: str, text: str) -> None:
-        """Note that this replica has arrived; when all of its team have, the message is posted."""
+        """Note that this replica has arrived; when all replicas of its team have, the message is posted."""
         self._change(f"hear of {name!r}", "arrive", self.team, self.rank, name, text)
 
     def read(self, name: str) -> str:
-        """Wait until a message is posted under a name, and return it; any number of workers may read it."""
+        """Wait until a message is posted under a name, and return it. Any number of workers may read a message."""
         return self._wait(f"mail {name!r}", "read", self.team, name)
 
     def is_posted(self, name: str) -> bool:
@@ -132,12 +133,12 @@ class BufferClient:
     def _put(self, what: str, block: Block) -> Any:
         import ray
 
-        # Ray copies parts once into shared memory, where readers see them; bytes it would copy again to read.
+        # Ray copies the parts once into shared memory, where readers see them; bytes would be copied again by readers.
         try:
             return put_object(block)
         except ray.exceptions.RayError as error:
-            whole = f"{len(block)} bytes of {what} do not go into this machine's object store"
-            full = "it is full, and may not use the disk (placement.spill), or that is full, too"
+            whole = f"{len(block)} bytes of {what} do not fit into this machine's object store"
+            full = "the store is full, and may not use the disk (placement.spill), or the disk is full, too"
             why = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
             raise HandoverError(f"{self._who()}: {whole}: {why}") from error
 
@@ -209,7 +210,7 @@ class BufferClient:
         return self._change(what, "swap", *arguments), size
 
     def drained(self, version: int) -> bool:
-        """Return whether generation has nothing left to do before newer weights (`buffer.flow.Flow.drained`)."""
+        """Return whether nothing more is to be generated before newer weights (`buffer.flow.Flow.drained`)."""
         return bool(self._call("the buffer to answer whether everything is generated", "drained", version))
 
     def flow_state(self) -> dict[str, Any]:
@@ -263,7 +264,7 @@ class BufferClient:
                 time.sleep(_AGAIN_S)
 
     def _wait(self, what: str, method: str, *arguments: Any) -> Any:
-        """Repeat a call until it has an answer, or no other team has made progress for the deadline.
+        """Repeat a call until it has a result, or until no other team has made progress for the deadline.
 
         The wait is two slices longer than the deadline, so that the launcher notices a hanging team first and can
         restart it.
@@ -280,7 +281,7 @@ class BufferClient:
 
     @contextmanager
     def _located(self, what: str, limit_s: float) -> Iterator[None]:
-        """Add this worker and what it waits for to the errors of a call."""
+        """Add this worker and what it waits for to errors raised in the block."""
         import ray
 
         whom = f"the buffer {self.name!r}"
@@ -292,13 +293,13 @@ class BufferClient:
             raise
         except ray.exceptions.GetTimeoutError as error:
             raise HandoverError(
-                f"{self._who()} timed out waiting for {what}: {whom} has not answered for {limit_s:g} s "
+                f"{self._who()} timed out waiting for {what}: {whom} did not reply for {limit_s:g} s "
                 "(cluster.timeout_s)"
             ) from error
         except ray.exceptions.RayActorError as error:
             raise HandoverError(f"{self._who()}, waiting for {what}: {whom} is gone: {error}") from error
         except ray.exceptions.RayError as error:
-            raise HandoverError(f"{self._who()}: {what} cannot be had: {error}") from error
+            raise HandoverError(f"{self._who()}: {what} is not available: {error}") from error
 
     def _too_late(self, what: str, waited: float, others: Sequence[Progress]) -> str:
         lines = "".join(f"\n  {other}" for other in others)
@@ -314,7 +315,7 @@ class BufferClient:
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Keep the heartbeat going, since this wait has its own deadline; to other teams it is no progress."""
+        """Keep the heartbeat going, since this wait has its own deadline; other teams do not see it as progress."""
         before, self._waits_for = self._waits_for, what
         try:
             with tracing.keep_beating(limit_s=math.inf, every_s=self._slice_s):
@@ -333,7 +334,7 @@ class BufferClient:
             time.sleep(self._slice_s)
             try:
                 self._ping()
-            except HandoverError as error:  # the next call of another thread raises it
+            except HandoverError as error:  # raised again by the next call of another thread
                 if not isinstance(error.__cause__, ray.exceptions.GetTimeoutError):
                     return
 
@@ -350,7 +351,7 @@ class Mailbox:
         self._name, self._call = "", None
 
     def has_come(self, name: str) -> bool:
-        """Return whether a message has arrived under this name, by the last answer of the buffer."""
+        """Return whether a message has arrived under this name, by the buffer's last reply."""
         import ray
 
         if self._call is None or self._name != name:
@@ -361,13 +362,13 @@ class Mailbox:
         try:
             mail, _ = ray.get(call)
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
-            return False  # the worker's next other call raises
+            return False  # raised by the worker's next other call
         return mail is not None
 
 
-#: A payload: the object with its block, and the first and last position of its samples there.
+#: A payload in the object store: the object with its block, and the first and last position of its samples there.
 Piece: TypeAlias = tuple[Any, int, int]
-_FREED_S = 7.0  # until Ray has the memory of blocks back that no step needs any more
+_FREED_S = 7.0  # seconds until Ray has freed the memory of blocks that no step needs any more
 
 
 def payloads_of(pieces: Sequence[Piece], limit_s: float) -> list[Span]:

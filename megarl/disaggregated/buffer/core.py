@@ -31,32 +31,32 @@ from megarl.disaggregated.buffer.flow import Finished, Flow, FlowGroup
 from megarl.system.errors import MegarlError
 from megarl.system.metrics import Metrics
 
-#: Data that workers wait for: ("handover", step, key), ("samples", step, node) or ("mail", name).
+#: Topics that workers wait for: ("handover", step, key), ("samples", step, node) or ("mail", name).
 Topic: TypeAlias = tuple[Any, ...]
 
 
 class Change(NamedTuple):
-    """The result of a call that changes the state: the answer to its caller, and the topics that are complete now."""
+    """The result of a call that changes the state: the reply to its caller, and the topics that are now complete."""
 
     answer: Any = None
     topics: Sequence[Topic] = ()
 
 
-#: Messages of a series that are kept; no reader is that many steps late.
+#: number of messages kept per series; no reader is that many steps late
 KEPT = 64
 
 
 class HandoverError(MegarlError):
-    """Samples or messages between teams do not fit together, or did not arrive; the text names data, team and rank."""
+    """Samples or messages between teams do not match, or did not arrive; the text names data, team and rank."""
 
 
 class GroupInfo(NamedTuple):
     """A group of samples, without its bytes.
 
     Attributes:
-        ordinal: its place among the groups of the step.
-        sample_ids: of its samples, in their order.
-        tokens: of all its samples, prompts included.
+        ordinal: its number among the groups of the step.
+        sample_ids: ids of its samples, in order.
+        tokens: tokens of all its samples, prompts included.
     """
 
     uid: str
@@ -80,10 +80,10 @@ class _Step:
     #: by the node that generated the samples, then by uid
     groups: dict[str, dict[str, GroupInfo]] = field(default_factory=dict)
     ordinals: dict[str, dict[int, str]] = field(default_factory=dict)
-    #: by that node and the taking team: the groups of each replica of the team
+    #: by that node and the taking team: groups of each replica of the team
     parts: dict[tuple[str, str], list[list[GroupInfo]]] = field(default_factory=dict)
     done: set[tuple[str, int]] = field(default_factory=set)
-    #: the groups that were chosen for this step (as_ready)
+    #: groups that were chosen for this step (as_ready)
     formed: list[FlowGroup] = field(default_factory=list)
 
 
@@ -118,8 +118,9 @@ class Core:
         self._finished: int | None = None
         self._starts: dict[str, int] = {}  # restarts of each restarted team
         self._mail: dict[str, str] = {}
-        self._series: dict[str, list[int]] = {}  # numbers of the kept messages, in order of arrival
-        self._arrived: dict[str, set[tuple[str, int]]] = {}  # workers by the message they will post
+        self._series: dict[str, list[int]] = {}  # numbers of the kept messages of each series, in order of arrival
+        # workers that have arrived, by the message that they will post
+        self._arrived: dict[str, set[tuple[str, int]]] = {}
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
@@ -141,10 +142,10 @@ class Core:
             raise HandoverError(f"{at}: all takers are done with this step")
         known = state.groups.get(handover.samples, {})
         if rank in sent.givers:
-            raise HandoverError(f"{at}: this rank has given it before")
+            raise HandoverError(f"{at}: this rank has already given it")
         if len(sent.givers) == self._parts[team]:
             raise HandoverError(
-                f"{at}: all {self._parts[team]} replicas have given before, ranks {sorted(sent.givers)}"
+                f"{at}: all {self._parts[team]} replicas have already given it, ranks {sorted(sent.givers)}"
             )
         ordinals = state.ordinals.get(handover.samples, {})
         self._check(at, groups, sent, known, ordinals)
@@ -168,11 +169,11 @@ class Core:
     def _check(
         at: str, groups: Sequence[GroupInfo], sent: _Sent, known: dict[str, GroupInfo], ordinals: dict[int, str]
     ) -> None:
-        """Raise unless each group arrives once per key, is the same under all keys, and has its own number."""
+        """Raise unless each group arrives once per key, is the same under all keys, and has a unique number."""
         for group in groups:
             if group.uid in sent.refs:
                 raise HandoverError(
-                    f"{at}: group {group.uid!r} has been given before by one of ranks {sorted(sent.givers)}"
+                    f"{at}: group {group.uid!r} was already given by one of ranks {sorted(sent.givers)}"
                 )
             if known.get(group.uid, group) != group:
                 raise HandoverError(
@@ -360,7 +361,7 @@ class Core:
         return [*later, *self._need_flow().finished]
 
     def _form_until(self, step: int) -> None:
-        """Form steps up to `step`, whose samples are requested for the first time."""
+        """Form the steps up to `step`, whose samples are requested for the first time."""
         if self._flow is not None and step > self._asked:
             self._asked = step
             self._form()
@@ -378,7 +379,7 @@ class Core:
                 refs = {info.uid: group.refs[one.key] for info, group in zip(infos, chosen, strict=True)}
                 state.sent_by_key[one.key] = _Sent(set(range(self._parts[one.giver])), refs)
                 topics += [("handover", flow.step, one.key), ("samples", flow.step, one.samples)]
-            metrics = Metrics()  # merged, because it is kept for many steps
+            metrics = Metrics()  # merged now, because it is kept for many steps
             for group in chosen:
                 if group.metrics is not None:
                     metrics.merge(Metrics.from_json(json.loads(group.metrics)))
@@ -411,7 +412,7 @@ class Core:
         if name in self._mail or self._is_forgotten(name):
             if again:
                 return Change()
-            raise HandoverError(f"mail {name!r} has been posted before")
+            raise HandoverError(f"message {name!r} has been posted before")
         self._mail[name] = text
         series, number = _series(name)
         if number is not None:
@@ -422,7 +423,9 @@ class Core:
         return Change(topics=[("mail", name)])
 
     def arrive(self, team: str, rank: int, name: str, text: str) -> Change:
-        """Note that a replica of `team` has arrived; when all have, post the `text` of each. Idempotent."""
+        """Note that a replica of `team` has arrived; when all have, post the `text` of each. Repeated calls do
+        nothing.
+        """
         if name in self._mail or self._is_forgotten(name):
             return Change()
         workers = self._arrived.setdefault(name, set())
@@ -436,10 +439,10 @@ class Core:
         """Return the text under a name, or None.
 
         Raises:
-            HandoverError: the text was dropped because its series went on.
+            HandoverError: the text was dropped because newer texts of its series arrived.
         """
         if self._is_forgotten(name):
-            raise HandoverError(f"mail {name!r} is gone: the last {KEPT} of its series are kept")
+            raise HandoverError(f"message {name!r} is gone: only the last {KEPT} of its series are kept")
         return self._mail.get(name)
 
     def _is_forgotten(self, name: str) -> bool:
@@ -462,7 +465,7 @@ class Core:
 
 
 def _series(name: str) -> tuple[str, int | None]:
-    """`weights/7` is number 7 of `weights`."""
+    """Split a name such as `weights/7` into series and number; the number is None for other names."""
     series, _, number = name.rpartition("/")
     return (series, int(number)) if series and number.isdecimal() else (name, None)
 
@@ -471,7 +474,8 @@ Share: TypeAlias = Literal["dealt", "tokens"]
 
 
 def shared(groups: Iterable[GroupInfo], parts: int, share: Share, cuts: Sequence[int] = ()) -> list[list[GroupInfo]]:
-    """Return the groups of each of `parts` replicas by rising ordinal; `cuts`: where mini-batches begin (by tokens).
+    """Return the groups of each of `parts` replicas in ascending order; `cuts` are the beginnings of mini-batches (for
+    tokens).
 
     >>> from megarl.disaggregated.buffer.core import GroupInfo
     >>> groups = [GroupInfo(uid, k, (uid,), tokens) for k, (uid, tokens) in enumerate(zip("abcd", [9, 1, 9, 1]))]

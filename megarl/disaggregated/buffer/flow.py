@@ -167,8 +167,8 @@ class Flow:
             under_way, finished = self.counts
             if finished >= policy.groups and policy.weights_may_go(self.step, self._begun, under_way):
                 raise PolicyError(
-                    f"forms_step({step}) of the policy {policy.name} waits with {finished} finished groups, where "
-                    "nothing is under way and nothing more may begin: the run would stand still"
+                    f"forms_step({step}) of the policy {policy.name} waits with {finished} finished groups, although "
+                    "no group is in flight and none may begin: the run would wait for ever"
                 )
             return None
         self.step = step
@@ -191,12 +191,12 @@ class Flow:
 
     @property
     def finished(self) -> list[FlowGroup]:
-        """The ready groups."""
+        """Return the ready groups."""
         return [group for group in self._groups.values() if group.info is not None]
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The numbers of groups in flight and ready."""
+        """Return the numbers of groups in flight and ready."""
         finished = sum(map(len, self._finished.values()))
         return len(self._groups) - finished, finished
 

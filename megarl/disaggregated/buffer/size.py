@@ -1,4 +1,4 @@
-"""How much shared memory the samples between teams take."""
+"""The shared memory that samples between teams need."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.placement import Handover, Placement
 
-#: Of a Ray that hands over nothing but arguments and exit codes.
+#: Object store of a Ray that transfers nothing but arguments and exit codes.
 LEAST = 128 << 20
-_BYTES_PER_SAMPLE = 256  # of one handover: its names, offsets, and what JSON puts around them
-_BYTES_PER_GROUP = 4096  # of one handover: the header of a block, and Ray's own
+_BYTES_PER_SAMPLE = 256  # bytes of a handover per sample: ids, offsets, and JSON syntax
+_BYTES_PER_GROUP = 4096  # bytes of a handover per group: headers of a block, and Ray's own
 
 
 def handover_bytes(config: RunConfig, handover: Handover) -> int:
-    """About what one handover takes in a step in which all samples are as long as they may be.
+    """Return the approximate bytes of one handover in a step whose samples all have the maximum length.
 
-        samples of a step x (`token_bytes` of all fields x tokens of the longest sample + 256) + groups x 4096
+    samples of a step x (`token_bytes` of all fields x tokens of the longest sample + 256) + groups x 4096
 
-    Columns of text count like tokens. Pictures and other inputs of vision models, and transcripts that say more than
-    the tokens of a sample, come on top of it.
+    Text columns count like tokens. Images and other inputs of vision models, and transcripts with more text than the
+    sample's tokens, are not included.
     """
     sampling = config.rollout.sampling
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
@@ -33,17 +33,18 @@ def handover_bytes(config: RunConfig, handover: Handover) -> int:
 
 
 def steps_held(config: RunConfig) -> int:
-    """Steps whose samples may be there at the same time, in either order.
+    """Return the number of steps whose samples may exist at the same time, in either order.
 
-    Groups that have begun and are not trained on yet; and what one team has finished another one may still read.
+    These are groups that have begun and are not trained on yet, and groups that one team has finished and another may
+    still read.
     """
     return 1 + policy_of(config).capacity // config.data.batch_size
 
 
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
-    """Size of the object store of a Ray that is started for a run: `steps_held` of all handovers, and at least `LEAST`.
+    """Return the size of the object store of a Ray started for a run: `steps_held` of all handovers, at least `LEAST`.
 
-    Where it is exceeded, handing samples over fails; with `placement.spill` Ray moves objects to disk.
+    Handing over more samples fails; with `placement.spill` Ray moves objects to disk.
     """
     if placement is None:
         return LEAST
@@ -51,7 +52,8 @@ def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
 
 
 def refuse_too_large(config: RunConfig, placement: Placement | None, free: int | None) -> UnavailableError | None:
-    """Why Ray cannot be started here with the object store that the run needs; None: it can, or may use the disk.
+    """Return the error that the run's object store does not fit into this machine; None if it does, or may use the
+    disk.
 
     Args:
         free: bytes of shared memory; None: there is no such file system.
