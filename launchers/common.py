@@ -87,7 +87,7 @@ _LEAST_ROOM = 1 << 20  # least free bytes: enough for logs, records and the repo
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a launcher starts: `entry` is `pkg.mod:fn(config, run_dir)`.
+    """The job that a launcher starts: `entry` is `pkg.mod:fn(config, run_dir)`.
 
     `placement` has the teams of a command whose roles may be in several; None: all workers are one team. `old` holds
     errors that another machine's launcher found when it began; they belong to an earlier command until the first

@@ -60,7 +60,7 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     first = node == 0 and local == 0
     limit = datetime.timedelta(seconds=limit_s)
-    # Listen only on the address given to the nodes, as a run's store does; TCPStore alone would use every interface.
+    # Listen only on the address given to the nodes, as a run's store does; TCPStore would use every interface.
     own: dict[str, Any] = {"master_listen_fd": listen(host, port, one_machine=nodes == 1).detach()} if first else {}
     store: Store = TCPStore(host, port, None, first, limit, wait_for_workers=False, **own)
     if local == 0:

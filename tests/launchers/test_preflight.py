@@ -83,7 +83,7 @@ def test_errors_of_a_gpu_in_the_kernels_log():
 
 
 def test_programs_that_are_not_there_or_fail_say_so():
-    assert ask("no-such-program") == ("", "there is no no-such-program")
+    assert ask("no-such-program") == ("", "no-such-program is not installed")
     assert ask("bash", "-c", "echo lost >&2; exit 15") == ("", "bash ended with 15: lost")
 
 

@@ -328,7 +328,7 @@ def test_a_wrong_partition_and_a_missing_slurm_are_told(tmp_path, monkeypatch):
 
 def test_a_slurm_without_pyxis_starts_no_images(tmp_path, monkeypatch):
     commands(tmp_path / "bin", monkeypatch, sinfo="echo gpu", srun="echo --help", sbatch="exit 0")
-    with pytest.raises(ConfigError, match=r"launch\.slurm\.image(?s:.*)no pyxis"):
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.image(?s:.*)pyxis is missing"):
         submit.check_cluster(submission(SlurmConfig(image="registry.example#megarl:1")))
     commands(tmp_path / "bin", monkeypatch, srun="echo --container-image")
     submit.check_cluster(submission(SlurmConfig(image="registry.example#megarl:1")))
@@ -397,7 +397,7 @@ def test_folders_without_a_job_are_told_apart(command, tmp_path, capsys):
     (tmp_path / "local" / "log.txt").write_text("line\n")
     (tmp_path / "empty").mkdir()
     for name, *said in (
-        ("none", "RUN_DIR: there is no such folder", "name the one that megarl launch has printed"),
+        ("none", "RUN_DIR: there is no such folder", "name the folder that megarl launch printed"),
         ("file", "RUN_DIR: this is not a folder"),
         ("local", "RUN_DIR: no job was submitted for this folder", f"is in {tmp_path}/local/log.txt: tail -f"),
         ("empty", "RUN_DIR: no job was submitted", f"megarl launch RECIPE --slurm --run-dir {tmp_path}/empty"),

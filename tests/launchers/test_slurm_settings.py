@@ -127,9 +127,9 @@ def test_options_of_gpus_that_ask_for_none_are_taken(tmp_path):
     [
         (
             "chain: 2, time: '6'",
-            "launch.slurm.warn_s=300: of launch.slurm.time, 360 s, a job of the chain has 0 to 60 s",
+            "launch.slurm.warn_s=300: of launch.slurm.time, 360 s, a job of the chain has only 0 to 60 s",
         ),
-        ("chain: 2, time: '10'", "has 240 to 300 s"),
+        ("chain: 2, time: '10'", "has only 240 to 300 s"),
         ("chain: 2, time: '11'", ""),
         ("chain: 2, time: '10', warn_s: 200", ""),
         ("chain: 0, time: '6'", ""),  # the run goes on after its checkpoint
@@ -461,8 +461,11 @@ def test_numbers_of_a_site_need_no_quotes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "place"),
     [
-        ([], "launch.slurm.mounts (of alps in {file}): this is of a container, and there is none"),
-        (["launch.slurm.mounts=[/c:/d]"], "launch.slurm.mounts: this is of a container, and there is none"),
+        ([], "launch.slurm.mounts (of alps in {file}): this setting needs a container image, and there is none"),
+        (
+            ["launch.slurm.mounts=[/c:/d]"],
+            "launch.slurm.mounts: this setting needs a container image, and there is none",
+        ),
         (["launch.slurm.environment={WORLD_SIZE: 2}"], "launch.slurm.environment.WORLD_SIZE: the job sets this"),
         (["launch.cluster=bern"], "launch.slurm.environment.MASTER_ADDR (of bern in {file}): the job sets this"),
         (

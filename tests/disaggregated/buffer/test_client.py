@@ -291,7 +291,7 @@ def test_an_object_store_that_is_full_is_named(workers: dict[str, Any]) -> None:
     key = placed().given("pick")[0].key
     with buffer(workers, "full", 60.0):
         told = ray.get(workers["train0"].give_where_nothing_fits.remote(1, key), timeout=400)
-    assert f"9 bytes of {key!r} of step 1 do not go into this machine's object store: " in told
+    assert f"9 bytes of {key!r} of step 1 do not fit into this machine's object store: " in told
 
 
 def test_mail_that_comes_is_noticed_without_a_call_for_every_look(workers: dict[str, Any]) -> None:
@@ -333,7 +333,7 @@ def test_a_refusal_says_who_was_refused(workers: dict[str, Any]) -> None:
 
     with buffer(workers, "refusing", 60.0):
         told = [ray.get(workers["train0"].call.remote("post", "m", "1"), timeout=400) for _ in range(2)]
-    assert told == [None, "team 'train' rank 0 in phase test: mail 'm' has been posted before"]
+    assert told == [None, "team 'train' rank 0 in phase test: message 'm' has been posted before"]
 
 
 def test_a_block_is_one_object_however_many_groups_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

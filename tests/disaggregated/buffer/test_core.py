@@ -161,8 +161,8 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
     [
         (lambda c: give(c, "train", 0, 1, "x>y", []), "nothing is handed over as 'x>y'; known: rollout>critic"),
         (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' gives this"),
-        (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has given it before"),
-        (lambda c: give(c, "train", 1, 1, BOTH, groups(0)), "group 'u0' has been given before by one of ranks [0]"),
+        (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has already given it"),
+        (lambda c: give(c, "train", 1, 1, BOTH, groups(0)), "group 'u0' was already given by one of ranks [0]"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 3, 4)), "more groups than the 4 of a step"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 2)), "2 groups have 1 names, 1 numbers and 2 payloads"),
         (lambda c: give(c, "train", 1, 1, BOTH, [*groups(2), GroupInfo("v", 2, (), 1)]), "2 names, 1 numbers and 2"),
@@ -172,7 +172,7 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
             "group 'u0' differs from what was given",
         ),
         (lambda c: c.assignment("ref", 1, "rollout", 1), "team 'ref' has 1 replicas, found number 1"),
-        (lambda c: (c.post("m", "1"), c.post("m", "2")), "mail 'm' has been posted before"),
+        (lambda c: (c.post("m", "1"), c.post("m", "2")), "message 'm' has been posted before"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable[[Core], object], story: str) -> None:
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused(call: Callable[[Core], object], story: str
 def test_a_fifth_replica_and_a_finished_step_are_refused() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 2, BOTH, groups(0))
-    with pytest.raises(HandoverError, match=r"all 1 replicas have given before, ranks \[0\]"):
+    with pytest.raises(HandoverError, match=r"all 1 replicas have already given it, ranks \[0\]"):
         give(core, "train", 1, 2, BOTH, groups(1))
     for team in ("train", "ref", "critic"):
         core.done(team, 0, 2)
@@ -226,7 +226,9 @@ def test_of_a_series_the_last_are_kept() -> None:
     assert core.read("engines") == "always"
     assert core.read("metrics/ref/20") == "20"
     assert core.read(f"weights/{10 * KEPT + 20}") is None
-    with pytest.raises(HandoverError, match=rf"mail 'metrics/ref/10' is gone: the last {KEPT} of its series are kept"):
+    with pytest.raises(
+        HandoverError, match=rf"message 'metrics/ref/10' is gone: only the last {KEPT} of its series are kept"
+    ):
         core.read("metrics/ref/10")
     with pytest.raises(HandoverError, match="mail 'weights/10' has been posted before"):
         core.post("weights/10", "0")

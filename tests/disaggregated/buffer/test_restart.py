@@ -84,7 +84,7 @@ def test_a_restart_that_is_told_twice_is_one() -> None:
     buffer.restart_team("ref", 1)
     given_by_ref(buffer, 1, "new", 0)
     buffer.restart_team("ref", 1)
-    with pytest.raises(HandoverError, match="this rank has given it before"):
+    with pytest.raises(HandoverError, match="this rank has already given it"):
         given_by_ref(buffer, 1, "new", 0)
     buffer.restart_team("ref", 2)
     assert (buffer.starts("ref"), buffer.starts("train")) == (2, 0)
