@@ -282,7 +282,7 @@ def test_a_buffer_that_was_never_started_is_named(workers: dict[str, Any]) -> No
     import ray
 
     told = ray.get(workers["score0"].connect.remote("no-such", 2.0), timeout=400)
-    assert "team 'score' rank 0: Ray knows no buffer 'no-such'" in told
+    assert "team 'score' rank 0: Ray has no buffer 'no-such'" in told
 
 
 def test_an_object_store_that_is_full_is_named(workers: dict[str, Any]) -> None:

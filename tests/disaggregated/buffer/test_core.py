@@ -230,7 +230,7 @@ def test_of_a_series_the_last_are_kept() -> None:
         HandoverError, match=rf"message 'metrics/ref/10' is gone: only the last {KEPT} of its series are kept"
     ):
         core.read("metrics/ref/10")
-    with pytest.raises(HandoverError, match="mail 'weights/10' has been posted before"):
+    with pytest.raises(HandoverError, match="message 'weights/10' has been posted before"):
         core.post("weights/10", "0")
 
 
