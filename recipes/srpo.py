@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
 from megarl.recipes.grpo import add_advantage, add_filter, add_kl, add_logprobs
-from megarl.runtime.stages import reward, rollout, sampling, update
+from megarl.robots import stages
+from megarl.runtime.stages import rollout, sampling, update
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -29,7 +30,7 @@ def build_graph(config: RunConfig) -> TaskGraph:
     before = settings.metric == "success"
     if settings.enabled and before:
         p.add(sampling.dynamic_sampling)
-    p.add(reward.episode_reward)
+    p.add(stages.episode_reward)
     if settings.enabled and not before:
         p.add(sampling.dynamic_sampling)
     add_logprobs(p, config)

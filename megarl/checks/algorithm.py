@@ -170,12 +170,12 @@ def _ignored_tail(settings: DivergenceSettings) -> bool:
 def _check_distillation(config: RunConfig, checks: Checklist) -> None:
     section, loss = config.algorithm.distillation, config.algorithm.loss.name
     whole = "teacher_hidden" in distillation_fields(config.algorithm)
-    if whole and (len(config.teacher.models) > 1 or config.robot is not None):
+    if whole and (len(config.teacher.models) > 1 or not config.task.writes_text):
         checks.fail(
             "algorithm.distillation.topk",
             "the whole vocabulary is compared with one teacher of texts only",
             found=None,
-            allowed="an integer; null with one teacher, and without robots",
+            allowed="an integer; null with one teacher of a policy that writes text",
             fix="set algorithm.distillation.topk=64",
         )
     if not section.coef:

@@ -52,7 +52,7 @@ def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
 
 def _with_sft_steps(config: RunConfig, epochs: float) -> RunConfig:
     """Return the recipe with `sft.steps` computed from `sft.epochs`."""
-    if config.robot is not None:
+    if not config.task.writes_text:
         raise ConfigError(
             "epochs do not say how many steps there are: demonstrations are read when the run starts",
             where="sft.epochs",
@@ -101,7 +101,7 @@ def _pairs(config: RunConfig) -> int:
 
 def _why_not(config: RunConfig) -> str | None:
     """Explain why epochs are not a number of steps; None: they are."""
-    if config.robot is not None:
+    if not config.task.writes_text:
         return "the trials of a simulator are known only when it runs"
     if config.algorithm.dynamic_sampling.enabled:
         return "with dynamic sampling a step takes as many prompts as it needs"

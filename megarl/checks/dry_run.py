@@ -86,7 +86,7 @@ def _steps_text(config: RunConfig) -> str:
     steps, size = config.trainer.steps, config.data.batch_size
     unit = config.data_unit
     data = config.data
-    whole = config.robot is None and data.train_files and data.val_split is None
+    whole = config.task.writes_text and data.train_files and data.val_split is None
     if whole and all(map(is_readable_here, data.train_files)):
         with contextlib.suppress(UserError):  # told by the check of the rows
             rows = sum(len(load_rows(source)) for source in data.train_files)

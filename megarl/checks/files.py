@@ -203,7 +203,7 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
     _check_split(config, checks)
     trained = {_same(source) for source in [*data.train_files, *(config.sft.train_files or [])]}
     both = [source for source in data.val_files if _same(source) in trained and not is_module_reference(source)]
-    if both and config.robot is None:
+    if both and config.task.writes_text:
         checks.warn(
             "data.val_files",
             "these are trained on, too, so that validation does not tell what the model has learnt",
@@ -223,8 +223,8 @@ def _check_split(config: RunConfig, checks: Checklist) -> None:
             "there are held-out prompts already: data.val_files",
             "set data.val_split=null, or data.val_files=[]",
         )
-    elif config.robot is not None:
-        problem = ("start states are held out of a simulator's by robot.held_out", "remove it")
+    elif config.task.split_problem is not None:
+        problem = (config.task.split_problem, "remove it")
     elif own and data.val_split >= 1:
         problem = ("examples of sft.train_files would not be held out by a number", "name a share, such as 0.05")
     elif data.val_split > 1 and data.val_split != int(data.val_split):

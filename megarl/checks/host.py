@@ -27,9 +27,6 @@ from megarl.planning.memory import (
 from megarl.planning.shards import BYTES, GRADIENT, Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.planning.terms import Moment, Term, term
 from megarl.rewards.runner import reward_processes
-from megarl.robots.data.frames import SIMULATOR
-from megarl.robots.envs.settings import SimulatorSettings
-from megarl.robots.planning import episode_bytes, recorder_bytes
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
 _WORKER = 0.65e9
@@ -106,7 +103,7 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
     ranks = _ranks_here(config, team)
     files = [*([] if generates else config.data.train_files), *config.data.held_out]
-    rows = ranks * _DATA * _file_bytes([file for file in files if file != SIMULATOR])
+    rows = ranks * _DATA * _file_bytes(files) if config.task.writes_text else 0.0
     if rows:
         key = "data.val_files" if generates else "data.train_files"
         found.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))
@@ -122,34 +119,12 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         # None where training bounds the run; one more while one of them is sent.
         weights = _ranks_here(config, actor) * (copies + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
         found.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
-    if config.robot is not None and job != "sft":
-        found += _episode_terms(config, facts, team, job)
+    if job != "sft":
+        found += config.task.host_terms(config, facts, team, ranks, job)
     servers = config.rollout.servers
     if servers is not None and not servers.urls and not gpu and job != "sft":
         held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
         found.append(term(f"{servers.servers} servers", held, "rollout.sglang.servers", rough=True))
-    return found
-
-
-def _episode_terms(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str) -> list[Term]:
-    """Return terms for the pictures of a step's episodes, on every rank that has them, and the frames for clips."""
-    robot, vision = config.robot, facts.vision
-    if robot is None or vision is None:
-        return []
-    ranks = _ranks_here(config, team)
-    rows = config.data.batch_size * config.rollout.sampling.n
-    if job != "train":
-        rows = min(n for n in (config.data.val_batch_size, config.data.max_val_samples, 64) if n is not None)
-    episodes = ranks * -(-rows // team.replicas)
-    longest, shortest = episode_bytes(config, vision)
-    keys = "data.batch_size, rollout.sampling.n, robot.simulator.max_steps"
-    # Episodes that succeed end before their limit, which only the simulator knows for certain.
-    found = [Term(f"pictures of {episodes} episodes", episodes * longest, keys, episodes * shortest)]
-    if job == "train" and (frames := recorder_bytes(config)):
-        processes = robot.simulator.get("workers", SimulatorSettings.model_fields["workers"].default)
-        count = max(1, ranks // team.parallel.model_parallel_size) * int(processes)
-        held = Term(f"frames in {count} simulators", count * frames, "robot.simulator.workers", 0.0)
-        found.append(held)
     return found
 
 

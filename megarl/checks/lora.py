@@ -28,14 +28,6 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
         with checks.recorded():
             check_scale(read_settings(Path(lora.path), "model.lora.path"), lora, "model.lora.path")
             checks.ok(f"{lora.path}: its settings; its tensors are read when the run starts")
-    if config.robot is not None:
-        checks.fail(
-            "model.lora",
-            "adapters are for policies that write text",
-            found="set, with a section `robot`",
-            allowed="null",
-            fix="remove model.lora: all weights of a robot's policy are trained",
-        )
     experts = "experts" in (lora.targets or ())
     if lora.dropout and experts:
         checks.fail(

@@ -45,11 +45,11 @@ from megarl.checks.step_time import check_time
 from megarl.checks.unused import check_unused
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
+from megarl.config.task import check_tasks
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.planning.shards import Sizes
-from megarl.robots.checks.recipe import check_robot
 from megarl.system.machine import Machine, this_machine
 
 
@@ -125,7 +125,7 @@ def check_config(
         check_servers(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
     _check_parts(config, facts, placement, checks)
-    check_robot(config, placement, checks, starts=starts and launcher != "ray")
+    check_tasks(config, placement, checks, starts=starts and launcher != "ray")
     _check_texts(config, facts, job, roles, checks)
     if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
         check_disk(config, sizes, roles, job, run_dir, checks)
@@ -174,8 +174,8 @@ def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, j
 
 
 def _check_texts(config: RunConfig, facts: ModelFacts | None, job: str, roles: Roles, checks: Checklist) -> None:
-    """Check prompts in files and the reward function, which a robot's policy does not have."""
-    if config.robot is not None:
+    """Check prompts in files and the reward function of a policy that writes text."""
+    if not config.task.writes_text:
         return
     check_chat_template(config, checks)
     check_end_tokens(config, facts, checks)

@@ -48,7 +48,7 @@ def check_reward_model(
             allowed="a Hugging Face folder or hub name of a sequence classifier with one label",
             fix="set reward_model.path, such as the folder hf/ of a run of algorithm.pipeline=reward_model",
         )
-    if config.robot is not None or not uses_reward(config):
+    if not config.task.writes_text or not uses_reward(config):
         checks.fail(
             key,
             "the environment scores the samples of this recipe",

@@ -68,7 +68,7 @@ def check_rows(
         ConfigError: a chat template is asked for, and the tokenizer has none; data.format_prompt does not parse.
     """
     data = config.data
-    if config.robot is not None:
+    if not config.task.writes_text:
         return False  # the simulator tells them
     prompt_formatter(data.format_prompt)
     tokenizer = light_tokenizer(config.model)

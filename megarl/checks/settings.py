@@ -205,7 +205,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
     """Check lengths against the model, and sampling settings that change the meaning of the gradient."""
     checks = checks.of("sampling")
     training, own = config.rollout.sampling, config.validation.sampling
-    if config.robot is None:  # the length of a policy call is known with the model
+    if config.task.writes_text:  # the length of a policy call is known with the model
         _check_lengths("rollout.sampling", training, config, facts, checks)
         _check_stop_tokens("rollout.sampling", training.stop_token_ids, facts, checks)
         if own.max_new_tokens is not None or own.min_new_tokens is not None:
@@ -375,7 +375,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
             fix=f"set critic.warmup_steps={config.trainer.steps // 10}, or more trainer.steps",
         )
     sft, evaluated = config.sft, bool(config.data.held_out)
-    if config.robot is not None and (sft.max_tokens, sft.overlong) != (None, None):
+    if not config.task.writes_text and (sft.max_tokens, sft.overlong) != (None, None):
         checks.of("supervised phase").fail(
             "sft.max_tokens",
             "demonstrations are learnt one policy call at a time, and have no limit of tokens",

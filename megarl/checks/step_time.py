@@ -47,8 +47,8 @@ def check_time(
         return _check_supervised(config, placement, sizes[Role.ACTOR], hardware, checks)
     if graph is None:
         return None
-    if config.robot is not None or graph.has_responses:
-        checks.skip(f"no formulas for {'simulators' if config.robot is not None else 'runs that generate nothing'}")
+    if not config.task.writes_text or graph.has_responses:
+        checks.skip(f"no formulas for {'runs that generate nothing' if config.task.writes_text else 'simulators'}")
         return None
     if any(size is None for size in (sizes.get(role) for role in graph.roles if role in sizes)):
         checks.skip("the model's sizes are not known here")
@@ -75,7 +75,7 @@ def _check_supervised(
     config: RunConfig, placement: Placement, facts: ModelFacts | None, hardware: Hardware, checks: Checklist
 ) -> float | None:
     """Record the seconds of a step of `megarl sft` and of the run, and return the former; None: no formula knows."""
-    if config.robot is not None or facts is None:
+    if not config.task.writes_text or facts is None:
         checks.skip("no formulas for simulators" if facts is not None else "the model's sizes are not known here")
         return None
     nodes, devices = config.cluster.nnodes, sum(team.devices for team in placement.teams)

@@ -65,8 +65,6 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
     from megarl.config.load import load_config
     from megarl.data.tokenizer import load_tokenizer
     from megarl.models.weights import export_weights
-    from megarl.robots.artifacts.action_statistics import FILE, read_statistics
-    from megarl.robots.setup import model_statistics
     from megarl.runtime.frozen_models import check_base
     from megarl.runtime.setup import build_engine, weights_of
     from megarl.system.comm import single_world
@@ -94,14 +92,7 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
             check_base(folder, config.model.path, world)
         engine = build_engine(config, hf_config, layout, weights, trainable=False)
         checkpoint.load(folder, {"actor": engine}, meta)
-        if config.robot is not None:
-            statistics_file = folder / FILE  # checkpoints of older versions lack this file
-            known = (
-                read_statistics(statistics_file)
-                if statistics_file.is_file()
-                else dict([model_statistics(config, config.robot)])
-            )
-            hf_config.action_statistics = known
+        config.task.complete_export(config, hf_config, folder)
         tokenizer = load_tokenizer(config.model)
         export_weights(
             engine.chunks,

@@ -71,10 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write is not None and arguments.write.exists():
         raise UserError("file already exists", where="--write", found=str(arguments.write), fix="name another one")
     config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS)
-    if config.robot is not None:
-        from megarl.planning.step import robot_problem
-
-        raise robot_problem()
+    if (problem := config.task.plan_problem()) is not None:
+        raise problem
     graph = build_task_graph(config)
     if arguments.search:  # a search replaces the layout
         refuse_lengths(config, graph)

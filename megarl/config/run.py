@@ -27,6 +27,7 @@ from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.placement import PlacementConfig
 from megarl.config.rollout import SINGLE_TURN, AsyncConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
+from megarl.config.task import Task, task_of
 from megarl.config.training import (
     ActorConfig,
     CriticConfig,
@@ -304,9 +305,14 @@ class RunConfig(Section):
         return self.algorithm.filter.active and not self.async_.in_order
 
     @property
+    def task(self) -> Task:
+        """The policy's task: text, or what a section describes."""
+        return task_of(self)
+
+    @property
     def has_episodes(self) -> bool:
         """Whether samples are episodes, which an error of an environment or a simulator may spoil."""
-        return self.has_turns or self.robot is not None
+        return self.has_turns or not self.task.writes_text
 
     @property
     def validation_sampling(self) -> SamplingConfig:

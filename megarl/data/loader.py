@@ -23,6 +23,14 @@ class Indexed(Protocol):
         ...
 
 
+class Described(Indexed, Protocol):
+    """A data set that a run announces before it trains."""
+
+    def describe(self) -> str:
+        """Return the rows, in one line for the console."""
+        ...
+
+
 @runtime_checkable
 class Mismatched(Protocol):
     """A data set whose samples also come with the response of another one: of the last one before them (KTO)."""

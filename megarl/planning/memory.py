@@ -32,7 +32,6 @@ from megarl.planning.shards import (
 from megarl.planning.terms import Moment, Term, held, term
 from megarl.planning.vision import image_patches, patch_bytes, patch_tokens
 from megarl.planning.weight_sync import WeightSyncMemory, weights_travel
-from megarl.robots.planning import call_columns, encoder_bytes, tower_bytes
 from megarl.system.offload_schedule import (
     ACTOR,
     ALWAYS,
@@ -119,8 +118,8 @@ def update_passes(
         tokens = min(together * longest * -(-share // count), max(budget, together * longest)) / parallel.cp
         return Passes(tokens, tokens, longest, count)
     sampling = config.rollout.sampling
-    if config.robot is not None and facts.vision is not None:  # as many policy calls as the budget allows
-        longest, slots = call_columns(config.robot, facts.vision), config.robot.chunk * config.robot.dim
+    if (call := config.task.call_tokens(config, facts)) is not None:  # as many policy calls as the budget allows
+        longest, slots = call
         calls = max(1, budget // longest)
         share = -(-(section.mini_batch_size or config.data.batch_size) * sampling.n // dp)
         return Passes(calls * longest / parallel.cp, calls * slots / parallel.cp, longest, share)
@@ -218,7 +217,7 @@ def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
     """Return the tokens and log-probs of the samples of one generation call: full-length buffers, then the
     responses.
     """
-    if config.robot is not None:
+    if not config.task.writes_text:
         return []
     certain = _TOKEN_CERTAIN if config.rollout.holds_model else 0.0
     return [
@@ -299,7 +298,7 @@ def device_memory(
         moments.append(Moment("the actor's update", (*models.resident("update", ACTOR), *learning)))
     if job == "sft":
         return Memory((replace(moments[0], name="the update"),))
-    seen = _encoder_terms(config, team, gpu=gpu)
+    seen = config.task.score_terms(config, gpu=gpu) if Role.ROLLOUT in team.roles else []
     if Role.ROLLOUT in team.roles:
         moments.append(Moment("generation", (*models.resident("generate"), *generation)))
     if gpu and Role.ACTOR in team.roles:
@@ -334,8 +333,8 @@ def _with_sync(moments: list[Moment], sync: WeightSyncMemory | None, publishing:
 
 def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
     """Return the terms of generation in addition to weights."""
-    if config.robot is not None:
-        return []  # a robot's policy call is a single pass without a cache
+    if not config.task.writes_text:
+        return []  # a policy call is a single pass without a cache
     responses = response_terms(config, team.replicas, job)
     if not config.rollout.holds_model:
         return responses
@@ -344,20 +343,6 @@ def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gp
     # Fewer sequences run if the cache does not fit, so only one is certain.
     keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
     return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *copies, *responses]
-
-
-def _encoder_terms(config: RunConfig, team: TeamPlan, *, gpu: bool) -> list[Term]:
-    """Return a video encoder's parameters, which stay on the ranks that play episodes, and the clips that it
-    processes.
-    """
-    held, passing = encoder_bytes(config, gpu=gpu)
-    if not held or Role.ROLLOUT not in team.roles:
-        return []
-    keys = "robot.reward.embedding.path"
-    return [
-        term("an encoder of videos", held, keys, rough=True),
-        term("clips in the encoder of videos", passing, "robot.reward.embedding.batch_size", rough=True),
-    ]
 
 
 def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
@@ -480,15 +465,9 @@ def _learning_terms(
         keys = f"rollout.sampling.max_new_tokens, {role}.engine.recompute"
     needed = update_needs(config, facts, role, parallel, dp, gpu=gpu, job=job)
     terms = [term(f"{role} activations", needed.kept + needed.passing, keys, rough=True)]
-    if config.robot is not None and facts.vision is not None:
-        passes = update_passes(config, facts, role, parallel, dp, job)
-        pictures = passes.tokens // passes.longest * len(config.robot.cameras)
-        seen = pictures * tower_bytes(facts.vision, BYTES[config.model.dtype])
-        terms.append(
-            term("vision towers at work", seen, f"{role}.engine.micro_batch_tokens, robot.cameras", rough=True)
-        )
+    passes = update_passes(config, facts, role, parallel, dp, job)
+    terms += config.task.update_terms(config, facts, role, passes)
     if facts.encoder is not None and "tower" not in facts.frozen:
-        passes = update_passes(config, facts, role, parallel, dp, job)
         most, sequence = image_patches(config, facts.encoder), min(passes.longest, longest)
         counted = sequence + most * patch_tokens(facts, parallel, engine, learns=True)
         sequences = min(passes.tokens * parallel.cp / sequence, max(1.0, engine.micro_batch_tokens // counted))

@@ -490,26 +490,14 @@ def plan_step(
         given: the assumptions; None: the defaults for the kind of device.
 
     Raises:
-        ConfigError: a robot's recipe, whose simulators no formula covers; invalid teams; or a layout that does not
-            divide them.
+        ConfigError: a task that no formula covers; invalid teams; or a layout that does not divide them.
     """
-    if config.robot is not None:
-        raise robot_problem()
+    if (problem := config.task.plan_problem()) is not None:
+        raise problem
     placement = place(graph, config)
     for team in placement.teams:
         refuse_uneven(team.devices, team.parallel, team.name)
     return StepFormulas(config, graph, placement, sizes, hardware, given or PlanAssumptions.of(gpu=hardware.gpu)).plan()
-
-
-def robot_problem() -> ConfigError:
-    """Return the error that a robot's recipe cannot be planned."""
-    return ConfigError(
-        "the formulas cover language models, but most of a robot's step is spent in simulators and vision towers",
-        where="robot",
-        found="a robot's recipe",
-        allowed="recipes of language models",
-        fix="measure instead: megarl bench envs, and the timings of a short run",
-    )
 
 
 def refuse_uneven(devices: int, parallel: ParallelConfig, team: str) -> None:

@@ -27,14 +27,16 @@ from megarl.robots.artifacts.robot_policy import no_statistics, policy_statistic
 from megarl.robots.data.demonstration_sources import find_demonstrations
 from megarl.robots.data.pictures import PIPELINES, policy_normalisation
 from megarl.robots.envs import SimulatorPool, SimulatorSettings
+from megarl.robots.films import film_rows
 from megarl.robots.models.vla.actions import ActionCodec, ActionTokens, gripper_rule
 from megarl.robots.models.vla.calls import PolicyFamily, policy_family, prompt_ids
 from megarl.robots.models.vla.cloning import cloning_statistics
 from megarl.robots.models.vla.sequences import VLALayout
 from megarl.robots.rollout.play import PlayCounts, Player
-from megarl.robots.rollout.policy import SampleTokens, SamplingPolicy
+from megarl.robots.rollout.policy import SamplingPolicy
 from megarl.robots.rollout.trials import Trials, limited, part_trials, val_sets
 from megarl.robots.rollout.view import View
+from megarl.robots.scores import EpisodeScores
 from megarl.robots.simulators.wire import plain_spec, spec_of
 from megarl.system.device import device, has_cuda
 from megarl.system.errors import ConfigError, choose
@@ -46,10 +48,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.architectures.vision import VisionShape
+    from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
+    from megarl.data.batch import Batch
+    from megarl.data.loader import PromptLoader
     from megarl.data.render import Split
     from megarl.robots.config import RobotConfig
     from megarl.robots.simulators.protocol import TaskSpec
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.rank_state import RankState
+    from megarl.runtime.roles import RolloutRole
+    from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
 
 
@@ -218,11 +227,13 @@ class Robots:
     policy: SamplingPolicy | None = None
     counts: PlayCounts = field(default_factory=PlayCounts)
 
-    def take_policy(self, sample: SampleTokens, config: RunConfig, layout: Layout) -> None:
-        """Play with the policy that `sample` samples from. Collective over a replica."""
+    def take_policy(self, engine: MegatronEngine, config: RunConfig, layout: Layout) -> None:
+        """Play with the weights of `engine`. Collective over a replica."""
         body, robot = self.body, config.robot
         assert robot is not None, "a recipe with the section `robot`"
-        self.policy = SamplingPolicy(sample, body.codec, robot.cameras, robot.chunk, parallel=body.family.parallel)
+        self.policy = SamplingPolicy(
+            engine.sample, body.codec, robot.cameras, robot.chunk, parallel=body.family.parallel
+        )
         self.player = Player(
             self.pool,
             self.policy,
@@ -232,6 +243,42 @@ class Robots:
             halves=robot.halves,
             on_error=robot.on_error,
         )
+
+    def rows(self, split: Split) -> Trials:
+        """Return the start states of a split."""
+        return self.trials[split]
+
+    def generate(
+        self,
+        c: StepContext,
+        rollout: RolloutRole,
+        prompts: Batch,
+        sampling: SamplingConfig,
+        advance: Callable[[int], None],
+        *,
+        scored: bool,
+    ) -> Batch:
+        """Play `sampling.n` episodes of each of B start states; `scored`: with the clips that scores read."""
+        from megarl.robots.samples import play_robots
+
+        record = c.scores.recording if scored and isinstance(c.scores, EpisodeScores) else None
+        return play_robots(c, self, rollout, prompts, sampling, advance, record)
+
+    def record(self, c: StepContext, samples: Batch) -> None:
+        """Count the metrics `env/...` of the episodes that were played last."""
+        from megarl.robots.samples import record_robots
+
+        record_robots(c, samples, self.counts)
+
+    def report_rows(self, run_dir: Path, step: int, samples: Batch, count: int) -> list[dict[str, Any]]:
+        """Write films of the first `count` episodes, and return their rows for the report."""
+        return film_rows(run_dir, step, samples, count)
+
+    def load_examples(self, c: RankState) -> PromptLoader:
+        """Load the policy calls of demonstrations. Collective over the ranks of a team."""
+        from megarl.robots.cold_start import load_calls
+
+        return load_calls(c, self)
 
     def close(self) -> None:
         """End the simulators."""

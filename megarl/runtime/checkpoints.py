@@ -16,7 +16,6 @@ from megarl.dag.messages import CheckpointTag
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
-from megarl.robots.setup import check_same_statistics, statistics_file
 from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart
 from megarl.runtime.early_stop import EarlyStop
 from megarl.runtime.files_read import FilesRead, changes_in_place, files_read
@@ -243,7 +242,7 @@ class Checkpoints(CheckpointPart):
             c.context.surplus = read_surplus(c.context, source, parts)
         if c.context.scores is not None:
             c.context.scores.load(source)
-        check_same_statistics(c.hf_config, source)
+        c.config.task.check_checkpoint(c.hf_config, source)
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare
         if same and state["best"] is not None and self._has(state["best_step"]):
@@ -408,7 +407,7 @@ class Checkpoints(CheckpointPart):
                 step,
                 c.trained,
                 extra,
-                files=surplus_file(c.context) | scores | statistics_file(c.hf_config, c.layout),
+                files=surplus_file(c.context) | scores | c.config.task.checkpoint_files(c.hf_config, c.layout),
                 config=c.config.model_dump(mode="json"),
                 keep_last=settings.keep_last,
                 best=is_best,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.kl import KLController
     from megarl.artifacts.facts import ModelFacts
+    from megarl.config.task import TaskScores
     from megarl.data.batch import Batch
-    from megarl.robots.scores import EpisodeScores
     from megarl.training.parallel import Layout
 
 
@@ -48,7 +48,7 @@ class StepContext:
         progress: shows long work on the console; only on the rank that has a tracker, while it has one.
         surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
         sequences: how samples become sequences of the model.
-        scores: of robots' episodes, in the team that plays them.
+        scores: of episodes that no reward function scores, in the team that plays them.
         cuts: where mini-batches begin, which replicas share by tokens (`TeamPlan.cuts`); None: round-robin.
         tokens: number of the tokenizer's tokens; the model may have more, as padding. None: they are not compared.
     """
@@ -64,7 +64,7 @@ class StepContext:
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     surplus: Batch | None = None
     sequences: SequenceLayout = TEXT
-    scores: EpisodeScores | None = None
+    scores: TaskScores | None = None
     cuts: tuple[int, ...] | None = None
     tokens: int | None = None
 
@@ -91,9 +91,8 @@ class StepContext:
         """Return the FLOPs of one forward pass over what samples see, each image once."""
         vision, encoder = self._facts.vision, self._facts.encoder
         if vision is not None:
-            assert self.config.robot is not None, "the policy is a robot's"
             calls = sum(map(len, self.sequences.sample_columns(samples)))
-            return calls * len(self.config.robot.cameras) * picture_flops(vision)
+            return calls * self.config.task.pictures_per_call(self.config) * picture_flops(vision)
         if encoder is None:
             return 0.0
         return image_flops(encoder, [encoder.merge**2 * count for count in image_features(samples).values()])

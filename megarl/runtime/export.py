@@ -88,8 +88,8 @@ def show_export(c: RankState) -> None:
 
 
 def trial_command(config: RunConfig, run_dir: Path) -> str:
-    """Return commands that show what the model of a run does: answers, or episodes of a robot's policy."""
-    if config.robot is not None:
+    """Return commands that show what the model of a run does: answers, or episodes."""
+    if not config.task.writes_text:
         return shlex.join(["megarl", "eval", str(run_dir)])
     return f"{shlex.join(['megarl', 'generate', str(run_dir)])} --prompt TEXT"
 

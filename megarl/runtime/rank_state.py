@@ -34,13 +34,11 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.messages import Mail
     from megarl.data.batch import Batch, Jagged
-    from megarl.data.loader import PromptLoader
+    from megarl.data.loader import Described, PromptLoader
     from megarl.data.preferences import LabelledDataset, PairDataset
-    from megarl.data.prompts import PromptDataset
     from megarl.disaggregated.buffer.client import BufferClient
     from megarl.disaggregated.rollout_team import RemoteLoader
     from megarl.models.policy import PolicyModel
-    from megarl.robots.rollout.trials import Trials
     from megarl.runtime.context import StepContext
     from megarl.system.metrics import Metrics
     from megarl.system.offload_schedule import OffloadSchedule
@@ -131,7 +129,7 @@ class RankState:
     tokenizer: PreTrainedTokenizerBase
     held: dict[str, ModelRole | RolloutRole | ScorerRole]
     loader: PromptLoader | None
-    val_data: PromptDataset | Trials | None
+    val_data: Described | None
     val_pairs: PairDataset | LabelledDataset | None = None
     loader_elsewhere: RemoteLoader | None = None
     link: WeightLink = field(default_factory=WeightLink)
@@ -243,8 +241,8 @@ class RankState:
             stack.callback(self.scorer.runner.close)
         if "rollout" in self.held and self.rollout.episodes is not None:
             stack.callback(self.rollout.episodes.close)
-        if "rollout" in self.held and self.rollout.robots is not None:
-            stack.callback(self.rollout.robots.close)
+        if "rollout" in self.held and self.rollout.player is not None:
+            stack.callback(self.rollout.player.close)
 
     def close(self) -> None:
         """End the processes and threads this rank started."""

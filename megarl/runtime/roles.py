@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.config.task import TaskPlayer
     from megarl.config.training import OptimConfig
     from megarl.models.policy import PolicyModel
     from megarl.rewards.parts import Rewards
-    from megarl.robots.setup import Robots
     from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
     from megarl.runtime.context import StepContext
@@ -327,7 +327,7 @@ class RolloutRole:
         engine: the trainer's own parameters or servers; `weight_version` is that of the weights that it generates with.
         eos_ids: tokens that end a response (`megarl.data.end_tokens`), the tokenizer's own first.
         episodes: the recipe's environment; None when a sample is one prompt and one response.
-        robots: simulators in which it acts; None: it writes text.
+        player: plays the episodes of a task other than text; None: the engine writes text.
         stale: generates training samples with older weights (`rollout.stale_steps`).
         link: brings new weights to the engine.
     """
@@ -336,7 +336,7 @@ class RolloutRole:
     tokenizer: PreTrainedTokenizerBase
     eos_ids: list[int]
     episodes: Episodes | None = None
-    robots: Robots | None = None
+    player: TaskPlayer | None = None
     stale: StaleWeights | None = None
     link: WeightLink = field(default_factory=WeightLink)
 

@@ -1,21 +1,17 @@
-"""From prompts to samples: groups of trajectories of text, with or without an environment, or episodes of robots."""
+"""From prompts to samples: groups of trajectories of text, with or without an environment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-import torch
-
 from megarl.config.rollout import SamplingConfig, env_section
-from megarl.data.batch import Batch, Jagged
+from megarl.data.batch import Batch
 from megarl.data.fields import PATCHES
 from megarl.data.image_prompts import image_sets, pil_images
 from megarl.data.trajectory import Trajectory, trajectory_values
-from megarl.robots.rollout.episode import Episode, add_episodes
-from megarl.robots.rollout.play import EpisodeStart, PlayCounts
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator
 from megarl.rollout.stop_strings import StopStrings
@@ -24,7 +20,6 @@ from megarl.system.errors import shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.robots.simulators.protocol import Recording
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import RolloutRole
 
@@ -141,76 +136,3 @@ def record_episodes(c: StepContext, samples: Batch) -> None:
     infos = [samples["env_info"][place] for place in good]
     for name in sorted({name for info in infos for name in info}):
         m.mean(f"env/{name}", sum(info.get(name, 0.0) for info in infos), len(good))
-
-
-# -- robots ----------------------------------------------------------------------------------------------------------
-
-
-def play_robots(
-    c: StepContext,
-    rollout: RolloutRole,
-    prompts: Batch,
-    sampling: SamplingConfig,
-    advance: Callable[[int], None],
-    record: Recording | None = None,
-) -> Batch:
-    """`sampling.n` episodes of each of `prompts`, with the fields of EPISODE_FIELDS, and clips as `record` says."""
-    robots = rollout.robots
-    assert robots is not None, "a run with the section `robot`"
-    assert robots.player is not None, "`take_policy` comes first"
-    assert robots.policy is not None, "with the player"
-    robots.policy.temperature = sampling.temperature
-    starts = [
-        EpisodeStart(f"{uid}#{i}", row["task"], row["trial"], ids.tolist(), partial(c.seeds.sample, uid, i))
-        for ids, uid, row in zip(prompts["prompt_ids"].unbind(), prompts["uid"], prompts["row"], strict=True)
-        for i in range(sampling.n)
-    ]
-    episodes, counts = robots.player.play(starts, advance, record)
-    samples = prompts.repeat(sampling.n)
-    add_episodes(samples, episodes, rollout.engine.weight_version)
-    samples.set("prompt_ids", Jagged.from_list([episode.prompt_ids for episode in episodes], dtype=torch.int64))
-    texts = zip(episodes, samples["prompt_text"], strict=True)
-    samples.set("prompt_text", [episode.instruction or text for episode, text in texts])
-    samples.set("sample_id", [start.sample_id for start in starts])
-    samples.set("response_text", [_told(episode.success, episode.finish_step, episode.failure) for episode in episodes])
-    samples.set("finish_reason", [_end(episode) for episode in episodes])
-    ends = samples["turn_ends"]
-    rewards = ends.values.new_zeros(len(ends.values)).float()
-    rewards[ends.offsets[1:] - 1] = samples["success"].float()
-    samples.set("turn_rewards", Jagged(rewards, ends.offsets))
-    robots.counts = counts
-    return samples
-
-
-def _end(episode: Episode) -> str:
-    if episode.failure:
-        return "abort"
-    cut = episode.finish_step >= episode.spec.max_steps and not episode.success
-    return "length" if cut else "stop"
-
-
-def _told(success: bool, steps: int, failure: str) -> str:
-    if failure:
-        return f"not played: {failure}"
-    return f"{'success' if success else 'no success'} after {steps} environment steps"
-
-
-def record_robots(c: StepContext, samples: Batch, counts: PlayCounts) -> None:
-    """Metrics `env/...` of what `play_robots` made. Episodes whose simulator failed are only counted."""
-    m = c.metrics
-    m.sum("env/errors", sum(counts.failures.values()))
-    for kind, number in counts.failures.items():
-        m.sum(f"env/errors/{kind}", number)
-    m.sum("env/steps/total", counts.steps)
-    m.sum("env/calls/total", counts.calls)
-    m.max("timing_s/act", counts.act_s)
-    m.max("timing_s/wait_for_simulators", counts.wait_s)
-    m.mean("perf/wait_for_simulators", counts.wait_s, max(counts.wait_s + counts.act_s, 1e-9))
-    played = samples.select([place for place, error in enumerate(samples["env_error"]) if not error])
-    count = len(played)
-    if not count:
-        return
-    m.mean("env/success", float(played["success"].sum()), count)
-    m.mean("env/steps/mean", float(played["finish_step"].sum()), count)
-    m.mean("env/calls/mean", float(played["turn_ends"].lengths.sum()), count)
-    m.max("env/calls/max", float(played["turn_ends"].lengths.max()))

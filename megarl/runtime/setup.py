@@ -20,7 +20,7 @@ from megarl.dag.stage import Role
 from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.end_tokens import end_tokens
 from megarl.data.image_prompts import ImagePrompts
-from megarl.data.loader import PromptLoader
+from megarl.data.loader import Described, PromptLoader
 from megarl.data.messages import PromptColumn
 from megarl.data.preferences import LabelledDataset, PairDataset, open_preferences
 from megarl.data.prompts import PromptDataset
@@ -32,7 +32,6 @@ from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_la
 from megarl.models.weights import init_random, load_weights
 from megarl.rewards.parts import Rewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
-from megarl.robots.setup import Robots, open_robots, vla_layout
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import RolloutEngine, UnopenedEngine
@@ -56,12 +55,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.config.model import ParallelConfig
+    from megarl.config.task import TaskPlayer
     from megarl.config.training import PreferenceConfig
     from megarl.data.render import Split
-    from megarl.data.sft import SFTDataset
     from megarl.models.policy import PolicyModel
-    from megarl.robots.models.vla.cloning import CloningExamples
-    from megarl.robots.rollout.trials import Trials
 
 Scored = Collection[str]
 SCORED: Scored = ("train", "val")
@@ -120,8 +117,8 @@ def build_rank_state(
             engine = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
             held["actor"] = ActorRole(engine, context, offloads=config.actor.engine.offload)
             chunks = engine.chunks
-            if source is not None and source.robots is not None:
-                source.robots.take_policy(engine.sample, config, layout)
+            if source is not None and source.player is not None:
+                source.player.take_policy(engine, config, layout)
         elif source is not None and config.rollout.holds_model:
             chunks = build_engine(config, hf_config, layout, _to_be_pushed, trainable=False, name="rollout").chunks
         else:
@@ -208,9 +205,9 @@ class _Source:
 
     eos_ids: list[int]
     episodes: Episodes | None
-    robots: Robots | None
+    player: TaskPlayer | None
     loader: PromptLoader | None
-    val_data: PromptDataset | Trials | None
+    val_data: Described | None
     reward: Rewards | None
 
     @classmethod
@@ -225,19 +222,12 @@ class _Source:
         scored: Scored,
         held_out: bool,
     ) -> _Source:
-        robots = open_robots(config, hf_config, tokenizer, layout)
-        if robots is not None:
-            loader = (
-                _training_loader(config, robots.trials["train"], layout) if trainable and "train" in scored else None
-            )
-            return cls(
-                [tokenizer.eos_token_id],
-                None,
-                robots,
-                loader,
-                robots.trials["val"] if config.data.held_out else None,
-                None,
-            )
+        player = config.task.open_player(config, hf_config, tokenizer, layout)
+        if player is not None:
+            trains = trainable and "train" in scored
+            loader = _training_loader(config, player.rows("train"), layout) if trains else None
+            rows = player.rows("val") if config.data.held_out else None
+            return cls([tokenizer.eos_token_id], None, player, loader, rows, None)
         check_loader_kwargs(config.data, config.sft.train_files or ())
         check_stop_strings("rollout.sampling", config.rollout.sampling.stop, tokenizer)
         check_stop_strings("validation.sampling", config.validation.sampling.stop, tokenizer)
@@ -263,9 +253,9 @@ class _Source:
         lag, episodes = config.rollout.stale_steps, self.episodes
         engine: RolloutEngine = UnopenedEngine()
         stale = None
-        if self.robots is not None:
+        if self.player is not None:
             return {
-                "rollout": RolloutRole(engine, tokenizer, self.eos_ids, robots=self.robots),
+                "rollout": RolloutRole(engine, tokenizer, self.eos_ids, player=self.player),
                 "scorer": ScorerRole(None, by_environment=True),
             }
         if chunks:
@@ -406,8 +396,8 @@ def build_engine(
 
 def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig) -> SequenceLayout:
     """Return how samples of a run become sequences of its models."""
-    if config.robot is not None:
-        return vla_layout(config, hf_config)
+    if (of_task := config.task.sequence_layout(config, hf_config)) is not None:
+        return of_task
     encoder = encoder_of(hf_config)
     if encoder is None:
         return TEXT
@@ -477,13 +467,13 @@ def check_epochs(config: RunConfig, prompts: int) -> None:
         )
 
 
-def _training_loader(config: RunConfig, data: PromptDataset | Trials, layout: Layout) -> PromptLoader:
+def _training_loader(config: RunConfig, data: Described, layout: Layout) -> PromptLoader:
     return open_loader(config, data, layout, "data.batch_size", config.data.batch_size)
 
 
 def open_loader(
     config: RunConfig,
-    data: PromptDataset | PairDataset | Trials | SFTDataset | CloningExamples,
+    data: Described,
     layout: Layout,
     key: str,
     size: int,
@@ -491,7 +481,7 @@ def open_loader(
     """Describe the training data once, and load batches of `size` (configuration key `key`) of it."""
     if layout.rank == 0:
         print(data.describe(), flush=True)
-        if config.robot is None or key.startswith("sft."):
+        if config.task.writes_text or key.startswith("sft."):
             steps = config.sft.steps if key.startswith("sft.") else config.trainer.steps
             unit = "example" if key.startswith("sft.") else config.data_unit
             print(steps_text(steps, size, len(data), unit), flush=True)

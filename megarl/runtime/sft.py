@@ -1,11 +1,10 @@
 """Supervised fine-tuning: the cold start of a run, or a run of its own.
 
-A robot's policy learns what demonstrations did, policy call by policy call; any other the answers of the rows.
+A policy that writes text learns the answers of the rows; another task has examples of its own.
 """
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +14,6 @@ from megarl.config.run import RunConfig, steps_of_epochs
 from megarl.data.announcement import NO_TOOLS
 from megarl.data.loader import PromptLoader, rounds
 from megarl.data.sft import SFTDataset, open_examples
-from megarl.robots.data.demonstration_sources import EXPERTS, find_demonstrations
-from megarl.robots.data.demonstrations import write_demonstrations
-from megarl.robots.models.vla.cloning import CloningExamples
-from megarl.robots.rollout.experts import ExpertCounts, demonstrate
 from megarl.runtime.checkpoint_part import FOLDER, settling
 from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.cold_start import ColdStartCheckpoints
@@ -29,12 +24,11 @@ from megarl.runtime.setup import build_rank_state, image_prompts, open_loader
 from megarl.runtime.validate import due, evaluate
 from megarl.system.errors import ConfigError, DataError
 from megarl.system.offload_schedule import ACTOR
-from megarl.system.tracing import keep_beating, phase, set_step
+from megarl.system.tracing import phase, set_step
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.data.render import Split
-    from megarl.robots.setup import Robots
     from megarl.runtime.rank_state import RankState
 
 
@@ -81,8 +75,8 @@ def load_examples(c: RankState) -> PromptLoader:
     Raises:
         DataError: a row cannot be trained on.
     """
-    if c.rollout.robots is not None:
-        return load_calls(c, c.rollout.robots)
+    if c.rollout.player is not None:
+        return c.rollout.player.load_examples(c)
     data = _examples(c, "train")
     check_sft_epochs(c.config, len(data))
     return open_loader(c.config, data, c.layout, "sft.batch_size", c.config.sft.batch_size)
@@ -123,7 +117,7 @@ def load_held_out(c: RankState) -> SFTDataset | None:
 
     Rows of `sft.train_files` are others than those of `data.val_files`, and may be in another form.
     """
-    if c.config.robot is not None or not c.config.data.held_out:
+    if not c.config.task.writes_text or not c.config.data.held_out:
         return None
     if c.config.sft.train_files:
         if c.layout.rank == 0:
@@ -207,66 +201,3 @@ def sft_step(c: RankState, batch: Batch) -> None:
         c.context.metrics.merge(metrics)
     columns = sum(map(sum, c.context.sequences.sample_columns(batch)))
     c.context.metrics.sum("perf/total_tokens", float(columns))
-
-
-DEMONSTRATIONS = "demonstrations"  # folder
-
-
-def load_calls(c: RankState, robots: Robots) -> PromptLoader:
-    """Policy calls of the demonstrations that `sft.train_files` names. Collective over the ranks of a team.
-
-    What experts show is written to RUN_DIR/demonstrations by one rank, and read by all.
-
-    Raises:
-        ConfigError, DataError: no demonstrations, or of another robot.
-        SimulatorError: no simulator works any more.
-    """
-    config, layout, body = c.config, c.layout, robots.body
-    assert config.robot is not None
-    sources = config.sft.train_files or [EXPERTS]
-    folder = c.run_dir / DEMONSTRATIONS
-    if EXPERTS in sources:
-        with phase("demonstrate"), keep_beating():
-            layout.world.broadcast_json(_show(c, robots, folder) if layout.rank == 0 else None)
-    places = [str(folder) if source == EXPERTS else source for source in sources]
-    states = body.view.states
-    data = CloningExamples(
-        find_demonstrations(places, robots.tasks, config.robot.recorded_cameras),
-        robots.trials["train"].prompts,
-        body.codec,
-        body.view.pictures,
-        cameras=config.robot.cameras,
-        chunk=config.robot.chunk,
-        states=(lambda seen: seen) if states is None else states.normalise,
-    )
-    return open_loader(config, data, layout, "sft.batch_size", config.sft.batch_size)
-
-
-def _show(c: RankState, robots: Robots, folder: Path) -> int:
-    """Let experts play start states that are trained on, and write what they did; the first rank does it."""
-    robot, seed, counts = c.config.robot, c.config.trainer.seed, ExpertCounts()
-    assert robot is not None
-    assert robots.pool is not None, "the first rank of a replica has the simulators"
-    taken: dict[str, int] = {}
-    pairs = []
-    for task, trial in robots.trials["train"].pairs:
-        taken[task] = taken.get(task, 0) + 1
-        if robot.demonstrations is None or taken[task] <= robot.demonstrations:
-            pairs.append((task, trial))
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with c.context.progress("demonstrations", len(pairs)) as advance:
-        shown = demonstrate(robots.pool, pairs, noise=robot.expert_noise, seed=seed, counts=counts, advance=advance)
-        written = write_demonstrations(partial, shown)
-    print(counts.describe(), flush=True)
-    if not written:
-        raise ConfigError(
-            "there is nothing to clone: experts solved none of the episodes",
-            where="sft.train_files",
-            found=counts.describe(),
-            fix="raise the simulator's limit of environment steps, lower robot.expert_noise, or name folders of "
-            "demonstrations",
-        )
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    return written

@@ -12,7 +12,6 @@ from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
 from megarl.dag.messages import RunStart
 from megarl.dag.node import Role
-from megarl.robots.scores import EpisodeScores
 from megarl.runtime import sft
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import Checkpoints
@@ -49,8 +48,8 @@ def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: TeamCon
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
     if team.leads and not graph.has_responses and c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
-    if config.robot is not None and team.holds(Role.ROLLOUT):
-        c.context.scores = EpisodeScores.of(config, c.layout)
+    if team.holds(Role.ROLLOUT):
+        c.context.scores = config.task.open_scores(config, c.layout)
     return c
 
 

@@ -37,7 +37,7 @@ def group_rows(c: RankState, samples: Batch) -> list[dict[str, Any]]:
     Args:
         samples: of this replica, after the walk.
     """
-    if c.config.robot is not None or not all(name in samples for name in _NEEDED):
+    if not c.config.task.writes_text or not all(name in samples for name in _NEEDED):
         return []
     groups = group_places(samples["uid"])[: c.config.tracking.training_groups]
     places = [place for group in groups for place in group[:_MOST_SAMPLES]]

@@ -11,7 +11,6 @@ from megarl.data.loader import rounds
 from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
 from megarl.rewards.parts import with_model_scores
 from megarl.rewards.scoring import ERROR_KEY
-from megarl.robots.films import film_rows
 from megarl.runtime.recorder import VALIDATE, Recorder
 from megarl.runtime.roles import RewardModelRole
 from megarl.runtime.stages.kto import measure_examples
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 class Validation:
     """This rank's part of an evaluation: metrics that merge over ranks, and some generations for the report.
 
-    `unplayed` is why the first of a robot's episodes could not be played; empty: all were.
+    `unplayed` is why the first of a task's episodes could not be played; empty: all were.
     """
 
     metrics: Metrics
@@ -46,7 +45,7 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
     """Evaluate on the held-out prompts; None when the recipe has none.
 
     Args:
-        films_of: the training step that episodes of robots are filmed for; None: they are not.
+        films_of: the training step that a player's episodes are filmed for; None: they are not.
     """
     if c.val_data is None:
         return None
@@ -60,17 +59,17 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
             results = _scored(c, samples)
             failed_episodes += sum(map(bool, samples["env_error"])) if c.config.has_episodes else 0
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
-            robot, nothing = c.config.robot is not None, [""] * len(samples)
-            unplayed = samples["env_error"] if robot else nothing
-            parts = samples["set"] if robot else nothing
+            player, nothing = c.rollout.player, [""] * len(samples)
+            unplayed = nothing if player is None else samples["env_error"]
+            parts = nothing if player is None else samples["set"]
             why = why or next(filter(None, unplayed), "")
             columns = (samples["uid"], results, samples["response_text"], samples["data_source"], parts)
             for one, error in zip(zip(*columns, strict=True), unplayed, strict=True):
                 if not error:  # an episode whose simulator failed says nothing of the policy
                     scored.append(from_reward(*one, select_by=settings.select_by))
             wanted = settings.log_samples - len(rows)
-            if films_of is not None and robot:
-                rows += film_rows(c.run_dir, films_of, samples, wanted) if c.layout.rank == 0 else []
+            if films_of is not None and player is not None:
+                rows += player.report_rows(c.run_dir, films_of, samples, wanted) if c.layout.rank == 0 else []
             elif wanted > 0:
                 rows += _report_rows(c, samples, results, wanted)
     metrics = validation_metrics(scored)
@@ -150,8 +149,7 @@ def _take_up(c: RankState, result: Validation) -> float:
     """Count metrics with those of the step; the accuracy over all ranks."""
     numbers = c.layout.dp_group.reduce_metrics(result.metrics).result()
     if "val/acc" not in numbers:
-        robot, failed = c.config.robot, numbers["val/env_errors"]
-        name = "" if robot is None else robot.simulator.get("name")
+        failed, name = numbers["val/env_errors"], c.config.task.place(c.config)
         raise MegarlError(f"none of {failed:.0f} held-out episodes could be played in {name}: {result.unplayed}")
     c.context.metrics.merge(result.metrics)
     return numbers["val/acc"]

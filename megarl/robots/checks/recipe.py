@@ -46,6 +46,14 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
     _check_settings(config, checks)
     _check_interpreter(config, checks, starts)
     _check_surroundings(config, placement, checks)
+    if config.model.lora is not None:
+        checks.fail(
+            "model.lora",
+            "adapters are for policies that write text",
+            found="set, with a section `robot`",
+            allowed="null",
+            fix="remove model.lora: all weights of a robot's policy are trained",
+        )
     check_policy(config, checks)
     for key, sources in wanted.items():
         if sources not in ([SIMULATOR], []) or (key == "data.train_files" and not sources):

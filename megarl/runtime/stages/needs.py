@@ -15,7 +15,6 @@ from megarl.algorithms.needs import (
     loss_fields,
 )
 from megarl.data.fields import IMAGES
-from megarl.robots.data.frames import FRAMES
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -39,11 +38,10 @@ def model_fields(config: RunConfig) -> list[str]:
 
 
 def call_fields(config: RunConfig) -> list[str]:
-    """List what a model reads of samples beside their tokens: images, or what a robot policy sees, and its calls'
-    borders."""
-    if config.robot is None:
+    """List what a model reads of samples beside their tokens: images, or what the policy's task names."""
+    if config.task.writes_text:
         return [] if config.data.image_key is None else list(IMAGES)
-    return ["turn_starts", "turn_ends", "states", *(FRAMES + camera for camera in config.robot.cameras)]
+    return config.task.model_fields(config)
 
 
 def update_fields(config: RunConfig) -> list[str]:

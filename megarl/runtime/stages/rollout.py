@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
 from megarl.data.versions import VERSION_FIELDS, token_versions
-from megarl.robots.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.runtime.stages.needs import call_fields, needed_fields
 from megarl.system.errors import MegarlError
 
@@ -36,28 +35,21 @@ SAMPLE_FIELDS = (
 TURN_FIELDS = ("turn_starts", "turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
 #: The prompt of the data, beside the first observation that has taken its place; it has DATA_IMAGES, too.
 DATA_PROMPT = ("data_prompt_ids", "data_prompt_text")
-#: What episodes of robots have, beside their pictures.
-EPISODE_FIELDS = (
-    *("turn_starts", "turn_ends", "turn_rewards", "env_error", "task", "trial", "success", "finish_step", "max_steps"),
-    *("progress", "states", "end_state"),
-    *("prompt_ids", "prompt_text"),
-)
 _OF_ROWS = ("uid", "answer", "data_source", "row")
 _OF_PROMPTS = ("prompt_text", *_OF_ROWS)
 
 
 def _of_prompts(config: RunConfig) -> list[str]:
-    """List the columns of a prompt that an environment or a simulator reads."""
-    if config.robot is not None:
-        return ["row", "prompt_text"]
+    """List the columns of a prompt that episodes read."""
+    if not config.task.writes_text:
+        return config.task.prompt_fields(config)
     return [*call_fields(config), *(_OF_PROMPTS if config.has_turns else [])]
 
 
 def _of_episodes(config: RunConfig) -> list[str]:
     """List the fields that samples of several turns have in addition."""
-    if config.robot is not None:
-        pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in config.robot.cameras]
-        return [*EPISODE_FIELDS, *pictures, *clip_fields(config)]
+    if not config.task.writes_text:
+        return config.task.sample_fields(config)
     if not config.has_turns:
         return []
     return [*TURN_FIELDS, *_data_prompt(config), "prompt_ids", "prompt_text", *call_fields(config)]
@@ -83,7 +75,7 @@ def _masked(config: RunConfig) -> list[str]:
 
 def generated_fields(config: RunConfig) -> list[str]:
     """List the fields that generation gives every sample."""
-    if config.robot is not None:
+    if not config.task.writes_text:
         return [*SAMPLE_FIELDS, *_of_episodes(config)]
     return [*SAMPLE_FIELDS, *(TURN_FIELDS if config.has_turns else []), *_data_prompt(config)]
 
@@ -112,10 +104,8 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
         for name in kept:
             samples.set(name, given[name.removeprefix("data_")])
     record_samples(c, samples)
-    if rollout.robots is not None:
-        from megarl.runtime.samples import record_robots
-
-        record_robots(c, samples, rollout.robots.counts)
+    if rollout.player is not None:
+        rollout.player.record(c, samples)
     return samples
 
 
@@ -179,7 +169,7 @@ def generate(
 
     Args:
         prompts: B prompts.
-        scored: episodes of robots get scores by `robot.reward`, and have all that it looks at.
+        scored: a player's episodes get scores, and have all fields that these read.
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS (with an environment also
@@ -190,11 +180,8 @@ def generate(
         EpisodeError: an environment failed, and `env.on_error` is `fail`.
     """
     with rollout.generating(c, len(prompts) * sampling.n) as advance:
-        if rollout.robots is not None:
-            from megarl.runtime.samples import play_robots
-
-            record = c.scores.recording if scored and c.scores is not None else None
-            samples = play_robots(c, rollout, prompts, sampling, advance, record)
+        if rollout.player is not None:
+            samples = rollout.player.generate(c, rollout, prompts, sampling, advance, scored=scored)
         else:
             from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 
@@ -247,7 +234,7 @@ def record_samples(c: StepContext, samples: Batch) -> None:
     m.max("prompt_length/max", float(prompt_lengths.max()))
     if c.config.data.image_key is not None:
         _record_images(m, samples[GRIDS])
-    if c.config.robot is None:
+    if c.config.task.writes_text:
         record_unknown(c, samples)
     _record_work(c, samples)
     if c.config.has_turns:
@@ -276,7 +263,7 @@ def _record_images(m: Metrics, grids: Jagged) -> None:
 
 def _record_work(c: StepContext, samples: Batch) -> None:
     """Count the generation of samples; the prompt of a group is prefilled once."""
-    if c.config.robot is not None:
+    if not c.config.task.writes_text:
         c.count_pass(samples)
         c.metrics.sum("perf/generated_tokens", float(samples["response_mask"].values.sum()))
         c.metrics.sum("perf/total_tokens", float(sum(map(sum, c.sequences.sample_columns(samples)))))

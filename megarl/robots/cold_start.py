@@ -1,0 +1,82 @@
+"""The examples of a cold start: policy calls of demonstrations, which experts may play first."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.data.loader import PromptLoader
+from megarl.robots.data.demonstration_sources import EXPERTS, find_demonstrations
+from megarl.robots.data.demonstrations import write_demonstrations
+from megarl.robots.models.vla.cloning import CloningExamples
+from megarl.robots.rollout.experts import ExpertCounts, demonstrate
+from megarl.runtime.setup import open_loader
+from megarl.system.errors import ConfigError
+from megarl.system.tracing import keep_beating, phase
+
+if TYPE_CHECKING:
+    from megarl.robots.setup import Robots
+    from megarl.runtime.rank_state import RankState
+
+DEMONSTRATIONS = "demonstrations"  # folder
+
+
+def load_calls(c: RankState, robots: Robots) -> PromptLoader:
+    """Policy calls of the demonstrations that `sft.train_files` names. Collective over the ranks of a team.
+
+    What experts show is written to RUN_DIR/demonstrations by one rank, and read by all.
+
+    Raises:
+        ConfigError, DataError: no demonstrations, or of another robot.
+        SimulatorError: no simulator works any more.
+    """
+    config, layout, body = c.config, c.layout, robots.body
+    assert config.robot is not None
+    sources = config.sft.train_files or [EXPERTS]
+    folder = c.run_dir / DEMONSTRATIONS
+    if EXPERTS in sources:
+        with phase("demonstrate"), keep_beating():
+            layout.world.broadcast_json(_show(c, robots, folder) if layout.rank == 0 else None)
+    places = [str(folder) if source == EXPERTS else source for source in sources]
+    states = body.view.states
+    data = CloningExamples(
+        find_demonstrations(places, robots.tasks, config.robot.recorded_cameras),
+        robots.trials["train"].prompts,
+        body.codec,
+        body.view.pictures,
+        cameras=config.robot.cameras,
+        chunk=config.robot.chunk,
+        states=(lambda seen: seen) if states is None else states.normalise,
+    )
+    return open_loader(config, data, layout, "sft.batch_size", config.sft.batch_size)
+
+
+def _show(c: RankState, robots: Robots, folder: Path) -> int:
+    """Let experts play start states that are trained on, and write what they did; the first rank does it."""
+    robot, seed, counts = c.config.robot, c.config.trainer.seed, ExpertCounts()
+    assert robot is not None
+    assert robots.pool is not None, "the first rank of a replica has the simulators"
+    taken: dict[str, int] = {}
+    pairs = []
+    for task, trial in robots.trials["train"].pairs:
+        taken[task] = taken.get(task, 0) + 1
+        if robot.demonstrations is None or taken[task] <= robot.demonstrations:
+            pairs.append((task, trial))
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with c.context.progress("demonstrations", len(pairs)) as advance:
+        shown = demonstrate(robots.pool, pairs, noise=robot.expert_noise, seed=seed, counts=counts, advance=advance)
+        written = write_demonstrations(partial, shown)
+    print(counts.describe(), flush=True)
+    if not written:
+        raise ConfigError(
+            "there is nothing to clone: experts solved none of the episodes",
+            where="sft.train_files",
+            found=counts.describe(),
+            fix="raise the simulator's limit of environment steps, lower robot.expert_noise, or name folders of "
+            "demonstrations",
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return written

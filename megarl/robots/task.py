@@ -1,0 +1,170 @@
+"""The task of a recipe with the section `robot`: the policy acts, in episodes of a simulator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.config.run import RunConfig
+from megarl.config.task import Task, TaskPlayer, TaskScores
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.planning.activations import Passes
+from megarl.planning.shards import BYTES
+from megarl.planning.terms import Term, term
+from megarl.robots.checks.recipe import check_robot
+from megarl.robots.config import RobotConfig
+from megarl.robots.data.frames import END_FRAMES, FRAMES, clip_fields
+from megarl.robots.envs.settings import SimulatorSettings
+from megarl.robots.planning import call_columns, encoder_bytes, episode_bytes, recorder_bytes, tower_bytes
+from megarl.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from megarl.checks.checklist import Checklist
+    from megarl.training.parallel import Layout
+    from megarl.training.sequence_layout import SequenceLayout
+
+#: What episodes have beside their pictures.
+EPISODE_FIELDS = (
+    *("turn_starts", "turn_ends", "turn_rewards", "env_error", "task", "trial", "success", "finish_step", "max_steps"),
+    *("progress", "states", "end_state"),
+    *("prompt_ids", "prompt_text"),
+)
+
+
+def section_of(config: RunConfig) -> RobotConfig:
+    """Return the section `robot` of a recipe that has it."""
+    assert config.robot is not None, "a recipe with the section `robot`"
+    return config.robot
+
+
+class RobotTask(Task):
+    """The task of a policy that acts in a simulator."""
+
+    writes_text = False
+    split_problem = "start states are held out of a simulator's by robot.held_out"
+
+    def check(self, config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool) -> None:
+        """Check the section `robot`, and what it cannot be combined with."""
+        check_robot(config, placement, checks, starts=starts)
+
+    def plan_problem(self) -> ConfigError | None:
+        """Return the error: no formula knows simulators."""
+        return ConfigError(
+            "the formulas cover language models, but most of a robot's step is spent in simulators and vision towers",
+            where="robot",
+            found="a robot's recipe",
+            allowed="recipes of language models",
+            fix="measure instead: megarl bench envs, and the timings of a short run",
+        )
+
+    def call_tokens(self, config: RunConfig, facts: ModelFacts) -> tuple[int, int] | None:
+        """Return columns and action tokens of a policy call; None without a vision part."""
+        robot = section_of(config)
+        return None if facts.vision is None else (call_columns(robot, facts.vision), robot.chunk * robot.dim)
+
+    def update_terms(self, config: RunConfig, facts: ModelFacts, role: str, passes: Passes) -> list[Term]:
+        """Return what vision towers keep of the pictures of a micro-batch."""
+        if facts.vision is None:
+            return []
+        pictures = passes.tokens // passes.longest * self.pictures_per_call(config)
+        seen = pictures * tower_bytes(facts.vision, BYTES[config.model.dtype])
+        keys = f"{role}.engine.micro_batch_tokens, robot.cameras"
+        return [term("vision towers at work", seen, keys, rough=True)]
+
+    def score_terms(self, config: RunConfig, *, gpu: bool) -> list[Term]:
+        """Return the encoder of videos, and the clips in it."""
+        held, passing = encoder_bytes(config, gpu=gpu)
+        if not held:
+            return []
+        keys = "robot.reward.embedding.path"
+        return [
+            term("an encoder of videos", held, keys, rough=True),
+            term("clips in the encoder of videos", passing, "robot.reward.embedding.batch_size", rough=True),
+        ]
+
+    def host_terms(self, config: RunConfig, facts: ModelFacts, team: TeamPlan, ranks: int, job: str) -> list[Term]:
+        """Return terms for the pictures of a step's episodes, on every rank that has them, and the frames for clips."""
+        if facts.vision is None:
+            return []
+        rows = config.data.batch_size * config.rollout.sampling.n
+        if job != "train":
+            rows = min(n for n in (config.data.val_batch_size, config.data.max_val_samples, 64) if n is not None)
+        episodes = ranks * -(-rows // team.replicas)
+        longest, shortest = episode_bytes(config, facts.vision)
+        keys = "data.batch_size, rollout.sampling.n, robot.simulator.max_steps"
+        # Episodes that succeed end before their limit, which only the simulator knows for certain.
+        terms = [Term(f"pictures of {episodes} episodes", episodes * longest, keys, episodes * shortest)]
+        if job == "train" and (frames := recorder_bytes(config)):
+            default = SimulatorSettings.model_fields["workers"].default
+            processes = section_of(config).simulator.get("workers", default)
+            count = max(1, ranks // team.parallel.model_parallel_size) * int(processes)
+            terms.append(Term(f"frames in {count} simulators", count * frames, "robot.simulator.workers", 0.0))
+        return terms
+
+    def pictures_per_call(self, config: RunConfig) -> int:
+        """Return the number of cameras."""
+        return len(section_of(config).cameras)
+
+    def prompt_fields(self, config: RunConfig) -> list[str]:
+        """Return the columns that name a start state."""
+        return ["row", "prompt_text"]
+
+    def sample_fields(self, config: RunConfig) -> list[str]:
+        """Return the fields of episodes, with their pictures and clips."""
+        cameras = section_of(config).cameras
+        pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in cameras]
+        return [*EPISODE_FIELDS, *pictures, *clip_fields(config)]
+
+    def model_fields(self, config: RunConfig) -> list[str]:
+        """Return pictures, states, and the borders of policy calls."""
+        cameras = section_of(config).cameras
+        return ["turn_starts", "turn_ends", "states", *(FRAMES + camera for camera in cameras)]
+
+    def place(self, config: RunConfig) -> str:
+        """Return the simulator's name."""
+        return str(section_of(config).simulator.get("name"))
+
+    def sequence_layout(self, config: RunConfig, hf: PretrainedConfig) -> SequenceLayout | None:
+        """Return how policy calls become sequences."""
+        from megarl.robots.setup import vla_layout
+
+        return vla_layout(config, hf)
+
+    def open_player(
+        self, config: RunConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout
+    ) -> TaskPlayer | None:
+        """Start the simulators."""
+        from megarl.robots.setup import open_robots
+
+        return open_robots(config, hf, tokenizer, layout)
+
+    def open_scores(self, config: RunConfig, layout: Layout) -> TaskScores | None:
+        """Make the scores that `robot.reward` asks for."""
+        from megarl.robots.scores import EpisodeScores
+
+        return EpisodeScores.of(config, layout)
+
+    def checkpoint_files(self, hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
+        """Return the statistics of actions."""
+        from megarl.robots.setup import statistics_file
+
+        return statistics_file(hf, layout)
+
+    def check_checkpoint(self, hf: PretrainedConfig, folder: Path) -> None:
+        """Refuse a checkpoint with other statistics of actions."""
+        from megarl.robots.setup import check_same_statistics
+
+        check_same_statistics(hf, folder)
+
+    def complete_export(self, config: RunConfig, hf: PretrainedConfig, checkpoint: Path) -> None:
+        """Put the statistics of actions on `hf`."""
+        from megarl.robots.artifacts.action_statistics import FILE, read_statistics
+        from megarl.robots.setup import model_statistics
+
+        file = checkpoint / FILE  # checkpoints of older versions lack this file
+        known = read_statistics(file) if file.is_file() else dict([model_statistics(config, section_of(config))])
+        hf.action_statistics = known
