@@ -14,10 +14,11 @@ from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
 from megarl.models.hf import load_hf_config, stacks_experts, vision_of
+from megarl.models.weight_table import WeightTable
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
 from megarl.models.weights.peft import AdapterReader
-from megarl.models.weights.plan import hf_tensors
+from megarl.models.weight_table import WeightTable
 from megarl.robots.artifacts.action_statistics import FILE as STATISTICS
 from megarl.system.device import DTYPES
 from megarl.system.errors import ConfigError
@@ -47,9 +48,9 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     hf = load_hf_config(ModelConfig(path=str(folder)), str(folder / "config.json"))
     reader = CheckpointReader(folder)
     if adapter is not None:
-        adapter.check_base(hf_tensors(hf))
+        adapter.check_base(WeightTable.of(hf).shapes())
     value_head = "score.weight" in reader
-    shapes = hf_tensors(hf, value_head=value_head)
+    shapes = WeightTable.of(hf, value_head=value_head).shapes()
     reader.check(shapes, vision_of(hf))
     dtypes = dict.fromkeys(shapes, DTYPES[dtype]) if dtype else _stored_dtypes(reader, shapes)
     with FolderWriter(target, shapes, dtypes, int(max_shard_gb * 1e9), stacked=stacks_experts(hf)) as writer:

@@ -15,6 +15,7 @@ from megarl.models.hf import value_bias
 from megarl.models.layer_forms import table_name
 from megarl.models.packing import PackedSequences
 from megarl.models.rope import Rope
+from megarl.models.weight_table import WeightTable
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -67,6 +68,7 @@ class PolicyModel(GPTModel):
         self.hf_config = hf
         self.rope = Rope(hf)
         self.has_value_head = value_head
+        self.weight_table = WeightTable.of(hf, value_head=value_head)
         if value_head and post_process:
             vocabulary_head = getattr(self, "output_layer")  # noqa: B009 (Megatron leaves its type open)
             self.output_layer = ValueHead(config, vocabulary_head.weight.device, bias=value_bias(hf))

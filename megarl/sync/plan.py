@@ -18,12 +18,8 @@ import itertools
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from megarl.models.weights.plan import Coordinate, TensorRegion, hf_tensors, slices_for
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from megarl.models.weight_table import Coordinate, TensorRegion, WeightTable
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 FP8_BLOCK = 128
@@ -109,17 +105,17 @@ class SyncPlan:
         return next(route for route in self.routes if receiver in route.receivers)
 
 
-def holdings(hf: PretrainedConfig, ranks: Sequence[Coordinate]) -> dict[str, Held]:
+def holdings(weights: WeightTable, ranks: Sequence[Coordinate]) -> dict[str, Held]:
     """Return, for every tensor of the model in export order, which of the trainer's `ranks` hold which regions."""
     same: dict[Coordinate, list[int]] = {}
     for rank, at in enumerate(ranks):
         same.setdefault(at, []).append(rank)
-    found: dict[str, dict[TensorRegion, set[int]]] = {name: {} for name in hf_tensors(hf)}
+    shapes = weights.shapes()
+    found: dict[str, dict[TensorRegion, set[int]]] = {name: {} for name in shapes}
     for at, members in same.items():
-        for shard in slices_for(hf, at):
+        for shard in weights.shards(at):
             for piece in shard.pieces:
                 found[piece.source].setdefault(piece.source_region, set()).update(members)
-    shapes = hf_tensors(hf)
     return {
         name: Held(shapes[name], tuple((region, tuple(sorted(who))) for region, who in regions.items()))
         for name, regions in found.items()

@@ -28,7 +28,6 @@ from megarl.config.sync import SyncConfig
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_on_all_ranks, layout_of_all
 from megarl.models.weights.fill import coordinate
-from megarl.models.weights.plan import tensors_of
 from megarl.sync import verify
 from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
 from megarl.sync.plan import TrainerRank, holdings, make_plan
@@ -102,7 +101,7 @@ class WeightSync:
         )
         kind, gpus = TRANSPORTS[self.transport_name], world.all_gather_json(gpu_name())
         self.plan = make_plan(
-            holdings(chunks[0].hf_config, ranks),
+            holdings(chunks[0].weight_table, ranks),
             [TrainerRank(at.pp_rank, names[rank], gpus[rank]) for rank, at in enumerate(ranks)],
             hosts,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -112,7 +111,7 @@ class WeightSync:
             gpus=[receiver.gpus for receiver in receivers.all],
             one_replica=kind.one_replica,
             senders_per_stage=kind.senders_per_stage,
-            frozen=tensors_of(chunks[0].hf_config, freeze),
+            frozen=chunks[0].weight_table.names_of(freeze),
         )
         self.transport = self._make_transport(run_dir, names, addresses)
         at, live = self.transport.device, self.transport.live and chunks[0].config.lora is None

@@ -12,6 +12,7 @@ import torch
 
 from megarl.certificate.findings import Findings, read_findings
 from megarl.certificate.harness import verdict
+from megarl.models.weight_table import WeightTable
 from tests.dist import no_parallel, run_distributed, run_pretending
 
 
@@ -122,7 +123,7 @@ def test_servers_that_are_fed_crosswise_are_found_by_the_servers_section():
     from tests.sync.layouts import HERE, config, ranks_of, trainer
 
     ranks = trainer(tp=2, dp=2)
-    crossed = make_plan(holdings(config("qwen3"), ranks), ranks_of(ranks), [HERE] * 4, same_host=True)
+    crossed = make_plan(holdings(WeightTable.of(config("qwen3")), ranks), ranks_of(ranks), [HERE] * 4, same_host=True)
     assert [route.receivers for route in crossed.routes] == [(0, 2), (1, 3)]
     gpus = ["0", "1", "2", "3"]
     assert crossings(crossed, gpus, [[gpu] for gpu in gpus]) == [

@@ -11,8 +11,8 @@ import pytest
 from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import facts_of
+from megarl.models.weight_table import Coordinate, WeightTable
 from megarl.models.weights.adapters import adapter_slices
-from megarl.models.weights.plan import Coordinate, slices_for
 from megarl.planning.shards import checkpoint_bytes, owned_parameters, stage_parameters, state_bytes
 from tests.models.tiny import ARCHITECTURES, tiny_dict
 
@@ -42,7 +42,7 @@ def loaded(hf, parallel, *, value_head=False):
         at = Coordinate(
             parallel.tp, tp_rank, parallel.pp, pp_rank, parallel.vpp or 1, parallel.ep, 0, parallel.expert_tp, 0
         )
-        shards = slices_for(hf, at, value_head=value_head)
+        shards = WeightTable.of(hf, value_head=value_head).shards(at)
         sizes = [(".experts." in shard.param, math.prod(shard.shape)) for shard in shards]
         found.append((sum(n for expert, n in sizes if not expert), sum(n for expert, n in sizes if expert)))
     return max(found, key=sum)
@@ -115,7 +115,8 @@ def test_what_is_frozen_has_neither_gradients_nor_optimizer_state(freeze):
     facts = replace(facts, frozen=freeze)
     for parallel in (ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(pp=2)):
         ranks = [
-            slices_for(hf, Coordinate(tp=parallel.tp, pp=parallel.pp, pp_rank=rank)) for rank in range(parallel.pp)
+            WeightTable.of(hf).shards(Coordinate(tp=parallel.tp, pp=parallel.pp, pp_rank=rank))
+            for rank in range(parallel.pp)
         ]
         held, learn = (
             max(sum(math.prod(one.shape) for one in rank if part_of(one.param) not in parts) for rank in ranks)
@@ -123,5 +124,7 @@ def test_what_is_frozen_has_neither_gradients_nor_optimizer_state(freeze):
         )
         state = state_bytes(facts, parallel, EngineConfig(), "bf16", 2)
         assert state == {"parameters": 2 * held, "gradients": 4 * learn, "optimizer": 12 * learn / 2}
-    learn = sum(math.prod(one.shape) for one in slices_for(hf, Coordinate()) if part_of(one.param) not in freeze)
+    learn = sum(
+        math.prod(one.shape) for one in WeightTable.of(hf).shards(Coordinate()) if part_of(one.param) not in freeze
+    )
     assert checkpoint_bytes(facts, "bf16") == 2 * facts.parameters + 12 * learn

@@ -10,6 +10,7 @@ from megarl.config.load import load_config
 from megarl.config.model import ModelConfig
 from megarl.dag.placement import MODEL_ROLES, together
 from megarl.dag.stage import Role
+from megarl.models.weight_table import WeightTable
 from megarl.planning.memory import device_memory
 from megarl.planning.shards import parameter_bytes, state_bytes
 from megarl.planning.weight_sync import WeightSyncMemory
@@ -36,7 +37,7 @@ def sizes_of(made):
 def test_buffers_are_those_of_the_plan_of_an_update(tp, tied, bucket_mb):
     shape = SIZES | {"tie_word_embeddings": tied}
     hf, ranks = config("qwen3", **shape), trainer(tp=tp, dp=2)
-    plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE] * 2, bucket_bytes=bucket_mb * 10**6)
+    plan = make_plan(holdings(WeightTable.of(hf), ranks), ranks_of(ranks), [HERE] * 2, bucket_bytes=bucket_mb * 10**6)
     sent = [[bucket.nbytes for bucket in buckets] for route in plan.routes for buckets in route.senders.values()]
     most = max(sum(max(sizes[first::2], default=0) for first in (0, 1)) for sizes in sent)
     made = recipe(f"cluster.nproc={2 * tp}", f"actor.parallel.tp={tp}", f"sync.bucket_mb={bucket_mb}")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.data.tokenizer import character_tokenizer
-from megarl.models.weights.plan import hf_tensors
+from megarl.models.weight_table import WeightTable
 from megarl.robots.artifacts.action_statistics import ActionStatistics, DatasetStatistics, write_statistics
 from megarl.robots.models.vla.config import policy_config
 from megarl.robots.simulators.libero import MESHES
@@ -64,7 +64,7 @@ def save_oft(folder: Path) -> None:
     config = {"model_type": "openvla", "vision_towers": [DINO, SIGLIP], "pad_to_multiple_of": 64}
     config |= {"n_action_bins": 256, "text_config": {**text, "rms_norm_eps": 1e-6, "pad_token_id": 32000}}
     generator = torch.Generator().manual_seed(1)
-    shapes = hf_tensors(policy_config(config, "small"))
+    shapes = WeightTable.of(policy_config(config, "small")).shapes()
     save_file({name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()},
               folder / "model.safetensors")  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))

@@ -6,7 +6,7 @@ import itertools
 
 from megarl.config.model import ModelConfig
 from megarl.models.hf import load_hf_config
-from megarl.models.weights.plan import Coordinate
+from megarl.models.weight_table import Coordinate
 from megarl.sync.plan import TrainerRank
 from tests.models.tiny import tiny_dict
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.benchmarks.sync.receiver import Receiver
 from megarl.kernels import delta as kernels
+from megarl.models.weight_table import WeightTable
 from megarl.sync.delta import Delta, apply_delta, make_delta
 from megarl.sync.messages import FailedError, MessageClient, Refused, proof, read_message, send_message
 from megarl.sync.plan import make_plan
@@ -226,7 +227,7 @@ class Sender:
         from megarl.sync.plan import holdings
 
         ranks = trainer()
-        plan = make_plan(holdings(config("qwen3"), ranks), ranks_of(ranks), [HERE])
+        plan = make_plan(holdings(WeightTable.of(config("qwen3")), ranks), ranks_of(ranks), [HERE])
         (self.bucket,) = plan.routes[0].senders[0]
         self.transport = DeltaTransport(plan, {"127.0.0.1": address}, KEY, "0", 60.0)
         self.flat = torch.randint(0, 200, (self.bucket.nbytes,), dtype=torch.uint8)

@@ -405,14 +405,14 @@ def test_ranks_of_an_engine_begin_together_or_not_at_all(tmp_path):
 @pytest.mark.parametrize("transport", ["tensor", "delta"])
 def test_frozen_tensors_are_sent_once(tmp_path, monkeypatch, transport):
     """To an engine that holds them: one that holds something else gets everything again."""
-    from megarl.models.weights.plan import tensors_of
+    from megarl.models.weight_table import WeightTable
     from megarl.sync.updater import WeightSync
     from tests.models.vlm_tiny import save
 
     with engines_here(tmp_path, 1, save, "qwen3_vl") as (chunks, (inbox,), receivers):
         config = SyncConfig(transport=transport, verify="every", timeout_s=30.0, bucket_mb=5)
         sync = WeightSync(chunks, receivers, config, tmp_path, world(), ["tower", "language_model"])
-        frozen, came = tensors_of(chunks[0].hf_config, ["tower", "language_model"]), list[str]()
+        frozen, came = WeightTable.of(chunks[0].hf_config).names_of(["tower", "language_model"]), list[str]()
         for op in ("write", "write_elements"):
             write = getattr(inbox._writer, op)
             monkeypatch.setattr(inbox._writer, op, lambda n, *a, write=write: (came.append(n), write(n, *a))[1])

@@ -26,7 +26,7 @@ def buckets(device: str) -> dict:
         ranks = layout_of_all(coordinate(chunks), world())
         for fp8 in (False, True):
             plan = make_plan(
-                holdings(chunks[0].hf_config, ranks),
+                holdings(chunks[0].weight_table, ranks),
                 [TrainerRank()],
                 ["127.0.0.1"],
                 bucket_bytes=SLAB_BYTES + 20_000,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.benchmarks.sync.deepseek import deepseek_v3
-from megarl.models.weights.plan import hf_tensors, slices_for
+from megarl.models.weight_table import WeightTable
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.sync.plan import SLAB_BYTES, TrainerRank, holdings, make_plan
 from tests.models.tiny import ARCHITECTURES
@@ -33,7 +33,7 @@ CASES += [(name, layout) for name in ("qwen3_moe", "mixtral") for layout in MOE]
 def planned(name: str, layout: str, servers: int = 3, tied: bool = False, **settings):
     hf = config(name, tie_word_embeddings=tied)
     ranks = trainer(**(LAYOUTS | MOE)[layout])
-    plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE] * servers, **settings)
+    plan = make_plan(holdings(WeightTable.of(hf), ranks), ranks_of(ranks), [HERE] * servers, **settings)
     return hf, ranks, plan
 
 
@@ -41,12 +41,12 @@ def planned(name: str, layout: str, servers: int = 3, tied: bool = False, **sett
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_every_server_gets_every_element_once(name, layout, tied):
     hf, ranks, plan = planned(name, layout, tied=tied, bucket_bytes=SLAB_BYTES + 40_000)
-    held = [{(p.source, p.source_region) for s in slices_for(hf, at) for p in s.pieces} for at in ranks]
+    held = [{(p.source, p.source_region) for s in WeightTable.of(hf).shards(at) for p in s.pieces} for at in ranks]
     for server in range(3):
         (route,) = (route for route in plan.routes if server in route.receivers)
         sent = [e.name for buckets in route.senders.values() for b in buckets for e in b.entries]
-        assert sorted(sent) == sorted(hf_tensors(hf))
-        for tensor, shape in hf_tensors(hf).items():
+        assert sorted(sent) == sorted(WeightTable.of(hf).shapes())
+        for tensor, shape in WeightTable.of(hf).shapes().items():
             seen = torch.zeros(shape, dtype=torch.int32)
             for region, giver in route.givers[tensor]:
                 assert (tensor, region) in held[giver]
@@ -74,7 +74,7 @@ def test_buckets_are_bounded_packed_and_aligned(name, layout):
 @pytest.mark.parametrize("bound", [40_000, 100_000, 400_000])
 def test_of_two_buffers_only_the_first_is_as_large_as_the_embedding(vocabulary, tied, large, bound):
     hf, ranks = config("qwen3", vocab_size=vocabulary, tie_word_embeddings=tied), trainer()
-    plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE], bucket_bytes=SLAB_BYTES + bound)
+    plan = make_plan(holdings(WeightTable.of(hf), ranks), ranks_of(ranks), [HERE], bucket_bytes=SLAB_BYTES + bound)
     sizes = [bucket.nbytes for bucket in plan.routes[0].senders[0]]
     assert sum(size > bound for size in sizes) == large
     assert max(sizes[1::2], default=0) <= bound
@@ -90,7 +90,7 @@ def test_replicas_share_the_servers_out():
 def test_senders_of_a_replica_are_balanced():
     hf = config("llama", num_hidden_layers=16, num_key_value_heads=4)
     ranks = trainer(tp=4, pp=2)
-    plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE])
+    plan = make_plan(holdings(WeightTable.of(hf), ranks), ranks_of(ranks), [HERE])
     (route,) = plan.routes
     sizes = [sum(bucket.nbytes for bucket in buckets) for buckets in route.senders.values()]
     assert len(sizes) == 8
@@ -104,10 +104,10 @@ def test_one_sender_per_stage_when_asked():
 
 def test_senders_on_the_host_of_their_server():
     hf, ranks = config("qwen3"), trainer(pp=2)
-    plan = make_plan(holdings(hf, ranks), ranks_of(ranks, ["a", "b"]), ["a", "b"], same_host=True)
+    plan = make_plan(holdings(WeightTable.of(hf), ranks), ranks_of(ranks, ["a", "b"]), ["a", "b"], same_host=True)
     assert [(route.receivers, set(route.senders)) for route in plan.routes] == [((0,), {0}), ((1,), {1})]
     with pytest.raises(ValueError, match="'c'"):
-        make_plan(holdings(hf, ranks), ranks_of(ranks, ["a", "b"]), ["c"], same_host=True)
+        make_plan(holdings(WeightTable.of(hf), ranks), ranks_of(ranks, ["a", "b"]), ["c"], same_host=True)
 
 
 def routes_of(layout: dict, gpus: list[list[str]], machines: int = 1) -> list[tuple[set[int], tuple[int, ...]]]:
@@ -117,7 +117,7 @@ def routes_of(layout: dict, gpus: list[list[str]], machines: int = 1) -> list[tu
     ranks = [TrainerRank(c.pp_rank, f"m{r // 8}", str(r % 8)) for r, c in enumerate(at)]
     each = len(gpus) // machines
     hosts = [f"m{number // each}" for number in range(len(gpus))]
-    plan = make_plan(holdings(hf, at), ranks, hosts, same_host=True, gpus=gpus)
+    plan = make_plan(holdings(WeightTable.of(hf), at), ranks, hosts, same_host=True, gpus=gpus)
     return [(set(route.senders), route.receivers) for route in plan.routes]
 
 
@@ -146,7 +146,7 @@ def test_servers_whose_gpus_are_not_the_trainers_are_dealt_out():
 def test_experts_go_to_the_ranks_that_own_them():
     hf = config("qwen3_moe")
     spread, whole = ServerLayout.of(hf, tp=4, ep=2), ServerLayout.of(hf, tp=2)
-    for name in hf_tensors(hf):
+    for name in WeightTable.of(hf).shapes():
         needing = [spread.needs(rank, name) for rank in range(4)]
         if ".experts." in name:
             expert = int(name.split(".experts.")[1].split(".")[0])
@@ -163,7 +163,7 @@ def test_fp8_sends_projections_and_their_scales():
     assert by_name["model.layers.0.mlp.experts.3.down_proj.weight_scale_inv"].shape == (1, 1)
     for plain in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight", "model.norm.weight"):
         assert by_name[plain].dtype == "bfloat16"
-    assert {e.source for e in by_name.values()} == set(hf_tensors(hf))
+    assert {e.source for e in by_name.values()} == set(WeightTable.of(hf).shapes())
 
 
 def test_a_671b_model_from_1024_ranks_to_32_servers():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
+from megarl.models.weight_table import WeightTable
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.sync import shared
 from megarl.sync.plan import SLAB_BYTES, holdings, make_plan
@@ -61,8 +62,10 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_each_buffer_is_shared_once_however_often_it_is_handed_over(shares, monkeypatch):
     hf = config("qwen3", vocab_size=4000)
     ranks = trainer()
-    plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE] * 2, bucket_bytes=SLAB_BYTES + 20_000)
-    regions = [(name, region) for name, tensor in holdings(hf, ranks).items() for region, _ in tensor.regions]
+    plan = make_plan(holdings(WeightTable.of(hf), ranks), ranks_of(ranks), [HERE] * 2, bucket_bytes=SLAB_BYTES + 20_000)
+    regions = [
+        (name, region) for name, tensor in holdings(WeightTable.of(hf), ranks).items() for region, _ in tensor.regions
+    ]
     held = {(name, region): torch.zeros([stop - start for start, stop in region]) for name, region in regions}
     transport = TensorTransport(plan, torch.device("cpu"), 5.0)
     monkeypatch.setattr(

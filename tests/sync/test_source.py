@@ -28,7 +28,7 @@ def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tenso
     ranks = layout_of_all(coordinate(chunks), world())
     settings = {"dtype": "bfloat16", "bucket_bytes": SLAB_BYTES + 20_000, **settings}
     places = [TrainerRank(at.pp_rank) for at in ranks]
-    plan = make_plan(holdings(chunks[0].hf_config, ranks), places, ["127.0.0.1"] * 2, **settings)
+    plan = make_plan(holdings(chunks[0].weight_table, ranks), places, ["127.0.0.1"] * 2, **settings)
     source = Source(Pieces(chunks), plan, world(), getattr(torch, settings["dtype"]))
     routes = list(range(len(plan.routes)))
     found: dict[str, torch.Tensor] = {}
@@ -104,14 +104,14 @@ def give(device: str) -> list[str]:
 
     import torch.distributed as dist
 
-    from megarl.models.weights.plan import hf_tensors
+    from megarl.models.weight_table import WeightTable
     from megarl.sync.plan import holdings, make_plan
     from megarl.sync.source import Source
     from tests.sync.layouts import HERE, config, ranks_of, trainer
 
     ranks = trainer(tp=2)
-    plan = make_plan(holdings(config("llama"), ranks), ranks_of(ranks), [HERE], senders_per_stage=1)
-    shapes = hf_tensors(config("llama"))
+    plan = make_plan(holdings(WeightTable.of(config("llama")), ranks), ranks_of(ranks), [HERE], senders_per_stage=1)
+    shapes = WeightTable.of(config("llama")).shapes()
     held = {
         (name, region): torch.zeros(shapes[name])[tuple(slice(*span) for span in region)]
         for name, regions in plan.routes[0].givers.items()

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megarl.models.weights.plan import hf_tensors
+from megarl.models.weight_table import WeightTable
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.sync.checksum import DeviceChecksum, HostChecksum
@@ -67,7 +67,7 @@ def test_checksums_by_parts_are_those_of_the_whole(count):
 def test_a_server_fuses_and_splits(tp, ep):
     hf = config("qwen3_moe", num_hidden_layers=1)
     g = torch.Generator().manual_seed(3)
-    t = {name: torch.randn(shape, generator=g) for name, shape in hf_tensors(hf).items()}
+    t = {name: torch.randn(shape, generator=g) for name, shape in WeightTable.of(hf).shapes().items()}
     layout = ServerLayout.of(hf, tp, ep)
     found = expected_checksums(t.items(), [layout], torch.float32, WorkerGroup.alone())[layout]
     at, experts = "model.layers.0.self_attn.", "model.layers.0.mlp.experts."
@@ -141,7 +141,7 @@ def hash_on_device() -> dict:
 
     hf = config("qwen3_moe", num_hidden_layers=1)
     layout = ServerLayout.of(hf, 2, 2, on_gpu=True)
-    tensors = {name: torch.randn(shape).bfloat16() for name, shape in hf_tensors(hf).items()}
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in WeightTable.of(hf).shapes().items()}
     on_host = expected_checksums(tensors.items(), [layout], torch.bfloat16, WorkerGroup.alone())[layout]
     with Pretend():
         there = {name: tensor.to("cuda") for name, tensor in tensors.items()}

@@ -1,17 +1,16 @@
 """The plan of low-rank adapters: their tensors by the names of PEFT, and the local parameters that hold them; as
-`megarl.models.weights.plan` is for weights, from the rules of `megarl.architectures.adapters`.
+`megarl.models.weight_table` is for weights, from the rules of `megarl.architectures.adapters`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.adapters import TARGETS, adapter_rules
-from megarl.architectures.tensors import WeightRule
 from megarl.config.model import LoraConfig
-from megarl.models.hf import dimensions
-from megarl.models.weights.plan import Coordinate, Shard, instances, shard_of, sources_of
+from megarl.models.weight_table import Coordinate, Shard, WeightTable
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,28 +25,17 @@ def adapter_tensors(hf: PretrainedConfig, lora: LoraConfig) -> dict[str, tuple[i
     Raises:
         ConfigError: the model has none of the layers that a target names.
     """
-    size = _sizes(hf, lora)
-    found: dict[str, tuple[int, ...]] = {}
-    for rule, _, names in instances(hf, Coordinate(), _rules(hf, lora)):
-        found |= sources_of(rule, names, size)
-    return found
+    return _table(hf, lora).shapes()
 
 
 def adapter_slices(hf: PretrainedConfig, at: Coordinate, lora: LoraConfig) -> list[Shard]:
     """Return every adapter parameter of the process at `at`, and the regions it is filled from."""
-    size = _sizes(hf, lora)
-    return [
-        shard_of(rule, chunk, param, names, at, size)
-        for rule, (chunk, param), names in instances(hf, at, _rules(hf, lora))
-    ]
+    return _table(hf, lora).shards(at)
 
 
-def _sizes(hf: PretrainedConfig, lora: LoraConfig) -> dict[str, int]:
-    return {**dimensions(hf), "rank": lora.rank}
-
-
-def _rules(hf: PretrainedConfig, lora: LoraConfig) -> tuple[WeightRule, ...]:
-    return tuple(adapter_rules(ARCHITECTURES[hf.model_type].tensors, lora.targets))
+def _table(hf: PretrainedConfig, lora: LoraConfig) -> WeightTable:
+    table, rules = WeightTable.of(hf), adapter_rules(ARCHITECTURES[hf.model_type].tensors, lora.targets)
+    return replace(table, rules=tuple(rules), sizes={**table.sizes, "rank": lora.rank}, visual={})
 
 
 def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
@@ -64,7 +52,7 @@ def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
             allowed="0 with experts among model.lora.targets",
             fix="set model.lora.dropout=0",
         )
-    present = {TARGETS[rule.part] for rule, _, _ in instances(hf, Coordinate(), _rules(hf, lora))}
+    present = {TARGETS[rule.part] for rule, _, _ in _table(hf, lora).instances(Coordinate())}
     missing = [target for target in lora.targets or () if target not in present]
     if missing or not present:
         raise ConfigError(

@@ -14,21 +14,19 @@ import torch
 from megarl.config.model import LoraConfig
 from megarl.models.hf import stacks_experts
 from megarl.models.policy import PolicyModel
-from megarl.models.weights.adapters import adapter_slices, adapter_tensors
-from megarl.models.weights.files import FolderWriter
-from megarl.models.weights.fill import Reader, coordinate, weight_readers
-from megarl.models.weights.metadata import write_metadata
-from megarl.models.weights.plan import (
+from megarl.models.weight_table import (
     Coordinate,
     Piece,
     Shard,
     TensorRegion,
     as_index,
-    hf_tensors,
     region_numel,
     region_shape,
-    slices_for,
 )
+from megarl.models.weights.adapters import adapter_slices, adapter_tensors
+from megarl.models.weights.files import FolderWriter
+from megarl.models.weights.fill import Reader, coordinate, weight_readers
+from megarl.models.weights.metadata import write_metadata
 from megarl.system.comm import WorkerGroup
 from megarl.system.tracing import beat
 
@@ -70,10 +68,10 @@ def _sources(
     chunks: Sequence[PolicyModel], world: WorkerGroup
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[int, list[tuple[_Key, Piece]]]], dict[_Key, Reader]]:
     """Return the shapes of the model's tensors, who gives their pieces, and what reads this rank's. Collective."""
-    hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
-    owners = _owners(layout_of_all(coordinate(chunks), world), lambda at: slices_for(hf, at, value_head=value_head))
+    table = chunks[0].weight_table
+    owners = _owners(layout_of_all(coordinate(chunks), world), table.shards)
     read = {(shard.chunk, shard.param): reader for shard, reader in weight_readers(chunks)}
-    return hf_tensors(hf, value_head=value_head), owners, read
+    return table.shapes(), owners, read
 
 
 @torch.no_grad()
@@ -204,7 +202,7 @@ def export_weights(
         for _ in iter_hf_tensors(chunks, world):
             pass
     else:
-        shapes = hf_tensors(hf_config, value_head=value_head)
+        shapes = chunks[0].weight_table.shapes()
         with FolderWriter(out_dir, shapes, dtype, int(max_shard_gb * 1e9), stacked=stacks_experts(hf_config)) as writer:
             for name, tensor in iter_hf_tensors(chunks, world):
                 assert tensor is not None, "the writing rank is given every tensor"

@@ -24,7 +24,7 @@ from megarl.artifacts.checkpoint_files import (
     weight_files,
 )
 from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
-from megarl.models.weights.plan import TensorRegion, as_index
+from megarl.models.weight_table import TensorRegion, as_index
 from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.system.errors import ConfigError
 from megarl.system.tracing import keep_beating

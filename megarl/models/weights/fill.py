@@ -15,17 +15,15 @@ from megatron.core import parallel_state as mpu
 from megarl.architectures.adapters import MODULE, is_adapter
 from megarl.models.hf import vision_of
 from megarl.models.policy import PolicyModel
-from megarl.models.weights.files import CheckpointReader
-from megarl.models.weights.plan import (
+from megarl.models.weight_table import (
     Coordinate,
     Shard,
     TensorRegion,
     as_index,
-    hf_tensors,
     region_numel,
     region_shape,
-    slices_for,
 )
+from megarl.models.weights.files import CheckpointReader
 from megarl.system.processes import is_first_process
 from megarl.system.tracing import beat
 
@@ -52,11 +50,10 @@ def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
 
 def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Parameter]]:
     """Return the plan of this process without adapters, each entry with its parameter."""
-    hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
     params = {
         (i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.weights().items() if not is_adapter(name)
     }
-    shards = slices_for(hf, coordinate(chunks), value_head=value_head)
+    shards = chunks[0].weight_table.shards(coordinate(chunks))
     planned = {(s.chunk, s.param) for s in shards}
     if planned != params.keys():
         raise ValueError(f"plan and model disagree about {sorted(planned ^ params.keys())[:4]}")
@@ -117,7 +114,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     reader = CheckpointReader(source_dir)
     if is_first_process():
         print(f"weights: {reader.describe()}", flush=True)
-    wanted = hf_tensors(chunks[0].hf_config, value_head=chunks[0].has_value_head)
+    wanted = chunks[0].weight_table.shapes()
     if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:
         raise ValueError(f"{reader.folder} has score.bias, and the critic was built for another checkpoint")
     reader.check(wanted, vision_of(chunks[0].hf_config))
@@ -136,7 +133,7 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
     Norms and scales of branches are 1, biases and value heads 0, the rest normal with `initializer_range`; projections
     that write to the residual stream are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
     """
-    shapes = hf_tensors(hf_config, value_head=chunks[0].has_value_head)
+    shapes = chunks[0].weight_table.shapes()
     drawn: dict[str, torch.Tensor] = {}
 
     def read(name: str, region: TensorRegion) -> torch.Tensor:

@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from megarl.models.policy import PolicyModel
+from megarl.models.weight_table import Coordinate, Piece, Shard, TensorRegion, WeightTable, as_index, region_numel
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.fill import local_shards
-from megarl.models.weights.plan import (
-    Coordinate,
-    Piece,
-    Shard,
-    TensorRegion,
-    as_index,
-    hf_tensors,
-    region_numel,
-    slices_for,
-)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +22,7 @@ if TYPE_CHECKING:
 def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[TensorRegion]]:
     """Return the regions of each tensor that the process at `at` holds, as often as it holds them."""
     found: dict[str, list[TensorRegion]] = {}
-    for shard in slices_for(hf, at):
+    for shard in WeightTable.of(hf).shards(at):
         for piece in shard.pieces:
             found.setdefault(piece.source, []).append(piece.source_region)
     return found
@@ -58,7 +49,7 @@ class WeightWriter:
     """
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:
-        self.shapes = hf_tensors(chunks[0].hf_config)
+        self.shapes = chunks[0].weight_table.shapes()
         self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
         for shard, param in local_shards(chunks):
             _clear_padding(shard, param)

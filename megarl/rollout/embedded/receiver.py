@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megarl.models.weights.plan import Coordinate, TensorRegion, as_index
+from megarl.models.weight_table import Coordinate, TensorRegion, as_index
 from megarl.models.weights.receive import held_slices, part_name
 from megarl.rollout.embedded.inbox import PEER
 from megarl.sync.checksum import Checksum, make_checksum

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.models.weights.plan import hf_tensors
+from megarl.models.weight_table import WeightTable
 from megarl.robots.models.vla.calls import CallLayout
 from megarl.robots.models.vla.config import policy_config
 
@@ -48,7 +48,7 @@ def save_small(folder: Path, **changes: Any) -> dict[str, Tensor]:
     config = CONFIG | changes
     generator = torch.Generator().manual_seed(1)
     tensors = {}
-    for name, shape in hf_tensors(policy_config(config, "small")).items():
+    for name, shape in WeightTable.of(policy_config(config, "small")).shapes().items():
         drawn = torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.2)
         tensors[name] = drawn + 1 if "norm" in name and name.endswith("weight") else drawn
     save_file(tensors, folder / "model.safetensors")

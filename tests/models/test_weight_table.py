@@ -10,7 +10,7 @@ from megarl.checks.weights import expected_tensors
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
 from megarl.models.hf import check_trainable, load_hf_config, num_experts
-from megarl.models.weights.plan import Coordinate, hf_tensors, slices_for
+from megarl.models.weight_table import Coordinate, WeightTable
 from megarl.system.errors import ConfigError
 from tests.models.tiny import ARCHITECTURES, save_tiny, tiny_dict
 
@@ -24,7 +24,7 @@ def config(name: str, **changes):
 def test_what_is_checked_before_a_run_is_what_is_loaded(name, tied):
     raw = tiny_dict(name, tie_word_embeddings=tied)
     for value_head in (False, True):
-        loaded = hf_tensors(config(name, tie_word_embeddings=tied), value_head=value_head)
+        loaded = WeightTable.of(config(name, tie_word_embeddings=tied), value_head=value_head).shapes()
         loaded.pop("score.weight", None)
         found = {}
         for forms in expected_tensors(facts_from_config(raw, "here"), value_head=value_head):
@@ -45,9 +45,9 @@ LAYOUTS = [(1, 1, 1, 1, 1), (2, 1, 1, 1, 2), (1, 2, 1, 1, 1), (1, 2, 2, 2, 1), (
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_element_of_every_tensor_is_placed(name, tied, layout):
     hf = config(name, tie_word_embeddings=tied)
-    seen = {key: torch.zeros(shape, dtype=torch.int32) for key, shape in hf_tensors(hf).items()}
+    seen = {key: torch.zeros(shape, dtype=torch.int32) for key, shape in WeightTable.of(hf).shapes().items()}
     for at in coordinates(*layout):
-        for shard in slices_for(hf, at):
+        for shard in WeightTable.of(hf).shards(at):
             local = torch.zeros(shard.shape, dtype=torch.int32)
             for piece in shard.pieces:
                 seen[piece.source][tuple(slice(*span) for span in piece.source_region)] += 1
@@ -65,7 +65,7 @@ def test_names_and_shapes_are_those_of_transformers(name, tmp_path):
     save_tiny(tmp_path, name)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-    assert hf_tensors(config(name)) == saved
+    assert WeightTable.of(config(name)).shapes() == saved
 
 
 def _in_bridge_form(param: str, hf) -> list[str]:
@@ -85,8 +85,8 @@ def test_mbridge_makes_the_same_parameters(name):
     hf = config(name)
     bridge = object.__new__(_MODEL_REGISTRY[name])  # its constructor wants Transformer Engine
     bridge.hf_config, bridge.dtype, bridge.make_vocab_size_divisible_by = hf, None, None
-    tensors = {key: torch.randn(shape) for key, shape in hf_tensors(hf).items()}
-    for shard in slices_for(hf, Coordinate()):
+    tensors = {key: torch.randn(shape) for key, shape in WeightTable.of(hf).shapes().items()}
+    for shard in WeightTable.of(hf).shards(Coordinate()):
         ours = torch.empty(shard.shape)
         for piece in shard.pieces:
             region, place = ([slice(*span) for span in b] for b in (piece.source_region, piece.target_region))

@@ -8,7 +8,7 @@ plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -73,86 +73,86 @@ class Shard:
     pieces: tuple[Piece, ...]
 
 
-def rules(hf: PretrainedConfig, *, value_head: bool = False) -> tuple[WeightRule, ...]:
-    """Return the table of this model, its head included."""
-    table = ARCHITECTURES[hf.model_type].tensors
-    if value_head:
-        return (*table, VALUE_HEAD, *([VALUE_BIAS] if value_bias(hf) else []))
-    return (*table, TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD)
+#: A rule for one layer: (rule, (chunk, parameter), names of its tensors in a checkpoint, of experts those of all here).
+Instance = tuple[WeightRule, tuple[int, str], tuple[str, ...]]
 
 
-def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the whole model in Hugging Face form, in export order."""
-    whole = Coordinate()
-    found: dict[str, tuple[int, ...]] = {}
-    size = dimensions(hf)
-    for rule, _, names in instances(hf, whole, rules(hf, value_head=value_head)):
-        for name, shape in sources_of(rule, names, size):
-            found[name] = shape
-    return found | dict(visual_tensors(hf).values())
+@dataclass(frozen=True)
+class WeightTable:
+    """The tensors of a model in a checkpoint and the rules that make parameters of them, looked up once in its config.
 
+    Attributes:
+        rules: of all parameters but those of the vision part.
+        sizes: the sizes that the rules name.
+        sparse: for each layer, whether its MLP is a mixture of experts.
+        visual: name and shape in a checkpoint of the tensors of the vision part, by parameter.
+        in_checkpoint: returns the name in a checkpoint of a tensor of a language model.
+    """
 
-def tensors_of(hf: PretrainedConfig, parts: Collection[str]) -> frozenset[str]:
-    """Return the names in a checkpoint of the tensors of these parts of a model (`ModelPart`)."""
-    visual = {name: part_of(parameter) for parameter, (name, _) in visual_tensors(hf).items()}
-    return frozenset(name for name in hf_tensors(hf) if visual.get(name, "language_model") in parts)
+    rules: tuple[WeightRule, ...]
+    sizes: dict[str, int]
+    sparse: list[bool]
+    visual: dict[str, tuple[str, tuple[int, ...]]]
+    in_checkpoint: Callable[[str], str]
 
+    @classmethod
+    def of(cls, hf: PretrainedConfig, *, value_head: bool = False) -> WeightTable:
+        """Return the table of this model; a value head takes the place of the output embedding."""
+        if value_head:
+            head = [VALUE_HEAD, VALUE_BIAS] if value_bias(hf) else [VALUE_HEAD]
+        else:
+            head = [TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD]
+        rules = (*ARCHITECTURES[hf.model_type].tensors, *head)
+        return cls(rules, dimensions(hf), moe_layers(hf), visual_tensors(hf), partial(checkpoint_name, hf))
 
-def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False) -> list[Shard]:
-    """Return every parameter of the process at `at`, and the regions it is filled from."""
-    size = dimensions(hf)
-    shards = []
-    for rule, (chunk, param), names in instances(hf, at, rules(hf, value_head=value_head)):
-        shards.append(shard_of(rule, chunk, param, names, at, size))
-    if at.pp_rank == 0:
-        for param, (name, shape) in visual_tensors(hf).items():
-            shards.append(Shard(0, param, *_copy([(name, shape)], 1, 0, size)))
-    return shards
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of every tensor of the whole model in Hugging Face form, in export order."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for rule, _, names in self.instances(Coordinate()):
+            shapes |= sources_of(rule, names, self.sizes)
+        return shapes | dict(self.visual.values())
 
+    def names_of(self, parts: Collection[str]) -> frozenset[str]:
+        """Return the names in a checkpoint of the tensors of these parts of the model (`ModelPart`)."""
+        visual = {name: part_of(parameter) for parameter, (name, _) in self.visual.items()}
+        return frozenset(name for name in self.shapes() if visual.get(name, "language_model") in parts)
 
-def shard_of(
-    rule: WeightRule, chunk: int, param: str, names: tuple[str, ...], at: Coordinate, size: dict[str, int]
-) -> Shard:
-    """Return one parameter that an entry of `instances` describes; `size`: the sizes that its sources name."""
-    ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
-    return Shard(chunk, param, *_SPLITS[rule.split](sources_of(rule, names, size), ways, rank, size))
+    def shards(self, at: Coordinate) -> list[Shard]:
+        """Return every parameter of the process at `at`, and the regions it is filled from."""
+        shards = [self._shard(rule, chunk, param, names, at) for rule, (chunk, param), names in self.instances(at)]
+        visual = self.visual.items() if at.pp_rank == 0 else ()
+        return shards + [Shard(0, param, *_copy([source], 1, 0, self.sizes)) for param, source in visual]
 
+    def _shard(self, rule: WeightRule, chunk: int, param: str, names: tuple[str, ...], at: Coordinate) -> Shard:
+        ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
+        return Shard(chunk, param, *_SPLITS[rule.split](sources_of(rule, names, self.sizes), ways, rank, self.sizes))
 
-def instances(
-    hf: PretrainedConfig, at: Coordinate, table: tuple[WeightRule, ...]
-) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
-    """Yield every rule for every layer that lives at `at`: (rule, (chunk, parameter), source names), of experts those
-    of all experts there."""
-    in_checkpoint = partial(checkpoint_name, hf)
-    per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
-    sparse = moe_layers(hf)
+    def instances(self, at: Coordinate) -> Iterator[Instance]:
+        """Yield every rule for every layer that lives at `at`."""
+        if at.pp_rank == 0:
+            yield from self._outer("embedding", 0)
+        per_chunk = len(self.sparse) // (at.pp * at.vpp)
+        for chunk in range(at.vpp):
+            first = (chunk * at.pp + at.pp_rank) * per_chunk
+            for layer in range(first, first + per_chunk):
+                parts = ("layer", "moe", "expert") if self.sparse[layer] else ("layer", "dense")
+                for rule in (rule for rule in self.rules if rule.part in parts):
+                    experts = self._experts(at) if rule.part == "expert" else range(1)
+                    sources = (s.name.format(i=layer, e=expert) for expert in experts for s in rule.sources)
+                    yield rule, (chunk, rule.param.format(i=layer - first)), tuple(map(self.in_checkpoint, sources))
+        if at.pp_rank == at.pp - 1:
+            yield from self._outer("final", at.vpp - 1)
+            if not (TIED_HEAD in self.rules and at.pp * at.vpp == 1):  # else the head is the embedding
+                yield from self._outer("head", at.vpp - 1)
 
-    def outer(part: str, chunk: int) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
-        for rule in table:
+    def _outer(self, part: str, chunk: int) -> Iterator[Instance]:
+        for rule in self.rules:
             if rule.part == part:
-                yield rule, (chunk, rule.param), tuple(in_checkpoint(s.name) for s in rule.sources)
+                yield rule, (chunk, rule.param), tuple(self.in_checkpoint(s.name) for s in rule.sources)
 
-    if at.pp_rank == 0:
-        yield from outer("embedding", 0)
-    for chunk in range(at.vpp):
-        first = (chunk * at.pp + at.pp_rank) * per_chunk
-        for layer in range(first, first + per_chunk):
-            for rule in table:
-                if rule.part not in ("layer", "moe" if sparse[layer] else "dense", "expert" if sparse[layer] else ""):
-                    continue
-                experts = _experts(hf, at) if rule.part == "expert" else range(1)
-                names = (in_checkpoint(s.name.format(i=layer, e=expert)) for expert in experts for s in rule.sources)
-                yield rule, (chunk, rule.param.format(i=layer - first)), tuple(names)
-    if at.pp_rank == at.pp - 1:
-        yield from outer("final", at.vpp - 1)
-        if not (TIED_HEAD in table and at.pp * at.vpp == 1):  # else the head is the embedding
-            yield from outer("head", at.vpp - 1)
-
-
-def _experts(hf: PretrainedConfig, at: Coordinate) -> range:
-    """Return the numbers of the experts at `at`."""
-    count = dimensions(hf)["experts"] // at.ep
-    return range(at.ep_rank * count, (at.ep_rank + 1) * count)
+    def _experts(self, at: Coordinate) -> range:
+        count = self.sizes["experts"] // at.ep
+        return range(at.ep_rank * count, (at.ep_rank + 1) * count)
 
 
 Sources = list[tuple[str, tuple[int, ...]]]
