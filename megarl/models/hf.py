@@ -6,7 +6,9 @@ Nothing here imports Megatron. The meaning of a key stands once, in megarl/archi
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -322,12 +324,12 @@ def stacks_experts(hf: PretrainedConfig) -> bool:
     return whole is not None and whole["model_type"] == "qwen3_vl_moe"
 
 
-def checkpoint_name(hf: PretrainedConfig, name: str) -> str:
-    """Return the name in this model's checkpoints of a tensor of its decoder; `name` is that of a language model."""
+def checkpoint_names(hf: PretrainedConfig) -> Callable[[str], str]:
+    """Return the function from a language model's name of a tensor to its name in checkpoints of this model."""
     if getattr(hf, "policy", None) is not None:
-        return LANGUAGE_MODEL + name
+        return LANGUAGE_MODEL.__add__
     whole = getattr(hf, "vision_language", None)
-    return name if whole is None else canonical_name(whole["model_type"], name)
+    return str if whole is None else partial(canonical_name, whole["model_type"])
 
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:

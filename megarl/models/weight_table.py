@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule, part_of
-from megarl.models.hf import checkpoint_name, dimensions, moe_layers, value_bias, visual_tensors
+from megarl.models.hf import checkpoint_names, dimensions, moe_layers, value_bias, visual_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -103,7 +102,7 @@ class WeightTable:
         else:
             head = [TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD]
         rules = (*ARCHITECTURES[hf.model_type].tensors, *head)
-        return cls(rules, dimensions(hf), moe_layers(hf), visual_tensors(hf), partial(checkpoint_name, hf))
+        return cls(rules, dimensions(hf), moe_layers(hf), visual_tensors(hf), checkpoint_names(hf))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor of the whole model in Hugging Face form, in export order."""

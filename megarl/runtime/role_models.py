@@ -20,7 +20,7 @@ from megarl.config.data import BY_MODEL
 from megarl.dag.messages import RunStart
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.config import load_hf_config
-from megarl.models.hf import check_trainable, checkpoint_name
+from megarl.models.hf import check_trainable, checkpoint_names
 from megarl.models.weights import init_random, load_weights
 from megarl.models.weights.files import CheckpointReader
 from megarl.runtime.frozen_models import SHARED_BASE, Frozen, now_at, record_base, record_frozen
@@ -93,7 +93,7 @@ def read_teacher_head(c: RankState) -> Tensor | None:
     if not chunk.post_process:
         return None
     hf_config = read_other_config(c, path, key)
-    name = checkpoint_name(hf_config, EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
+    name = checkpoint_names(hf_config)(EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
     rows = CheckpointReader(path).read(name, (chunk.vocab_range, (0, hf_config.hidden_size)))
     return rows.to(device=engine.device, dtype=engine.dtype)
 
