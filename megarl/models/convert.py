@@ -18,7 +18,6 @@ from megarl.models.weight_table import WeightTable
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
 from megarl.models.weights.peft import AdapterReader
-from megarl.models.weight_table import WeightTable
 from megarl.robots.artifacts.action_statistics import FILE as STATISTICS
 from megarl.system.device import DTYPES
 from megarl.system.errors import ConfigError
