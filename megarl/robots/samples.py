@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.robots.rollout.episode import Episode, add_episodes
+from megarl.robots.rollout.episode import Episode, episode_values
 from megarl.robots.rollout.play import EpisodeStart, PlayCounts
 
 if TYPE_CHECKING:
@@ -39,20 +39,20 @@ def play_robots(
         for i in range(sampling.n)
     ]
     episodes, counts = robots.player.play(starts, advance, record)
-    samples = prompts.repeat(sampling.n)
-    add_episodes(samples, episodes, rollout.engine.weight_version)
-    samples.set("prompt_ids", Jagged.from_list([episode.prompt_ids for episode in episodes], dtype=torch.int64))
-    texts = zip(episodes, samples["prompt_text"], strict=True)
-    samples.set("prompt_text", [episode.instruction or text for episode, text in texts])
-    samples.set("sample_id", [start.sample_id for start in starts])
-    samples.set("response_text", [_told(episode.success, episode.finish_step, episode.failure) for episode in episodes])
-    samples.set("finish_reason", [_end(episode) for episode in episodes])
-    ends = samples["turn_ends"]
-    rewards = ends.values.new_zeros(len(ends.values)).float()
-    rewards[ends.offsets[1:] - 1] = samples["success"].float()
-    samples.set("turn_rewards", Jagged(rewards, ends.offsets))
     robots.counts = counts
-    return samples
+    values, samples = episode_values(episodes, rollout.engine.weight_version), prompts.repeat(sampling.n)
+    ends, texts = values["turn_ends"], zip(episodes, samples["prompt_text"], strict=True)
+    rewards = ends.values.new_zeros(len(ends.values)).float()
+    rewards[ends.offsets[1:] - 1] = values["success"].float()
+    values |= {
+        "prompt_ids": Jagged.from_list([episode.prompt_ids for episode in episodes], dtype=torch.int64),
+        "prompt_text": [episode.instruction or text for episode, text in texts],
+        "sample_id": [start.sample_id for start in starts],
+        "response_text": [_told(episode.success, episode.finish_step, episode.failure) for episode in episodes],
+        "finish_reason": [_end(episode) for episode in episodes],
+        "turn_rewards": Jagged(rewards, ends.offsets),
+    }
+    return samples.with_values(values)
 
 
 def _end(episode: Episode) -> str:

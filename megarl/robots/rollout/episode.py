@@ -15,14 +15,15 @@ An episode is a sample of several turns, one per policy call; D numbers to an ac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megarl.data.batch import Batch, Jagged
+from megarl.data.batch import Jagged
 from megarl.data.versions import version_values
 from megarl.robots.data.frames import CLIP, END_FRAMES, FRAMES
 from megarl.robots.rollout.policy import Chunk
@@ -91,8 +92,8 @@ class Episode:
         return list(zip(self.chunks, self.executed, strict=True))
 
 
-def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> None:
-    """Write the fields of `episodes`, one per sample, into `samples`; all were sampled with `version` of the weights.
+def episode_values(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
+    """Return the fields and columns of `episodes`, one entry per sample; `version` of the weights sampled all of them.
 
     The episodes give up their pictures one after another, which would be in memory twice otherwise.
 
@@ -106,39 +107,61 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
     }
     if len(kinds) > 1:
         raise ValueError(f"tasks of one run have the same cameras and states; found {sorted(kinds)}")
+    final = [e.end for e in episodes if e.end is not None]
+    assert len(final) == len(episodes), "episodes that are over"
+    return {
+        **_token_values(episodes, version),
+        **_picture_values(episodes, final, cameras),
+        **_state_values(episodes, final),
+        "task": [e.spec.name for e in episodes],
+        "trial": torch.tensor([e.trial for e in episodes], dtype=torch.int64),
+        "success": torch.tensor([e.success for e in episodes], dtype=torch.bool),
+        "finish_step": torch.tensor([e.finish_step for e in episodes], dtype=torch.int64),
+        "max_steps": torch.tensor([e.spec.max_steps for e in episodes], dtype=torch.int64),
+        "progress": torch.tensor([e.progress for e in episodes], dtype=torch.float32),
+        "env_error": [e.failure for e in episodes],
+    }
+
+
+def _token_values(episodes: Sequence[Episode], version: int) -> dict[str, Jagged]:
     tokens = [[token for chunk in e.chunks for token in chunk.token_ids] for e in episodes]
     responses = Jagged.from_list(tokens, dtype=torch.int64)
-    masks = [e.executed_tokens() for e in episodes]
+    mask = torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *(e.executed_tokens() for e in episodes)]))
     logps = [value for e in episodes for chunk in e.chunks for value in chunk.logprobs]
-    samples.set("response_ids", responses)
-    samples.set("response_mask", responses.like(torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *masks]))))
-    samples.set("rollout_logp", responses.like(torch.tensor(logps, dtype=torch.float32)))
     ends = [np.cumsum([len(chunk.token_ids) for chunk in e.chunks]).tolist() for e in episodes]
-    samples.set("turn_ends", Jagged.from_list(ends, dtype=torch.int64))
-    samples.set("turn_starts", Jagged.from_list([[0, *some[:-1]] for some in ends], dtype=torch.int64))
-    for name, values in version_values([[[version, len(ids)]] for ids in tokens]).items():
-        samples.set(name, values)
-    calls, ends_seen = [len(e.chunks) for e in episodes], [e.end for e in episodes if e.end is not None]
-    assert len(ends_seen) == len(episodes), "episodes that are over"
+    return {
+        "response_ids": responses,
+        "response_mask": responses.like(mask),
+        "rollout_logp": responses.like(torch.tensor(logps, dtype=torch.float32)),
+        "turn_ends": Jagged.from_list(ends, dtype=torch.int64),
+        "turn_starts": Jagged.from_list([[0, *some[:-1]] for some in ends], dtype=torch.int64),
+        **version_values([[[version, len(ids)]] for ids in tokens]),
+    }
+
+
+def _picture_values(
+    episodes: Sequence[Episode], final: Sequence[Observation], cameras: Mapping[str, tuple[int, int]]
+) -> dict[str, torch.Tensor | Jagged]:
+    values: dict[str, torch.Tensor | Jagged] = {}
+    calls = [len(e.chunks) for e in episodes]
     for camera, size in cameras.items():
         stacked = _moved([seen for e in episodes for seen in e.seen], camera, size)
-        samples.set(FRAMES + camera, Jagged.from_lengths(stacked, calls))
-        samples.set(END_FRAMES + camera, _moved(ends_seen, camera, size))
+        values[FRAMES + camera] = Jagged.from_lengths(stacked, calls)
+        values[END_FRAMES + camera] = _moved(final, camera, size)
     for camera in list(episodes[0].clip) if episodes else ():
         clips = [e.clip.pop(camera) for e in episodes]
-        samples.set(CLIP + camera, Jagged.from_lengths(torch.from_numpy(np.concatenate(clips)), list(map(len, clips))))
-    states = [seen.state for e in episodes for seen in e.seen]
-    wide = episodes[0].spec.state_dim if episodes else 0
-    held = torch.from_numpy(np.stack(states)) if states else torch.zeros(0, wide)
-    samples.set("states", Jagged.from_lengths(held, calls))
-    samples.set("end_state", torch.from_numpy(np.stack([seen.state for seen in ends_seen])) if ends_seen else held)
-    samples.set("task", [e.spec.name for e in episodes])
-    samples.set("trial", torch.tensor([e.trial for e in episodes], dtype=torch.int64))
-    samples.set("success", torch.tensor([e.success for e in episodes], dtype=torch.bool))
-    samples.set("finish_step", torch.tensor([e.finish_step for e in episodes], dtype=torch.int64))
-    samples.set("max_steps", torch.tensor([e.spec.max_steps for e in episodes], dtype=torch.int64))
-    samples.set("progress", torch.tensor([e.progress for e in episodes], dtype=torch.float32))
-    samples.set("env_error", [e.failure for e in episodes])
+        values[CLIP + camera] = Jagged.from_lengths(torch.from_numpy(np.concatenate(clips)), list(map(len, clips)))
+    return values
+
+
+def _state_values(episodes: Sequence[Episode], final: Sequence[Observation]) -> dict[str, torch.Tensor | Jagged]:
+    before = [seen.state for e in episodes for seen in e.seen]
+    width = episodes[0].spec.state_dim if episodes else 0
+    states = torch.from_numpy(np.stack(before)) if before else torch.zeros(0, width)
+    return {
+        "states": Jagged.from_lengths(states, [len(e.chunks) for e in episodes]),
+        "end_state": torch.from_numpy(np.stack([seen.state for seen in final])) if final else states,
+    }
 
 
 def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> torch.Tensor:

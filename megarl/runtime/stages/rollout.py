@@ -101,8 +101,7 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
         samples = generate(c, rollout, prompts, c.config.rollout.sampling, scored=True)
     if kept := _data_prompt(c.config):
         given = prompts.repeat(c.config.rollout.sampling.n)
-        for name in kept:
-            samples.set(name, given[name.removeprefix("data_")])
+        samples = samples.with_values({name: given[name.removeprefix("data_")] for name in kept})
     record_samples(c, samples)
     if rollout.player is not None:
         rollout.player.record(c, samples)

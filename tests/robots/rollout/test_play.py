@@ -15,7 +15,7 @@ import torch
 from megarl.data.batch import Batch
 from megarl.robots.data.pictures import PIPELINES
 from megarl.robots.envs import SimulatorPool, SimulatorSettings
-from megarl.robots.rollout.episode import Episode, add_episodes
+from megarl.robots.rollout.episode import Episode, episode_values
 from megarl.robots.rollout.play import EpisodeStart, Player, PlayError
 from megarl.robots.rollout.policy import Chunk, PolicyCall
 from megarl.robots.rollout.view import View
@@ -121,8 +121,7 @@ def test_an_episode_is_the_same_whatever_is_played_beside_it(one_by_one, halves)
 
 def batch_of(episodes: list[Episode]) -> Batch:
     samples = Batch({}, {"uid": [f"p{n}" for n in range(len(episodes))]}, size=len(episodes))
-    add_episodes(samples, episodes, version=0)
-    return samples
+    return samples.with_values(episode_values(episodes, version=0))
 
 
 def test_clips_are_of_the_simulators_frames_and_change_no_episode(one_by_one) -> None:
@@ -218,8 +217,7 @@ def test_a_failure_ends_the_run_where_it_is_asked_to() -> None:
 def test_a_batch_holds_tokens_of_executed_actions_and_what_was_seen() -> None:
     with players(3) as player:
         episodes, _ = player.play(starts(6))
-    samples = Batch({}, {"uid": [f"p{n}" for n in range(6)]}, size=6)
-    add_episodes(samples, episodes, version=4)
+    samples = Batch({}, {"uid": [f"p{n}" for n in range(6)]}, size=6).with_values(episode_values(episodes, version=4))
     for e, ids, mask, logp, front, state, ends in zip(
         episodes,
         *(
@@ -248,16 +246,14 @@ def test_an_episode_that_fails_at_its_reset_has_a_blank_call() -> None:
     with players(1, on_error="mark", wrong="state", at=0, max_restarts=50) as player:
         (episode,), _ = player.play(starts(1))
     assert math.isnan(episode.progress)
-    samples = Batch({}, {"uid": ["p0"]}, size=1)
-    add_episodes(samples, [episode], version=0)
+    samples = Batch({}, {"uid": ["p0"]}, size=1).with_values(episode_values([episode], version=0))
     assert samples["response_ids"].values.tolist() == [9] * (K * D)
     assert not samples["response_mask"].values.any()
     assert samples["frames/wrist"].values.shape == (1, 2, 2, 3)
 
 
 def test_no_episodes_have_all_fields_of_tokens() -> None:
-    samples = Batch({}, {"uid": []}, size=0)
-    add_episodes(samples, [], version=0)
+    samples = Batch({}, {"uid": []}, size=0).with_values(episode_values([], version=0))
     assert len(samples["response_ids"]) == len(samples["states"]) == 0
 
 
