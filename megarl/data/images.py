@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import io
 import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -41,41 +39,6 @@ _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTA
 _DATA_URL, _FILE_URL = "data:image/", "file://"
 _OF_NETWORK = ("http://", "https://", "s3://", "gs://")
 FORMS = "the path of a file, bytes, {bytes, path}, or an image of PIL"
-
-
-@dataclass(frozen=True)
-class Patches:
-    """An image as a vision encoder takes it.
-
-    Attributes:
-        values: uint8 [rows * columns, 3 * patch * patch], see `patchify`.
-        digest: 64 bits of a hash of the pixels: equal images have equal ones.
-    """
-
-    values: npt.NDArray[np.uint8]
-    rows: int
-    columns: int
-    digest: int
-
-
-def patches_of(value: Any, settings: ImageSettings, folder: Path | None, where: str) -> Patches:
-    """Return an image of a row in patches.
-
-    Args:
-        value: the image, see the module.
-        settings: sizes of patches, and limits of the number of pixels.
-        folder: `data.image_dir`.
-        where: row and column, for errors.
-
-    Raises:
-        DataError: it cannot be read, or has a size that no encoder takes.
-    """
-    pixels = resized(open_image(value, folder, where), settings)
-    patch = settings.patch
-    values = patchify(pixels, patch, settings.merge)
-    digest = hashlib.blake2b(values.tobytes(), digest_size=8, key=str(pixels.shape).encode()).digest()
-    found = int.from_bytes(digest, "little", signed=True)
-    return Patches(values, pixels.shape[0] // patch, pixels.shape[1] // patch, found)
 
 
 def image_folder(config: DataConfig) -> Path | None:

@@ -16,7 +16,7 @@ from megarl.system.errors import DataError
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImagePrompts
-    from megarl.data.images import Patches
+    from megarl.data.image_set import ImageSet
 
 _PARTS = '{"type": "text", "text": "..."} or {"type": "image", "image": ...}'
 
@@ -28,7 +28,7 @@ def are_parts(value: Sequence[Any]) -> bool:
     )
 
 
-def taken_apart(said: Any, images: ImagePrompts | None) -> tuple[Any, list[Patches]]:
+def taken_apart(said: Any, images: ImagePrompts | None) -> tuple[Any, list[ImageSet]]:
     """Return an observation with the text of an image in the place of each, and the images.
 
     An image token in a text of a message or part, which may quote the policy, is taken out: it would stand for an
@@ -41,7 +41,7 @@ def taken_apart(said: Any, images: ImagePrompts | None) -> tuple[Any, list[Patch
     Raises:
         DataError: a part that is neither text nor an image, or an image that cannot be read, or that nothing reads.
     """
-    found: list[Patches] = []
+    found: list[ImageSet] = []
 
     def plain(text: str) -> str:
         while images is not None and images.token_text in text:
@@ -67,7 +67,7 @@ def taken_apart(said: Any, images: ImagePrompts | None) -> tuple[Any, list[Patch
     return [_message(one, plain, shown) for one in said], found
 
 
-def _read(part: Any, images: ImagePrompts | None, number: int) -> Patches:
+def _read(part: Any, images: ImagePrompts | None, number: int) -> ImageSet:
     """Read a part that is an image, the `number`-th of an observation."""
     if not isinstance(part, dict) or not is_image(part):
         raise DataError("a part that is neither text nor an image", found=f"{part!r:.80}", allowed=_PARTS)

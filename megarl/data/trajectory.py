@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
-from megarl.data.image_prompts import ImageSet, fields_of_sets
+from megarl.data.image_set import ImageSet, fields_of_sets
 from megarl.data.versions import VersionRuns, append_runs, version_values
 
 PLAIN = "answer"
@@ -86,7 +86,7 @@ class Trajectory:
         if images is not None:
             shift = len(self.prompt_ids) + len(self.token_ids)
             own = self.images
-            self.images = images.shifted(shift) if own is None else own.followed_by(images, shift)
+            self.images = images.shifted(shift) if own is None else ImageSet.joined([own, images], [0, shift])
         versions = [[self.versions[-1][0], len(token_ids)]]
         self._append(token_ids, sampled=False, logprobs=[0.0] * len(token_ids), versions=versions)
 

@@ -26,7 +26,7 @@ from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.data.image_prompts import ImagePrompts
-    from megarl.data.images import Patches
+    from megarl.data.image_set import ImageSet
 
 _BEAT_EVERY_S = 1.0
 _THREADS = 16
@@ -60,7 +60,7 @@ class Reply:
     info: dict[str, float] = field(default_factory=dict)
     error: str = ""
     repeats: bool = False
-    images: list[Patches] = field(default_factory=list)
+    images: list[ImageSet] = field(default_factory=list)
     before: list[Reply] = field(default_factory=list)
 
     def refuse(self, error: str) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megarl.data.image_prompts import ImagePrompts, ImageSet
+from megarl.data.image_prompts import ImagePrompts
+from megarl.data.image_set import ImageSet
 from megarl.data.trajectory import Trajectory
 from megarl.data.turns import Turns
 from megarl.envs.host import Host, HostSession, Reply

@@ -10,7 +10,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Completion, Request
 
 if TYPE_CHECKING:
-    from megarl.data.image_prompts import ImageSet
+    from megarl.data.image_set import ImageSet
 
 Generate = Callable[[list[Request], SamplingConfig, Sequence[int]], list[list[Completion]]]
 

@@ -10,7 +10,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import VersionRuns
 
 if TYPE_CHECKING:
-    from megarl.data.image_prompts import ImageSet
+    from megarl.data.image_set import ImageSet
 
 #: An end token was sampled, or a stop string completed; the limit of tokens was reached; it was ended with what there
 #: was.

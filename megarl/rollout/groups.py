@@ -36,7 +36,7 @@ from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import MegarlError
 
 if TYPE_CHECKING:
-    from megarl.data.image_prompts import ImageSet
+    from megarl.data.image_set import ImageSet
 
 _SOON_S = 0.1  # most environments answer within; of the others the answers are taken when they come
 _QUICK_S = 0.01  # as long as an engine may stand still for that

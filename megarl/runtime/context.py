@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
-from megarl.data.image_prompts import image_features
+from megarl.data.image_set import image_features
 from megarl.models.hf import facts_of
 from megarl.planning.flops import FlopCounter
 from megarl.planning.vision import image_flops, picture_flops

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megarl.config.rollout import SamplingConfig, env_section
 from megarl.data.batch import Batch
 from megarl.data.fields import PATCHES
-from megarl.data.image_prompts import image_sets, pil_images
+from megarl.data.image_set import image_sets, pil_images
 from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator

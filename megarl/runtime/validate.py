@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.fields import PATCHES
-from megarl.data.image_prompts import image_sets, pixels_of
+from megarl.data.image_set import image_sets, pixels_of
 from megarl.data.loader import rounds
 from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
 from megarl.rewards.parts import with_model_scores

@@ -16,7 +16,8 @@ from megarl.checks.rows import check_rows
 from megarl.config.data import DataConfig
 from megarl.config.load import load_config
 from megarl.data.image_prompts import ImagePrompts
-from megarl.data.images import fitting_size, image_size, open_image, patches_of, resized, unpatchify
+from megarl.data.image_set import patches_of
+from megarl.data.images import fitting_size, image_size, open_image, resized, unpatchify
 from megarl.data.messages import PromptColumn, read_messages, response_of
 from megarl.data.prompts import PromptDataset
 from megarl.data.render import given_prompts
@@ -55,12 +56,14 @@ def test_patches_are_those_of_transformers_processor(patch):
         image = picture(rng.randint(5, 600), rng.randint(5, 600), seed=seed)
         want = processor(image, return_tensors="np")
         ours = patches_of(image, settings, None, "a row")
-        assert want["image_grid_thw"].tolist() == [[1, ours.rows, ours.columns]]
-        colours = ours.values.reshape(len(ours.values), 3, 1, -1).astype(np.float32) / 255
+        rows, columns = (side * settings.merge for side in ours.places[0][1:])
+        assert want["image_grid_thw"].tolist() == [[1, rows, columns]]
+        values = ours.patches.numpy()
+        colours = values.reshape(len(values), 3, 1, -1).astype(np.float32) / 255
         mean, deviation = (np.array(one, np.float32).reshape(1, 3, 1, 1) for one in (settings.mean, settings.deviation))
         pixels = ((colours - mean) / deviation).repeat(2, 2).reshape(len(colours), -1)
         np.testing.assert_allclose(pixels, want["pixel_values"], atol=1e-6)
-        assert (unpatchify(ours.values, ours.rows, ours.columns, 2) == resized(image, settings)).all()
+        assert (unpatchify(values, rows, columns, 2) == resized(image, settings)).all()
 
 
 def test_a_picture_of_twelve_million_pixels_has_the_tokens_of_the_limit():
@@ -76,8 +79,8 @@ def test_every_form_of_an_image_is_the_same_image(tmp_path):
     url = "data:image/png;base64," + base64.b64encode(content).decode()
     forms = [image, content, {"bytes": content, "path": None}, {"bytes": None, "path": "a.png"}, "a.png", url]
     found = [patches_of(form, SETTINGS, tmp_path, "a row") for form in forms]
-    assert len({one.digest for one in found}) == 1
-    assert patches_of(picture(seed=1), SETTINGS, None, "a row").digest != found[0].digest
+    assert len({one.digests for one in found}) == 1
+    assert patches_of(picture(seed=1), SETTINGS, None, "a row").digests != found[0].digests
 
 
 def test_colours_of_every_kind_become_rgb():

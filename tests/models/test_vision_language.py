@@ -139,7 +139,7 @@ def test_positions_are_those_of_transformers(made):
 @pytest.mark.parametrize("turns", [False, True], ids=["requests", "turns"])
 def test_generation_is_greedy_as_transformers_would_be(made, turns):
     """Every sampled token is the likeliest of transformers after those before it, and has its log-prob."""
-    from megarl.data.image_prompts import image_sets
+    from megarl.data.image_set import image_sets
     from megarl.rollout.embedded.engine import EmbeddedEngine
     from megarl.rollout.engine import Request
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.data.batch import Batch, Jagged
-from megarl.data.image_prompts import image_fields
-from megarl.data.images import Patches, patchify
+from megarl.data.image_set import ImageSet, image_fields
+from megarl.data.images import patchify
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 BEGIN, IMAGE, END, VOCABULARY = 152, 150, 153, 200
@@ -75,13 +75,13 @@ class Sample:
 
     prompt: list[int]
     response: list[int]
-    images: list[Patches]
+    images: list[ImageSet]
     starts: list[int]
 
 
 def draw(rng: random.Random, encoder: VisionEncoder, *shapes: tuple[int, int]) -> Sample:
     """A random sample with images of these rows and columns of features."""
-    prompt, images, starts = [rng.randrange(100)], list[Patches](), list[int]()
+    prompt, images, starts = [rng.randrange(100)], list[ImageSet](), list[int]()
     for rows, columns in shapes:
         prompt.append(BEGIN)
         starts.append(len(prompt))
@@ -92,7 +92,8 @@ def draw(rng: random.Random, encoder: VisionEncoder, *shapes: tuple[int, int]) -
             0, 256, (rows * side, columns * side, 3), dtype=np.uint8
         )
         values = patchify(pixels, encoder.patch, encoder.merge)
-        images.append(Patches(values, rows * encoder.merge, columns * encoder.merge, rng.randrange(1 << 60)))
+        place = ((0, rows, columns),)
+        images.append(ImageSet(torch.from_numpy(values), place, (len(values),), (rng.randrange(1 << 60),)))
     prompt += [rng.randrange(100) for _ in range(3)]
     # An image token that the model says itself is text.
     return Sample(prompt, [rng.randrange(100), IMAGE, *(rng.randrange(100) for _ in range(4))], images, starts)
@@ -116,14 +117,15 @@ def logits_of(reference: Any, sample: Sample, settings: ImageSettings) -> Tensor
     ids = torch.tensor([sample.prompt + sample.response])
     kinds = torch.zeros_like(ids, dtype=torch.int32)
     for start, image in zip(sample.starts, sample.images, strict=True):
-        kinds[0, start : start + len(image.values) // settings.merge**2] = 1
+        kinds[0, start : start + image.features] = 1
     grid = None
     if sample.images:
-        colours = torch.from_numpy(np.concatenate([one.values for one in sample.images]))
+        colours = torch.cat([one.patches for one in sample.images])
         colours = colours.view(len(colours), 3, 1, -1).float() / 255
         mean, deviation = (torch.tensor(one).view(1, 3, 1, 1) for one in (settings.mean, settings.deviation))
         pixels = ((colours - mean) / deviation).expand(-1, -1, 2, -1).reshape(len(colours), -1)
-        grid = torch.tensor([[1, one.rows, one.columns] for one in sample.images])
+        shapes = [one.places[0][1:] for one in sample.images]
+        grid = torch.tensor([[1, rows * settings.merge, columns * settings.merge] for rows, columns in shapes])
         found = model.visual(pixels, grid_thw=grid)
         given = {"deep": list(getattr(found, "deepstack_features", None) or []), "features": found.pooler_output}
     positions, _ = model.get_rope_index(ids, kinds, grid)

@@ -13,8 +13,8 @@ from megarl.config.data import RewardConfig
 from megarl.config.load import load_config
 from megarl.data.batch import Batch
 from megarl.data.fields import PATCHES
-from megarl.data.image_prompts import image_fields
-from megarl.data.images import patches_of, resized
+from megarl.data.image_set import image_fields, patches_of
+from megarl.data.images import resized
 from megarl.rewards import REWARDS, Rewards
 from megarl.rewards.images import encoded, packed, unpacked, with_images
 from megarl.rewards.preflight import check_import

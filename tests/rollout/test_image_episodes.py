@@ -20,8 +20,8 @@ from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.data.batch import Batch
 from megarl.data.fields import PATCHES
-from megarl.data.image_prompts import ImagePrompts, image_fields, image_sets, pil_images
-from megarl.data.images import Patches
+from megarl.data.image_prompts import ImagePrompts
+from megarl.data.image_set import image_fields, image_sets, pil_images
 from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.data.turns import Turns
 from megarl.disaggregated.as_ready_checkpoint import flow_files, read_buffered_groups
@@ -147,11 +147,7 @@ def as_samples(trajectories: list[Trajectory], settings: Any) -> Batch:
 def of_transformers(reference: Any, trajectory: Trajectory, settings: Any) -> torch.Tensor:
     """Log-probs [R] of all tokens after the prompt."""
     own = trajectory.images
-    parts = own.patches.split(own.sizes)
-    images = [
-        Patches(part.numpy(), rows * settings.merge, columns * settings.merge, digest)
-        for part, (_, rows, columns), digest in zip(parts, own.places, own.digests, strict=True)
-    ]
+    images = [own.between(start, start + 1) for start, _, _ in own.places]
     sample = Sample(trajectory.prompt_ids, trajectory.token_ids, images, [place[0] for place in own.places])
     logp = torch.log_softmax(logits_of(reference, sample, settings), -1)
     return logp.gather(1, torch.tensor(trajectory.token_ids)[:, None])[:, 0]

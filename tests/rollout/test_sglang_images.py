@@ -14,7 +14,7 @@ from PIL import Image
 
 from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.config.rollout import SamplingConfig
-from megarl.data.image_prompts import ImageSet, image_sets
+from megarl.data.image_set import ImageSet, image_sets
 from megarl.data.images import patchify
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.samples import OtherPromptError, ServedSample, samples_of

@@ -12,7 +12,7 @@ import torch
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.sync import SyncConfig
-from megarl.data.image_prompts import image_sets
+from megarl.data.image_set import ImageSet, image_sets
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.engine import Completion, Request
@@ -72,7 +72,7 @@ def two_turns(made: EmbeddedEngine | SglangEngine, asked: list[Request]) -> list
             own += [token if token != IMAGE else 7 for token in done[number].token_ids]
             if following.images is not None:
                 shown, known = following.images.shifted(len(own)), images[number]
-                images[number] = shown if known is None else known.followed_by(shown, 0)
+                images[number] = shown if known is None else ImageSet.joined([known, shown], [0, 0])
             own += following.prompt_ids
     generation.close()
     return told

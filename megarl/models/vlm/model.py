@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megarl.architectures.vision_language import VisionEncoder
-from megarl.data.image_prompts import ImageSet
+from megarl.data.image_set import ImageSet
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import image_settings
 from megarl.models.packing import PackedSequences

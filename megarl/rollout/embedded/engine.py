@@ -28,7 +28,7 @@ from megarl.system.device import DTYPES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.data.image_prompts import ImageSet
+    from megarl.data.image_set import ImageSet
     from megarl.models.policy import PolicyModel
     from megarl.training.parallel import Layout
 

@@ -34,7 +34,7 @@ from megarl.system.errors import MegarlError
 from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
-    from megarl.data.image_prompts import ImageSet
+    from megarl.data.image_set import ImageSet
     from megarl.models.vlm.model import Images
 
 _CHECK_EVERY_GPU = 8

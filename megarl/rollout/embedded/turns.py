@@ -24,7 +24,7 @@ from megarl.rollout.stop_strings import StopStrings
 from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
-    from megarl.data.image_prompts import ImageSet
+    from megarl.data.image_set import ImageSet
     from megarl.models.vlm.model import Images
 
 _LOOK_EVERY = 8  # decode steps between two questions whether to go on: these may be collective

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.image_prompts import ImageSet, pixels_of
+from megarl.data.image_set import ImageSet, pixels_of
 from megarl.data.images import MOST_PIXELS
 from megarl.models.hf import encoder_of, image_settings
 from megarl.rewards.images import png

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.messages import ServersFilled, ServersStarted, ServerStates, WeightsName
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
-from megarl.data.image_prompts import image_fields
+from megarl.data.image_set import image_fields
 from megarl.models.hf import image_settings
 from megarl.rollout.family import WeightLink
 from megarl.rollout.links import address_of_worker, record_update

@@ -36,7 +36,7 @@ from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig
-    from megarl.data.image_prompts import ImageSet
+    from megarl.data.image_set import ImageSet
     from megarl.rollout.sglang.api import ServerApi
     from megarl.rollout.sglang.engine import SglangEngine
 

@@ -135,7 +135,7 @@ def _images(runner: Rewards, samples: Batch) -> list[list[str]] | None:
     """Return the images of each sample for the functions, None where there are none, or nothing asks for them."""
     if not runner.asks_images or PATCHES not in samples:
         return None
-    from megarl.data.image_prompts import image_sets, pixels_of
+    from megarl.data.image_set import image_sets, pixels_of
     from megarl.rewards.images import encoded
 
     return encoded([[] if one is None else pixels_of(one) for one in image_sets(samples)])
