@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -13,7 +14,7 @@ EXIT_CODE = 141
 
 def reader_is_gone() -> bool:
     """Return whether nobody reads this program's output any more."""
-    return any(_gone(file) for file in _outputs())
+    return bool(_unread_outputs())
 
 
 def run_quietly(run: Callable[[], int]) -> int:
@@ -36,24 +37,15 @@ def run_quietly(run: Callable[[], int]) -> int:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for file in _outputs():
-        if _gone(file):
-            os.dup2(nowhere, file)  # discard buffered output
+    for file in _unread_outputs():
+        os.dup2(nowhere, file)  # discard buffered output
     return EXIT_CODE
 
 
-def _outputs() -> list[int]:
-    """Return the file descriptors of standard output and error; none where a test captures them."""
-    descriptors = []
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            descriptors.append(stream.fileno())
-        except (AttributeError, OSError, ValueError):
-            continue
-    return descriptors
-
-
-def _gone(file: int) -> bool:
+def _unread_outputs() -> list[int]:
+    """Return the file descriptors of outputs whose reader has gone; none where a test captures them."""
     poll = select.poll()
-    poll.register(file, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            poll.register(stream.fileno(), 0)
+    return [file for file, event in poll.poll(0) if event & select.POLLERR]
