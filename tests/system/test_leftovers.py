@@ -96,7 +96,7 @@ def test_the_command_says_what_it_has_removed(monkeypatch, tmp_path, capsys):
     assert str(folder) in capsys.readouterr().out
     assert not folder.exists()
     cli.main(["doctor", "--clean"])
-    assert "nothing is left of processes that were killed" in capsys.readouterr().out
+    assert "killed processes left nothing" in capsys.readouterr().out
 
 
 def test_of_a_ray_that_was_lost_only_the_logs_stay_until_the_next_start(places, monkeypatch):
