@@ -117,7 +117,8 @@ class OneTakesTheWide(LoadFileScheduling):
     """The first process takes the files that run singly; beside them the others take those that start no processes.
 
     So there is something to compute whenever tests with several processes wait. After those that run singly, only the
-    last process goes on with those that start no processes, as long as there are any.
+    last process goes on with those that start no processes, as long as there are any. The first one goes on with those
+    that start servers: each process that does so imports SGLang, in nine CPU-seconds, to fork them.
     """
 
     def __init__(self, config: pytest.Config, log: Any, kinds: Path) -> None:
@@ -144,5 +145,5 @@ class OneTakesTheWide(LoadFileScheduling):
         elif singly or node is self.nodes[-1]:  # another kind waits for a turn between two files that run singly
             order = ("", "procs", "servers")
         else:
-            order = ("servers", "procs", "")
+            order = ("procs", "servers", "")
         return min(self.workqueue, key=lambda scope: [*order, *KINDS].index(self._kinds[scope]))

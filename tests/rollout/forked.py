@@ -27,10 +27,11 @@ from megarl.system.compat.sglang import LOADERS, STAND_INS, find_python, server_
 
 _FORKER = Path(__file__).with_name("forker.py")
 _PR_SET_CHILD_SUBREAPER = 36
-#: Variables of one server, read when it starts, what Megatron and torch set in this process, and pytest's of one test.
+#: Variables of one server, read when it starts, what Megatron, torch and Ray set in this process, and pytest's of one
+#: test. They make no other process to fork from.
 _OWN = (
     *("MEGARL_SERVER_", "TMPDIR", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"),
-    *("GLOO_SOCKET_IFNAME", "NVTE_", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_"),
+    *("GLOO_SOCKET_IFNAME", "NVTE_", "TORCHINDUCTOR_CACHE_DIR", "RAY_", "PYTEST_"),
 )
 _ADOPTING = threading.Lock()
 

@@ -32,6 +32,7 @@ def preload(folders: list[str]) -> None:
 
     Servers do not look through it for garbage: that would copy its pages, in each of their processes.
     """
+    gc.disable()  # looking for garbage among what modules make takes a sixth of the time
     path = list(sys.path)
     sys.path[:] = [*folders[:-1], *path, folders[-1]]
     for name in MODULES:
@@ -39,6 +40,7 @@ def preload(folders: list[str]) -> None:
     sys.path[:] = path
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def serve(request: dict) -> None:

@@ -6,11 +6,14 @@ which imports once, it takes 3 s and one CPU-second.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.config.load import load_config
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
@@ -19,8 +22,10 @@ from megarl.sync.protocol import version_tag
 from megarl.system.comm import WorkerGroup
 from megarl.system.compat.sglang import find_python
 from megarl.system.errors import ConfigError
+from tests.rollout.forked import forked_servers
 
 VOCAB = 128
+KEY_NAME = "MEGARL_TEST_SERVER_KEY"
 
 
 def need_interpreter() -> Path:
@@ -36,6 +41,30 @@ def start(folder: Path, model: Path, **config: Any) -> Fleet:
     need_interpreter()
     settings = SGLangConfig(**{"max_total_tokens": 8192, **config})
     return open_fleet(settings, WorkerPlace(), folder, model, "float32", cuda=False, world=WorkerGroup.alone())
+
+
+@contextlib.contextmanager
+def running_server(recipe: Path) -> Iterator[tuple[str, ...]]:
+    """Overrides of `recipe` that name a server that runs already, with random weights."""
+    import torch
+
+    from megarl.models.hf import load_hf_config
+    from megarl.models.weights.metadata import write_metadata
+
+    need_interpreter()
+    model = recipe.parent / "model"
+    model.mkdir()
+    write_metadata(model, load_hf_config(load_config(str(recipe), []).model), None, torch.float32)
+    settings, place = SGLangConfig(max_total_tokens=4096), WorkerPlace()
+    more: dict[str, Any] = {"cuda": False, "random_weights": True, "world": WorkerGroup.alone()}
+    with (
+        forked_servers(),
+        open_fleet(settings, place, recipe.parent, model, "float32", **more) as fleet,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        api = fleet.servers[0].api
+        patch.setenv(KEY_NAME, api.api_key or "")
+        yield (f"rollout.sglang.urls=[{api.url}]", f"rollout.sglang.api_key_env={KEY_NAME}")
 
 
 RUN = "test"

@@ -101,6 +101,8 @@ def test_what_this_place_has_no_servers_for_is_refused(tmp_path, settings, fp8, 
     assert raised.value.where == key
 
 
+@pytest.mark.procs
+@pytest.mark.servers
 def test_sglang_quantises_just_the_modules_whose_weights_are_sent_as_fp8(tmp_path) -> None:
     kinds = {"qwen3": {}, "qwen3_moe": EXPERTS, "mixtral": MIXTRAL}
     asked, sent = [], []

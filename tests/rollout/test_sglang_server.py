@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +28,7 @@ from megarl.system.errors import ServerError
 from tests.envs.playing import rules_of
 from tests.models.tiny import save_tiny
 from tests.rollout.forked import forked_servers
-from tests.rollout.servers import VOCAB, engine, label, need_interpreter, start
+from tests.rollout.servers import VOCAB, engine, label, start
 
 pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900)]
 EOS = [5, 9]
@@ -348,32 +346,3 @@ def test_a_server_that_cannot_start_is_an_error_that_shows_its_log(tmp_path: Pat
         start(tmp_path, model, extra_args=["--no-such-argument"])
     assert "unrecognized arguments: --no-such-argument" in str(caught.value)
     assert str(tmp_path / "servers" / "server_0.log") in str(caught.value)
-
-
-TRAINER = """
-import sys, time
-from pathlib import Path
-from tests.rollout.servers import start
-fleet = start(Path(sys.argv[1]), Path(sys.argv[2]))
-print(fleet._owned[0].pid, fleet.servers[0].api.api_key, flush=True)
-time.sleep(600)
-"""
-
-
-def test_not_even_a_hanging_server_outlives_a_killed_trainer(tmp_path: Path, model: Path) -> None:
-    """Its servers are not forked, so their command lines are those of every run."""
-    need_interpreter()
-    command = [sys.executable, "-c", TRAINER, str(tmp_path), str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as trainer:
-        assert trainer.stdout is not None
-        pid, key = trainer.stdout.readline().split()
-        main = psutil.Process(int(pid))
-        everyone = [main, *main.children(recursive=True)]
-        assert len(everyone) > 2
-        assert all(key not in " ".join(p.cmdline()) for p in everyone)
-        main.suspend()
-        trainer.kill()
-        deadline = time.monotonic() + 120
-        while alive := [p for p in everyone if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-            assert time.monotonic() < deadline, f"still there: {alive}"
-            time.sleep(0.2)

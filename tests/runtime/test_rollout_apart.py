@@ -13,7 +13,7 @@ import pytest
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.trained import steps_in
 from tests.disaggregated.test_in_order_loop import wait_for
-from tests.rollout.servers import need_interpreter
+from tests.rollout.servers import running_server
 from tests.runtime import harness
 from tests.runtime.harness import of_training
 
@@ -77,7 +77,8 @@ def test_ppo_with_a_team_for_every_model_changes_no_number(recipe, tmp_path):
     ("metric", "ahead"),
     [
         pytest.param("critic/score/mean", (), marks=pytest.mark.campaign("teams")),
-        ("critic/score/mean", ("async.max_staleness=2",)),  # weights 2 of 4 steps are for no training
+        # Weights 2 of 4 steps are for no training.
+        pytest.param("critic/score/mean", ("async.max_staleness=2",), marks=pytest.mark.campaign("teams")),
         ("actor/entropy", ("async.max_staleness=1", "async.order=as_ready", "async.partial=true")),
     ],
 )
@@ -109,6 +110,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, undisturbed, tm
     assert not list(tmp_path.glob("checkpoints.old-*")), "it does not start again"
 
 
+@pytest.mark.campaign("kills")  # the start as of tests/launchers/test_ray.py, the numbers as above
 def test_a_run_whose_rollout_worker_is_killed_goes_on_by_itself_from_its_newest_checkpoint(
     recipe, undisturbed, tmp_path
 ):
@@ -126,9 +128,9 @@ def test_a_run_whose_rollout_worker_is_killed_goes_on_by_itself_from_its_newest_
 
 @pytest.mark.servers
 def test_servers_are_asked_by_one_team_and_filled_by_another(recipe, tmp_path):
-    need_interpreter()
     settings = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", "sft.steps=0")
-    steps = harness.train(recipe, tmp_path, *settings, *STEPS, *TWO_TEAMS)
+    with running_server(recipe) as server:
+        steps = harness.train(recipe, tmp_path, *settings, *server, *STEPS, *TWO_TEAMS)
     for step in (1, 2, 3):
         numbers = steps[step]
         assert (numbers["sync/servers"], numbers["sync/failed"]) == (1, 0)

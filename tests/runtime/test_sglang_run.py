@@ -11,25 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from megarl.config.load import load_config
-from megarl.config.sglang import SGLangConfig
-from megarl.models.hf import load_hf_config
-from megarl.models.weights.metadata import write_metadata
-from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.runtime.health import read_beat
-from megarl.system.comm import WorkerGroup
 from megarl.system.compat.sglang import shared_memory
 from tests.disaggregated import test_as_ready_loop as test_flow
 from tests.forked import Command
-from tests.rollout.forked import forked_servers
-from tests.rollout.servers import need_interpreter
+from tests.rollout.servers import need_interpreter, running_server
 from tests.runtime import harness
-from tests.runtime.harness import finish, metrics, run, start, wait_for, write_recipe
+from tests.runtime.harness import finish, metrics, run, start, train, wait_for, write_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(900)]
-KEY_NAME = "MEGARL_TEST_SERVER_KEY"
 #: A rate at which the dense score moves within a few steps.
 LEARNING = ("sft.steps=0", "trainer.steps=6", "trainer.save_every=0", "validation.every=0", "actor.optim.lr=1e-2")
 #: On a CPU these calls free nothing, but they must be taken at the right moments all the same.
@@ -49,29 +40,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def external(recipe: Path) -> Iterator[tuple[str, ...]]:
-    """Overrides that name a server that runs already, with random weights."""
-    need_interpreter()
-    model = recipe.parent / "model"
-    model.mkdir()
-    write_metadata(model, load_hf_config(load_config(str(recipe), []).model), None, torch.float32)
-    settings = SGLangConfig(max_total_tokens=4096)
-    alone = WorkerGroup.alone()
-    with (
-        forked_servers(),
-        open_fleet(
-            settings, WorkerPlace(), recipe.parent, model, "float32", cuda=False, random_weights=True, world=alone
-        ) as fleet,
-    ):
-        api = fleet.servers[0].api
-        os.environ[KEY_NAME] = api.api_key or ""
-        yield (f"rollout.sglang.urls=[{api.url}]", f"rollout.sglang.api_key_env={KEY_NAME}")
-        del os.environ[KEY_NAME]
+    with running_server(recipe) as overrides:
+        yield overrides
 
 
 @pytest.fixture(scope="module")
 def embedded(recipe: Path) -> dict[int, dict[str, float]]:
     """The same run on the trainer's own weights."""
-    return run(recipe, recipe.parent / "embedded", *LEARNING)
+    return train(recipe, recipe.parent / "embedded", *LEARNING)
 
 
 def gain(steps: dict[int, dict[str, float]]) -> float:
@@ -80,12 +56,16 @@ def gain(steps: dict[int, dict[str, float]]) -> float:
     return sum(scores[-2:]) / 2 - sum(scores[:2]) / 2
 
 
-@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk", "delta"])
+#: All of them bring every parameter to a real server in tests/sync/test_sglang.py.
+OTHERS = [pytest.param(transport, marks=pytest.mark.campaign("servers")) for transport in ("distributed", "disk")]
+
+
+@pytest.mark.parametrize("transport", ["tensor", "delta", *OTHERS])
 def test_every_transport_trains_like_the_embedded_engine(transport, recipe, external, embedded):
     settings = (*SGLANG, *external, f"sync.transport={transport}")
     if transport == "delta":  # in two parts: versions go on with the steps
-        run(recipe, recipe.parent / transport, *settings, "trainer.steps=3")
-    steps = run(recipe, recipe.parent / transport, *settings)
+        train(recipe, recipe.parent / transport, *settings, "trainer.steps=3")
+    steps = train(recipe, recipe.parent / transport, *settings)
     for step in range(1, 7):
         numbers = steps[step]
         assert numbers["sync/verified_tensors"] > 0
@@ -102,7 +82,7 @@ def test_every_transport_trains_like_the_embedded_engine(transport, recipe, exte
 def test_a_server_generates_with_adapters_merged(recipe, external, tmp_path):
     """From the third step on they are large enough to show: the base model is off by more than 1e-3."""
     lora = "model.lora={rank: 4, alpha: 64}"
-    steps = run(recipe, tmp_path, *SGLANG, *external, lora, "trainer.steps=3")
+    steps = train(recipe, tmp_path, *SGLANG, *external, lora, "trainer.steps=3")
     for step in (1, 2, 3):
         assert steps[step]["sync/verified_tensors"] > 0
         assert steps[step]["sync/failed"] == 0
@@ -113,7 +93,7 @@ def test_a_server_generates_with_adapters_merged(recipe, external, tmp_path):
 
 def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_path):
     """Two replicas that play against one server; what it drew is what the trainer computes."""
-    steps = run(recipe, tmp_path, *SGLANG, *external, *GUESSING, "trainer.steps=2")
+    steps = train(recipe, tmp_path, *SGLANG, *external, *GUESSING, "trainer.steps=2")
     for step in (1, 2):
         numbers = steps[step]
         assert numbers["env/turns/max"] == 3
@@ -129,7 +109,13 @@ def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_pa
 BUSY = ("rollout.sampling.max_new_tokens=48", "rollout.sampling.ignore_eos=true", "rollout.sampling.n=16")
 
 
-@pytest.mark.parametrize(("overrides", "n"), [((), 4), ((test_flow.PARTIAL, *BUSY), 16)], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    ("overrides", "n"),
+    [
+        pytest.param((), 4, id="whole", marks=pytest.mark.campaign("servers")),
+        pytest.param((test_flow.PARTIAL, *BUSY), 16, id="partial"),
+    ],
+)
 def test_samples_go_to_training_as_they_get_ready_on_a_server(recipe, external, tmp_path, overrides, n):
     server = ("rollout.engine=sglang", "cluster.timeout_s=400", *external)
     numbers = test_flow.train(recipe, tmp_path, *test_flow.LONG, *server, *overrides)
@@ -154,6 +140,7 @@ class OwnServer:
     pid: int
     family: list[psutil.Process]
     instance: str
+    key: str
     temporary: Path
 
     def is_gone(self) -> bool:
@@ -168,8 +155,8 @@ def own_servers(process: Command) -> list[OwnServer]:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if os.getpgid(child.pid) == child.pid and "serve.py" in " ".join(child.cmdline()):
                 family, variables = [child, *child.children(recursive=True)], child.environ()
-                instance, temporary = variables["MEGARL_SERVER_INSTANCE"], Path(variables["TMPDIR"])
-                found.append(OwnServer(child.pid, family, instance, temporary))
+                instance, key = variables["MEGARL_SERVER_INSTANCE"], variables["MEGARL_SERVER_KEY"]
+                found.append(OwnServer(child.pid, family, instance, key, Path(variables["TMPDIR"])))
     return found
 
 
@@ -206,6 +193,7 @@ def check_replaced(run_dir: Path, output: str, last: int, phase: str = DRAWS) ->
 
 
 def test_own_server_that_hangs_is_replaced_in_its_round_and_the_next_one_ends_with_a_killed_run(recipe):
+    """Even if its process hangs. These servers are not forked, so their command lines are those of every run."""
     need_interpreter()
     run_dir = recipe.parent / "own"
     settings = (*SGLANG, *COLOCATED, *DRAWING, "actor.parallel.tp=2")
@@ -214,6 +202,9 @@ def test_own_server_that_hangs_is_replaced_in_its_round_and_the_next_one_ends_wi
         hung = stop_scheduler(process, run_dir, 2, DRAWS)
         wait_for(lambda: 3 in metrics(run_dir), process, _BUSY_S, 0.1)
         (server,) = own_servers(process)
+        assert len(server.family) > 2
+        assert all(server.key not in " ".join(one.cmdline()) for one in server.family)
+        psutil.Process(server.pid).suspend()
     finally:
         process.kill()  # nobody gets to tidy up
         output = process.communicate()[0]

@@ -276,7 +276,7 @@ EVERY = {2: [(layout, way) for layout in ({"tp": 2}, PP2, VPP2) for way in ("ten
 @pytest.mark.parametrize(
     ("name", "tied", "dtype", "wire", "parameters", "layouts"),
     [
-        ("qwen3", False, "float32", "fp32", PARAMETERS, ONE),
+        pytest.param("qwen3", False, "float32", "fp32", PARAMETERS, ONE, marks=pytest.mark.campaign("servers")),
         ("qwen2", True, "bfloat16", "bf16", 30, BOTH),
         pytest.param("qwen2", True, "bfloat16", "bf16", 30, EVERY, marks=pytest.mark.campaign("servers")),
     ],
