@@ -20,7 +20,7 @@ def accept(overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["embedded", "sglang"])
-@pytest.mark.parametrize(("gpus", "tp"), [(1, 1), (8, 1), (8, 2)])
+@pytest.mark.parametrize(("gpus", "tp"), [(1, 1), (8, 2)])
 def test_steps_of_every_model(engine, gpus, tp):
     for model in steps.MODELS:
         accept(steps.on_gpus(model, engine, gpus, tp, 80))

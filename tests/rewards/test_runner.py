@@ -20,8 +20,6 @@ from megarl.rewards.preflight import check_import
 from megarl.rewards.runner import RewardRunner
 from megarl.runtime.health import failure_of
 from megarl.system.errors import ConfigError, RewardError, UserError
-from megarl.system.processes import has_nvidia_device
-from tests.forked import forked_scorers
 from tests.house.test_docs import code_with
 
 HELPERS = """
@@ -135,22 +133,8 @@ def leave(sample):
     raise SystemExit(3)
 """
 BOTH = pytest.mark.parametrize("workers", [1, 2])
-#: Reward processes are programs, as in a run; in the other tests they are forked with their imports done.
+#: Reward processes are programs, as in a run; in the other tests they are forked (conftest.py).
 PROGRAMS = pytest.mark.usefixtures("programs")
-
-
-@pytest.fixture
-def programs():
-    """For `processes`."""
-
-
-@pytest.fixture(autouse=True)
-def processes(request):
-    if "programs" in request.fixturenames or has_nvidia_device():
-        yield
-        return
-    with forked_scorers():
-        yield
 
 
 @pytest.fixture
