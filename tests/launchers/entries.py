@@ -161,6 +161,12 @@ def rank_1_raises(config: RunConfig, run_dir: Path) -> None:
         _wait_for_ever()
 
 
+def rank_1_raises_after_it_has_met(config: RunConfig, run_dir: Path) -> None:
+    """Both."""
+    write_environment(config, run_dir)
+    rank_1_raises(config, run_dir)
+
+
 def rank_1_is_killed(config: RunConfig, run_dir: Path) -> None:
     """Rank 1 is killed while rank 0 waits for it in a collective, so rank 0 fails too, with a lost connection."""
     import torch

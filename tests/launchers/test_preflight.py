@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from typing import Any
 
@@ -29,6 +28,7 @@ from megarl.launchers.preflight import (
 )
 from megarl.launchers.preflight_links import measure, members_of, ring
 from megarl.system.processes import free_port
+from tests.forked import Forked
 
 EIGHT = "".join(f"{number}, NVIDIA H100 80GB HBM3, 0\n" for number in range(8))
 ROWS = "".join(f"GPU-{number}, No, No\n" for number in range(8))
@@ -143,12 +143,9 @@ def test_a_wait_of_nccl_that_takes_too_long_raises(tmp_path, monkeypatch):
 def test_three_nodes_are_measured_against_each_other(tmp_path):
     outside = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "MEGARL_NODES": "3"}
     outside |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "megarl.launchers.preflight", "links", str(tmp_path), "--run-dir", str(tmp_path)]
+    arguments = ["links", str(tmp_path), "--run-dir", str(tmp_path), "--limit-s", "200"]
     nodes = [
-        subprocess.Popen(
-            [*command, "--limit-s", "200"], env={**outside, "NODE_RANK": str(k), "SLURMD_NODENAME": f"n{k}"}
-        )
-        for k in range(3)
+        Forked(_preflight, (arguments, {**outside, "NODE_RANK": str(k), "SLURMD_NODENAME": f"n{k}"})) for k in range(3)
     ]
     assert [node.wait(500) for node in nodes] == [0, 0, 0]
     found = json.loads((tmp_path / "links.json").read_text())
@@ -157,3 +154,9 @@ def test_three_nodes_are_measured_against_each_other(tmp_path):
     pairs = {frozenset(pair["nodes"]) for pair in found["edges"]}
     assert pairs == {frozenset(pair) for pair in (("n0", "n1"), ("n1", "n2"), ("n0", "n2"))}
     assert all(pair["gb_per_s"] > 0 for pair in found["edges"])
+
+
+def _preflight(arguments: list[str], environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.exit(main(arguments))

@@ -7,12 +7,10 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,12 +24,14 @@ from megarl.launchers.common import run_workers
 from megarl.launchers.ray_health import ClusterRay, within
 from megarl.system.errors import ConfigError, WorkerError
 from megarl.system.processes import free_port
+from tests.forked import Forked, become
 from tests.launchers import test_launchers as every
 from tests.ray_forks.clusters import cluster
-from tests.ray_forks.launcher import FORKER
+from tests.ray_forks.launcher import FORKER, accept
 from tests.runtime import harness
 from tests.runtime.harness import of_training
 
+KILLS = pytest.mark.campaign("kills")
 pytestmark = [pytest.mark.procs, pytest.mark.wide]  # Ray ends itself where its own processes start slowly
 
 
@@ -49,8 +49,9 @@ def test_ranks_meet_and_the_run_folder_tells_what_happened(tmp_path: Path, monke
 @pytest.mark.parametrize(
     "same",
     [
-        every.test_an_exception_is_shown_with_rank_phase_and_step,
-        every.test_a_killed_rank_is_the_first_error_although_its_peer_fails_too,
+        # A killed rank: below, with a new start. An exception: of a team, below.
+        pytest.param(every.test_an_exception_is_shown_with_rank_phase_and_step, marks=KILLS),
+        pytest.param(every.test_a_killed_rank_is_the_first_error_although_its_peer_fails_too, marks=KILLS),
         functools.partial(every.test_a_rank_that_ends_with_0_before_its_work_is_done_has_failed, entry="rank_1_leaves"),
         every.test_a_rank_without_progress_is_reported_with_every_phase_and_stack,
         every.test_a_mistake_of_the_user_ends_with_2_and_no_traceback,
@@ -64,7 +65,7 @@ def test_a_run_that_lost_a_rank_is_started_again(tmp_path: Path, monkeypatch: py
     every.test_a_run_that_lost_a_rank_is_started_again("ray", tmp_path, monkeypatch)
 
 
-@pytest.mark.campaign("kills")  # as a run whose rollout worker is killed, tests/runtime/test_rollout_apart.py
+@KILLS  # as a run whose Ray loses a part, below
 def test_teams_in_a_ray_of_their_own_are_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESTARTS", "1")
     result = every.launch("local", "rank_1_is_killed_once", tmp_path, "1+1")
@@ -75,7 +76,7 @@ def test_teams_in_a_ray_of_their_own_are_started_again(tmp_path: Path, monkeypat
     assert "[worker 1 (reference, rank 0)] worker 1 lives" in result.log.splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=KILLS)])
 def test_workers_go_with_their_launcher(number: int, tmp_path: Path) -> None:
     every.test_workers_go_with_their_launcher("ray", number, tmp_path)
 
@@ -97,12 +98,6 @@ def test_teams_on_two_nodes_have_the_metrics_of_those_without_ray(tmp_path: Path
     assert here[2]["actor/kl_loss"] > 0
     there = harness.run(recipe, tmp_path / "there", *more, "cluster.nnodes=2", launcher="ray")
     assert of_training(there) == here
-
-
-def test_ray_is_started_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_ADDRESS", FORKER):
-        monkeypatch.delenv(name, raising=False)
-    assert every.launch("ray", "write_environment", tmp_path, "1", program=True).code == 0
 
 
 def test_a_signal_to_all_processes_of_a_job_with_its_own_ray_leaves_time_to_save(
@@ -162,32 +157,41 @@ def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
     assert ("may need 9.7 GB of shared memory, but /dev/shm has" in said) == warns
 
 
-def test_a_full_store_of_a_ray_of_our_own_takes_files_only_if_it_may() -> None:
-    program = """
-from megarl.config.run import RunConfig
-from megarl.launchers.ray import _connect
-settings = {{"placement": {{"spill": {spill}}}, "tracking": {{"console": "json"}}}}
-_connect(None, RunConfig.model_validate({{"name": "x", **settings}}), 100 << 20, 200)
-import numpy as np, ray
-error, held = None, []
-try:
-    held = [ray.put(np.zeros(30 << 20, np.uint8)) for _ in range(5)]
-except ray.exceptions.RayError as caught:
-    error = type(caught).__name__
-print("ended with", error)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    running = {
-        error: subprocess.Popen(
-            [sys.executable, "-c", program.format(spill=spill)], env=environment, text=True, **pipes
-        )
-        for spill, error in ((False, "OutOfDiskError"), (True, "None"))
-    }
-    for error, process in running.items():
-        said, errors = process.communicate(timeout=every.DEADLINE_S)
+def test_a_full_store_of_a_ray_of_our_own_takes_files_only_if_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    running = {}
+    for spill, error in ((False, "OutOfDiskError"), (True, "None")):
+        files = tuple(tmp_path / f"{spill}.{stream}" for stream in ("out", "err"))
+        for file in files:
+            file.touch()
+        running[error] = files, Forked(_fill_store, (spill, every.environment(), *map(str, files)))
+    for error, ((out, err), process) in running.items():
+        process.wait(every.DEADLINE_S)
+        said, errors = out.read_text(), err.read_text()
         assert said == f"ended with {error}\n", errors  # nothing else: steps are read from there
         assert "starting Ray" in errors
+
+
+def _fill_store(spill: bool, environment: dict[str, str], output: str, errors: str) -> None:
+    """Put more into the object store of a Ray than it holds, and print how that ends."""
+    become(environment, output, errors)
+    accept()
+    settings = {"placement": {"spill": spill}, "tracking": {"console": "json"}}
+    ray_launcher._connect(None, RunConfig.model_validate({"name": "x", **settings}), 100 << 20, 200)
+    import numpy as np
+    import ray
+
+    error, held = None, []
+    try:
+        held = [ray.put(np.zeros(30 << 20, np.uint8)) for _ in range(5)]
+    except ray.exceptions.RayError as caught:
+        error = type(caught).__name__
+    print("ended with", error)
+    del held
+    ray.shutdown()
+    sys.exit()
 
 
 def test_processes_that_ray_starts_too_late_are_told_of_in_one_line(
@@ -218,15 +222,17 @@ def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
     ("entry", "part"),
     [
         ("ray_loses_its_control_store", "control store (gcs_server"),
-        pytest.param("ray_loses_its_node_manager", "node manager (raylet", marks=pytest.mark.campaign("kills")),
+        pytest.param("ray_loses_its_node_manager", "node manager (raylet", marks=KILLS),
     ],
 )
 def test_a_part_of_ray_that_dies_is_named_and_the_run_starts_again_in_a_new_ray(
     entry: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing is forked: workers of a node manager that is gone are found by their environment."""
     monkeypatch.setenv("RESTARTS", "1")
-    monkeypatch.delenv(FORKER, raising=False)  # workers of a node manager that is gone are found by their environment
-    result = every.launch("local", entry, tmp_path, "1+1")
+    for name in ("RAY_ADDRESS", FORKER):
+        monkeypatch.delenv(name, raising=False)
+    result = every.launch("ray", entry, tmp_path, "1+1", program=True)
     assert result.code == 0, result.err
     assert result.err.count(f"megarl: Ray's {part}, process ") == 1, result.err
     assert "was killed by signal 9 (SIGKILL), and no worker can continue without it\n  fix: " in result.err

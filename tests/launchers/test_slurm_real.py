@@ -53,6 +53,7 @@ def launch(recipe: Path, run_dir: Path, *keys: str) -> int:
     return slurm_runs.launch(recipe, run_dir, *FEW, "launch.preflight=false", *keys)
 
 
+@pytest.mark.campaign("slurm")  # the script as of test_slurm_job.py, the numbers as of two nodes in test_ray.py
 def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(slurm, recipe, local, forking, tmp_path):
     run_dir = tmp_path / "run"
     assert launch(recipe, run_dir, forking, "launch.launcher=ray") == 0
