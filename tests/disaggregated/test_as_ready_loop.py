@@ -67,7 +67,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
-@pytest.mark.parametrize("overrides", [(), TWO_REPLICAS, (PARTIAL, *LONG, IN_HAND), (PARTIAL, *LONG, *TWO_REPLICAS)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), marks=pytest.mark.campaign("teams")),
+        TWO_REPLICAS,
+        (PARTIAL, *LONG, IN_HAND),
+        pytest.param((PARTIAL, *LONG, *TWO_REPLICAS), marks=pytest.mark.campaign("teams")),
+    ],
+)
 def test_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path, overrides):
     numbers = train(recipe, tmp_path, *overrides)
     check(tmp_path, STEPS)
@@ -77,7 +85,9 @@ def test_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path
     check_time(numbers)
 
 
-@pytest.mark.parametrize(("partial", "killed"), [((), "actor"), ((PARTIAL,), "rollout")])
+@pytest.mark.parametrize(
+    ("partial", "killed"), [pytest.param((), "actor", marks=pytest.mark.campaign("kills")), ((PARTIAL,), "rollout")]
+)
 def test_episodes_of_a_slow_environment_are_trained_on_once_and_none_is_lost_in_a_kill(
     recipe, tmp_path, partial, killed
 ):

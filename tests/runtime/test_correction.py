@@ -203,7 +203,7 @@ def agree(one: dict, want: dict) -> None:
 
 @pytest.mark.procs
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("processes", "budgets"), [(1, [1, 60, 150]), (2, [10_000, 60])])
+@pytest.mark.parametrize(("processes", "budgets"), [(1, [1]), (2, [60])])
 def test_no_split_changes_an_update_with_rejection(processes, budgets, whole):
     for rank in run_distributed(all_updates, processes, 420, budgets):
         for one in rank:

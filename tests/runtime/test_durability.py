@@ -46,19 +46,14 @@ def kill_after_step_2(recipe: Path, run_dir: Path, rank: int, *overrides: str) -
     return process.returncode, output
 
 
-def test_a_killed_rank_leaves_critic_and_kl_controller_in_its_checkpoint(recipe, tmp_path):
+def test_a_killed_rank_is_named_and_leaves_critic_and_kl_controller_in_its_checkpoint(recipe, tmp_path):
     whole = harness.train(recipe, tmp_path / "whole", *harness.PPO)
-    kill_after_step_2(recipe, tmp_path / "killed", 0, *harness.PPO)
-    assert harness.train(recipe, tmp_path / "killed", *harness.PPO) == whole
-
-
-def test_a_killed_rank_is_named_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
-    code, output = kill_after_step_2(recipe, tmp_path, 1)
+    code, output = kill_after_step_2(recipe, tmp_path / "killed", 1, *harness.PPO)
     assert code == 1
     assert "rank 1" in output
     assert "SIGKILL" in output
     assert "phase" in output
-    assert harness.run(recipe, tmp_path) == undisturbed
+    assert harness.train(recipe, tmp_path / "killed", *harness.PPO) == whole
 
 
 def test_a_run_that_is_started_again_is_the_same(recipe, undisturbed, tmp_path):
@@ -123,21 +118,18 @@ def test_damaged_files_beside_the_checkpoints_change_no_number(recipe, whole, un
     assert (tmp_path / "trace.json").is_file()
 
 
-def test_a_finished_run_has_nothing_left_to_do(recipe, tmp_path):
-    first = harness.train(recipe, tmp_path, "trainer.steps=1", "sft.steps=0")
-    process = harness.start(recipe, tmp_path, "trainer.steps=1", "sft.steps=0", "trainer.keep_last=3")
-    output = harness.finish(process)
-    assert harness.metrics(tmp_path) == first
-    assert "this run is finished: step 1 of 1 is done" in output
-    assert "changed since the checkpoint: trainer.keep_last: 2 -> 3" in output
-    assert f"model:  {tmp_path / 'hf'}" in output
-    assert "FutureWarning" not in output
-
-
-def test_a_run_that_starts_again_or_from_another_run_keeps_old_checkpoints_aside(recipe, tmp_path):
+def test_a_finished_run_has_nothing_left_to_do_and_one_that_starts_again_keeps_its_checkpoints_aside(recipe, tmp_path):
     short = ("trainer.steps=1", "sft.steps=0")
     first = harness.train(recipe, tmp_path / "one", *short)
-    assert harness.run(recipe, tmp_path / "one", *short, "trainer.resume=never") == first
+    process = harness.start(recipe, tmp_path / "one", *short, "trainer.keep_last=3")
+    output = harness.finish(process)
+    assert harness.metrics(tmp_path / "one") == first
+    assert "this run is finished: step 1 of 1 is done" in output
+    assert "changed since the checkpoint: trainer.keep_last: 2 -> 3" in output
+    assert f"model:  {tmp_path / 'one' / 'hf'}" in output
+    assert "FutureWarning" not in output
+
+    assert harness.train(recipe, tmp_path / "one", *short, "trainer.resume=never") == first
     assert (tmp_path / "one" / "checkpoints.old-1" / "step_1" / "meta.json").is_file()
     assert (tmp_path / "one" / "checkpoints.old-1" / "reference" / "config.json").is_file()
     source = tmp_path / "one" / "checkpoints" / "step_1"

@@ -95,6 +95,7 @@ def test_eval_counts_as_the_run_did_and_shows_what_the_model_saw(run, whole, exp
     assert "data:image/png;base64," in (tmp_path / "eval/report.html").read_text()
 
 
+@pytest.mark.campaign("kills")  # as a run that a damaged image stops, below
 def test_a_killed_run_goes_on_to_the_same_numbers(whole, tmp_path):
     write_rows(tmp_path)
     (tmp_path / "hold").touch()

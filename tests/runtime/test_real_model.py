@@ -43,6 +43,7 @@ def test_more_problems_than_there_are_is_an_error():
         make_rows(most=8, rows=5000)
 
 
+@pytest.mark.campaign("smollm2")
 @pytest.mark.skipif(not MODEL.is_dir(), reason="no model: make smollm2")
 def test_smollm2_takes_a_step_in_its_own_chat_template(tmp_path):
     # Right answers are too rare in so few samples for a gradient; any two texts differ in this.

@@ -104,9 +104,9 @@ def ppo(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dic
 @pytest.mark.parametrize(
     "layout",
     [
-        ["cluster.nproc=1"],
+        pytest.param(["cluster.nproc=1"], marks=pytest.mark.campaign("teams")),
         ["actor.parallel.tp=2", "actor.parallel.sp=true"],
-        ["actor.parallel.pp=2"],
+        pytest.param(["actor.parallel.pp=2"], marks=pytest.mark.campaign("teams")),
         [
             "critic.engine={micro_batch_tokens: 20, offload: true}",
             "actor.engine={micro_batch_tokens: 30, offload: true}",

@@ -79,7 +79,9 @@ def test_a_run_whose_reference_is_killed_starts_it_again_and_is_the_same_run(rec
     run_dir = recipe.parent / "grpo-killed"
 
     def after(step: int) -> None:
-        harness.wait_for(lambda: (run_dir / "metrics.jsonl").is_file() and step in harness.metrics(run_dir), process)
+        harness.wait_for(
+            lambda: (run_dir / "metrics.jsonl").is_file() and step in harness.metrics(run_dir), process, every_s=0.05
+        )
 
     with harness.held_at(recipe, run_dir / "checkpoints" / "step_2"):
         process = harness.start(recipe, run_dir, *GRPO, *placed(teams), "cluster.timeout_s=240")

@@ -152,7 +152,7 @@ def test_steps_on_1024_devices_take_seconds():
     overrides += ["rollout.sglang.servers=16", "data.batch_size=1024", "rollout.sampling.max_new_tokens=8192"]
     overrides += ["async={max_staleness: 2, order: as_ready, partial: true}", "actor.engine.offload=false"]
     began = time.process_time()
-    (row,) = Study("grpo_qwen3_8b_8gpu", tuple(overrides), devices=(1024,), steps=20).rows()
+    (row,) = Study("grpo_qwen3_8b_8gpu", tuple(overrides), devices=(1024,), steps=10).rows()
     assert time.process_time() - began < 24  # 2 on two cores that others keep busy; slower ones take more
     assert row.system.devices == 1024
-    assert len(row.outcome.ends) == 20
+    assert len(row.outcome.ends) == 10
