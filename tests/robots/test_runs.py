@@ -52,6 +52,7 @@ def test_a_run_clones_plays_updates_and_measures(run_dir: Path) -> None:
     assert "Line" in next(iter(read_statistics(run_dir / "hf" / "dataset_statistics.json")))
 
 
+@pytest.mark.campaign("kills")  # with cloning and with refills, below
 def test_a_killed_rank_leaves_the_same_run_after_it_is_resumed(recipe, run_dir, tmp_path) -> None:
     process = harness.start(recipe, tmp_path)
     harness.wait_for(lambda: at_step(tmp_path, 2), process)
@@ -93,7 +94,7 @@ def without_its_last_step(recipe: Path, run_dir: Path, *settings: str) -> dict[i
     return harness.train(recipe, run_dir, *settings)
 
 
-@pytest.mark.parametrize("layout", ["pp: 2", "tp: 2, sp: true"])
+@pytest.mark.parametrize("layout", ["pp: 2", pytest.param("tp: 2, sp: true", marks=pytest.mark.campaign("teams"))])
 def test_the_layout_changes_no_episode(layout, recipe, run_dir, tmp_path) -> None:
     """The same seeds draw the same actions; what is summed in another order differs by fp32 rounding."""
     settings = (f"actor.parallel={{{layout}}}", "trainer.steps=2")
