@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -148,6 +149,21 @@ def fork_scorers() -> None:
     _start_by(_forked_module, pool_process)
 
 
+def fork_relays() -> None:
+    """Fork relays of changed weights from this process: they would import torch and Megatron for 3 CPU-seconds."""
+    from megarl.sync.transports import delta
+
+    if not has_nvidia_device():
+        _start_by(functools.partial(_forked_module, before=_share_memory), delta)
+
+
+def _share_memory() -> None:
+    """Start torch's manager of shared memory before there are threads, two of which cannot start it in a fork."""
+    import torch
+
+    torch.UntypedStorage._new_using_filename_cpu(1)
+
+
 @contextlib.contextmanager
 def forked_scorers() -> Iterator[None]:
     """`fork_scorers` within the block."""
@@ -165,7 +181,14 @@ def _start_by(popen: Callable[..., Any], module: Any) -> None:
     module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
 
 
-def _forked_module(command: list[str], *, env: dict[str, str], pass_fds: Sequence[int] = (), **options: Any) -> Any:
+def _forked_module(
+    command: list[str],
+    *,
+    env: dict[str, str],
+    pass_fds: Sequence[int] = (),
+    before: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> Any:
     """A child that would become the program `python -m MODULE ...` and instead does what that does, under its name."""
     module = command[2]
 
@@ -173,7 +196,9 @@ def _forked_module(command: list[str], *, env: dict[str, str], pass_fds: Sequenc
         Path("/proc/self/comm").write_text(module.rpartition(".")[2])
         _leave_folder_out()
         sys.argv = command[2:]
-        importlib.import_module(module).main()
+        before()
+        main = getattr(importlib.import_module(module), "main", None)
+        main() if main is not None else runpy.run_module(module, run_name="__main__")
 
     becoming = functools.partial(in_child, env, pass_fds, work)
     return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=becoming, **options)
@@ -219,6 +244,7 @@ def _leave_folder_out() -> None:
 def _worker_main(arguments: list[str]) -> int:
     _leave_folder_out()
     fork_scorers()
+    fork_relays()
     import torch
 
     from megarl.runtime import worker

@@ -9,7 +9,7 @@ from megarl.system.compat import megatron  # noqa: E402
 
 megatron.install()
 for name in (
-    *("megarl.models.policy", "megarl.training.engine", "megarl.sync.updater"),
+    *("megarl.models.policy", "megarl.training.engine", "megarl.sync.updater", "megarl.sync.relay"),
     # Commands (tests/forked.py) and what their workers import while they run.
     *("megarl.cli", "megarl.checks.recipe", "megarl.checks.rows", "megarl.launchers.local", "megarl.runtime.worker"),
     *("megarl.recipes.build", "megarl.disaggregated.loop", "megarl.runtime.inference", "megarl.tracking.tracker"),

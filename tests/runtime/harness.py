@@ -19,7 +19,7 @@ from megarl.runtime.health import read_beat
 from megarl.system.processes import has_nvidia_device, write_atomically
 from megarl.system.rendezvous import write_token
 from tests.dist import run_distributed
-from tests.forked import Command, fork_scorers
+from tests.forked import Command, fork_relays, fork_scorers
 
 RECIPE = """
 name: tiny
@@ -195,6 +195,7 @@ def work_of_rank(recipe: str, run_dir: str, overrides: list[str], teams: list[di
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     if not has_nvidia_device():
         fork_scorers()
+        fork_relays()
     entry.train(load_config(Path(recipe), overrides), Path(run_dir))
 
 

@@ -13,6 +13,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from tests.dist import start, world
+from tests.forked import fork_relays
 
 
 class ToldFleet(Fleet):
@@ -43,6 +44,7 @@ def weight_sync(chunks: Sequence[Any], fleet: Fleet, config: Any, run_dir: str |
     from megarl.rollout.sglang.receiver import SglangReceivers
     from megarl.sync.updater import WeightSync
 
+    fork_relays()  # those that are programs: test_relay_process.py
     servers = SglangReceivers(fleet, ServerLayout.of(chunks[0].hf_config, tp))
     return WeightSync(chunks, servers, config, Path(run_dir), world())
 
