@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.config.run import RunConfig
-from megarl.runtime import frozen_models, loop
+from megarl.runtime import frozen_models, start
 from megarl.runtime.frozen_models import changed_files, frozen_in, keep_reference, record_frozen
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError
@@ -45,13 +45,13 @@ def _once(work: Callable[[], object]) -> None:
 
 def _train(recipe: str, run_dir: Path, overrides: Sequence[str]) -> None:
     """A run in processes that run others, too; each of them writes to a file of its own."""
-    made, build = [], loop.build_rank_state
+    made, build = [], start.build_rank_state
     with (
         pytest.MonkeyPatch.context() as patch,
         Path(f"{run_dir}.{dist.get_rank()}.txt").open("w") as said,
         contextlib.redirect_stdout(said),
     ):
-        patch.setattr(loop, "build_rank_state", lambda *args: made.append(build(*args)) or made[0])
+        patch.setattr(start, "build_rank_state", lambda *args: made.append(build(*args)) or made[0])
         try:
             harness.work_of_rank(recipe, str(run_dir), list(overrides), [])
         finally:
