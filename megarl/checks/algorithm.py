@@ -1,4 +1,4 @@
-"""Checks of the requirements of single estimators, losses and filters on the rest of a recipe."""
+"""Checks of what single estimators, losses and filters require of the rest of a recipe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
     if isinstance(settings, GroupSettings) and n < 2 and not settings.allow_singleton:
         checks.of("group size").fail(
             "rollout.sampling.n",
-            f"{name} compares the samples of a prompt with each other, and there is one",
+            f"{name} compares the samples of a prompt with each other, but there is only one",
             found=n,
             allowed="integer >= 2, or 1 with algorithm.advantage.allow_singleton",
             fix="set rollout.sampling.n=8",
@@ -60,7 +60,7 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
     if getattr(settings, "is_weighted", False) and config.rollout_correction.resolved().is_level == "none":
         checks.fail(
             "algorithm.advantage.is_weighted",
-            f"{name} is to be weighed by the importance weights of rollout correction, and there are none",
+            f"{name} needs the importance weights of rollout correction, but they are off",
             found=True,
             allowed="false, or true with rollout_correction.is_level: token or sequence",
             fix="set rollout_correction.preset=decoupled_token_is",
@@ -68,14 +68,13 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_parts(config: RunConfig, checks: Checklist) -> None:
-    """Check penalties on the whole reward when the estimator reads its parts."""
+    """Check that penalties on the whole reward are off when the estimator reads parts of the reward."""
     algorithm = config.algorithm
     in_reward = algorithm.kl.use == "reward"
     if in_reward or algorithm.overlong.buffer_tokens is not None:
         checks.of("reward parts").fail(
             "algorithm.kl.use" if in_reward else "algorithm.overlong.buffer_tokens",
-            f"{algorithm.advantage.name} reads the parts of the reward, which a penalty on the whole reward does not "
-            "reach",
+            f"{algorithm.advantage.name} reads the parts of the reward, so a penalty on the whole reward has no effect",
             found=algorithm.kl.use if in_reward else algorithm.overlong.buffer_tokens,
             allowed="none or loss" if in_reward else "null",
             fix="remove the penalty, or return it as a part from the reward function",
@@ -99,30 +98,30 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     if config.teacher.paths and not needed:
         checks.warn(
             "teacher.path",
-            "a teacher is named, and nothing uses it",
+            "a teacher is set, but nothing uses it",
             found=list(config.teacher.paths.values()),
             fix="set algorithm.advantage.name=reverse_kl or algorithm.distillation.coef, or remove teacher.path",
         )
 
 
 def _check_teachers(settings: TeacherConfig, checks: Checklist) -> None:
-    """Check several teachers beside each other; their files are checked with those of other models."""
+    """Check several teachers against each other; their files are checked with those of other models."""
     if settings.path is not None:
         checks.fail(
             "teacher.path",
-            "several teachers are named, and this one beside them",
+            "both teacher.path and teacher.models are set",
             found=settings.path,
-            allowed="null beside teacher.models",
-            fix="name it in teacher.models, too, or remove it",
+            allowed="null with teacher.models",
+            fix="move it to teacher.models, or remove it",
         )
     for name in settings.models:
         if not re.fullmatch(r"[\w-]+", name):
             checks.fail(
                 f"teacher.models.{name}",
-                "names of teachers are part of those of metrics",
+                "this name of a teacher cannot be part of a metric's name",
                 found=name,
                 allowed="letters, digits, _ and -",
-                fix="give it such a name",
+                fix="rename the teacher",
             )
 
 
@@ -132,7 +131,7 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
     if isinstance(section, KLConfig):
         checks.of("KL").fail(
             f"{path}.estimator",
-            f"{name} compares distributions, and the reference gives log-probs of the sampled tokens only",
+            f"{name} compares distributions, but the reference has log-probs of the sampled tokens only",
             found=name,
             allowed=[other for other in KL.names() if not KL.spec(other).distributions],
             fix=f"set {path}.estimator=low_var_kl, or use it as algorithm.distillation.estimator",
@@ -140,7 +139,7 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
     elif not issubclass(KL.spec(name).settings, DivergenceSettings):
         checks.of("distillation").fail(
             f"{path}.estimator",
-            f"{name} compares distributions, and does not say how many tokens of them",
+            f"{name} compares distributions, but does not set over how many tokens",
             found=KL.spec(name).settings.__name__,
             allowed="settings that are a subclass of megarl.algorithms.divergences.DivergenceSettings",
             fix="derive its settings from DivergenceSettings",
@@ -149,15 +148,15 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
         default = type(chosen.settings).model_fields["tail"].default
         checks.of("distillation").fail(
             f"{path}.tail",
-            "the whole vocabulary is compared, which leaves no other tokens",
+            "the whole vocabulary is compared, so no tail of other tokens exists",
             found=chosen.settings.tail,
             allowed=f"{default}, its default, with topk: null",
-            fix=f"leave it out, or set {path}.topk",
+            fix=f"remove it, or set {path}.topk",
         )
     elif section.through == "policy":
         checks.of("distillation").warn(
             f"{path}.through",
-            f"{name} is a number about all likely tokens, and as an advantage it is credited to the sampled one",
+            f"{name} measures all likely tokens, but used as an advantage it is credited to the sampled token only",
             found="policy",
             fix=f"set {path}.through=loss, or {path}.estimator=k1",
         )
@@ -173,7 +172,7 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
     if whole and (len(config.teacher.models) > 1 or not config.task.writes_text):
         checks.fail(
             "algorithm.distillation.topk",
-            "the whole vocabulary is compared with one teacher of texts only",
+            "comparing the whole vocabulary works only with a single teacher of text",
             found=None,
             allowed="an integer; null with one teacher of a policy that writes text",
             fix="set algorithm.distillation.topk=64",
@@ -182,7 +181,7 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
         if not section.task_loss:
             checks.fail(
                 "algorithm.distillation.task_loss",
-                "without the policy loss of the rewards, and without distillation, nothing is trained",
+                "nothing is trained: the policy loss of the rewards and the distillation are both off",
                 found=False,
                 allowed="true, or false with algorithm.distillation.coef above 0",
                 fix="set algorithm.distillation.coef=1",
@@ -191,14 +190,14 @@ def _check_distillation(config: RunConfig, checks: Checklist) -> None:
     if section.through == "loss" and section.estimator in ("kl", "k1"):
         checks.warn(
             "algorithm.distillation.estimator",
-            "the gradient of k1 as a loss does not depend on the teacher, and is zero on average",
+            "the gradient of k1 as a loss does not depend on the teacher, and is 0 on average",
             found=section.estimator,
             fix="set algorithm.distillation.estimator=k1+, or algorithm.distillation.through=policy",
         )
     if section.through == "policy" and _chooses_before(loss):
         checks.fail(
             "algorithm.distillation.through",
-            f"{loss} chooses tokens by the advantages of the rewards, before there are any of the teacher",
+            f"{loss} chooses tokens by the rewards' advantages, before the teacher's advantages exist",
             found="policy",
             allowed="loss, or policy with another policy loss",
             fix="set algorithm.distillation.through=loss, or algorithm.loss.name=ppo",
@@ -210,7 +209,7 @@ def _chooses_before(loss: str) -> bool:
     try:
         return POLICY_LOSSES.spec(loss).prepare is not None
     except UserError:
-        return False  # the check of the loss refuses it
+        return False  # the check of the loss reports the error
 
 
 def _check_filter(config: RunConfig, checks: Checklist) -> None:
@@ -243,7 +242,7 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
     if chosen.spec.per_sequence and loss.aggregation != "seq-mean-token-mean":
         checks.warn(
             "algorithm.loss.aggregation",
-            f"{loss.name} is a loss per sequence; {loss.aggregation} weighs sequences by something else",
+            f"{loss.name} is a loss per sequence, but {loss.aggregation} does not weigh sequences equally",
             found=loss.aggregation,
             fix="set algorithm.loss.aggregation=seq-mean-token-mean",
         )
@@ -252,13 +251,13 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
-    """Refuse corrections that a loss without a ratio cannot apply."""
+    """Warn of corrections that a loss without a ratio cannot apply."""
     name, actor = config.algorithm.loss.name, config.actor
     minis = config.data.batch_size // (actor.mini_batch_size or config.data.batch_size) * actor.ppo_epochs
     if minis > 1:
         checks.warn(
             "algorithm.loss.name",
-            f"{name} has no ratio to correct for the {minis} optimizer steps on one step's samples",
+            f"{name} has no ratio with which to correct {minis} optimizer steps on one step's samples",
             found=name,
             fix="set actor.mini_batch_size=null and actor.ppo_epochs=1, or another loss",
         )
@@ -266,7 +265,7 @@ def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
     if sampling.enabled and sampling.surplus == "keep" and config.async_.in_order:
         checks.warn(
             "algorithm.dynamic_sampling.surplus",
-            f"{name} has no ratio to correct for groups that the policy of an earlier step generated",
+            f"{name} has no ratio with which to correct groups that an earlier step's policy generated",
             found="keep",
             fix="set algorithm.dynamic_sampling.surplus=drop, or another loss",
         )
@@ -274,7 +273,7 @@ def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
     if knobs.bypass and knobs.loss == "ppo":
         checks.warn(
             "algorithm.loss.name",
-            f"mode bypass corrects by the ratio of the policy loss, and {name} has none: nothing is corrected",
+            f"mode bypass corrects through the ratio of the policy loss, but {name} has none, so nothing is corrected",
             found=name,
             fix="set rollout_correction.preset=pg_is, or another loss",
         )

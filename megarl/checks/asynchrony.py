@@ -13,7 +13,7 @@ from megarl.system.errors import count
 
 
 def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check the settings that `megarl.dag.ahead`, which refuses graphs and teams, cannot see.
+    """Check the settings that `megarl.dag.ahead`, which checks graphs and teams, does not see.
 
     Args:
         facts: sizes of the policy; None: unknown here.
@@ -28,14 +28,14 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
     if not config.async_.in_order and sampling.enabled and sampling.surplus == "drop":
         checks.warn(
             "algorithm.dynamic_sampling.surplus",
-            "groups that no step has been trained on yet wait for the next one, and none of them is dropped",
+            "this has no effect: groups that no step has used yet always wait for the next step",
             found="drop",
             fix=f"set algorithm.dynamic_sampling.surplus=keep, or {ORDER}=in_order {KEY}=0",
         )
     if not config.async_.in_order and sampling.enabled and sampling.short == "fill":
         checks.fail(
             "algorithm.dynamic_sampling.short",
-            "a step that is generated as ready has no rounds after which it could be filled",
+            "with order=as_ready there are no rounds after which a step could be filled",
             found="fill",
             allowed="fail",
             fix=f"set algorithm.dynamic_sampling.short=fail, or {ORDER}=in_order {KEY}=0",
@@ -43,22 +43,22 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
     if lag >= steps:
         checks.warn(
             KEY,
-            f"no sample of a run of {count(steps, 'step')} can be more than {count(steps - 1, 'step')} stale",
+            f"no sample of a run of {count(steps, 'step')} can be more than {count(steps - 1, 'step')} off-policy",
             found=lag,
             fix=f"set a lower {KEY}, or trainer.steps above {lag}",
         )
 
 
 def _check_engine(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Warn of an embedded engine whose ranks wait for each other: it generates in rounds, no group finishes early."""
+    """Check an embedded engine with context parallelism: it generates in rounds, so that no group finishes early."""
     team = placement.of_role(Role.ROLLOUT)
     assert team is not None, "every run generates samples"
     if team.parallel.cp > 1:
         key = f"{layout_key(config, Role.ROLLOUT, team)}.cp"
         checks.fail(
             key,
-            "context-parallel ranks of an embedded engine share out the prompts of a step and end them together, so "
-            "that no group is ready before the others",
+            "context-parallel ranks of an embedded engine share the prompts of a step and finish them together, so no "
+            "group is ready before the others",
             found=team.parallel.cp,
             allowed=f"1 with {ORDER}=as_ready",
             fix="give the rollout a layout with cp 1 (rollout.parallel), or set "

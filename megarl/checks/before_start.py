@@ -1,4 +1,4 @@
-"""Checks before a start: the number of steps in epochs, and servers that do not answer."""
+"""Checks before a start: the number of steps in epochs, and servers that do not reply."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from megarl.system.errors import ConfigError, count
 
 
 def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
-    """Return the recipe with the steps of `job` computed from epochs and printed; unchanged without epochs.
+    """Return the recipe with the steps of `job` computed from epochs (and printed); unchanged without epochs.
 
     Prompts are read, rendered and tokenised as the workers do it, since `data.overlong` may drop some.
 
     Raises:
-        ConfigError: an epoch is not a number of steps: groups are replaced, or prompts are the trials of a simulator.
-        DataError: as `PromptDataset` raises it.
+        ConfigError: the number of steps per epoch is not fixed: groups are replaced, or prompts are trials of a
+            simulator.
+        DataError: as in `PromptDataset`.
     """
     supervised = config.sft.epochs if job in ("train", "sft") else None
     epochs = config.trainer.epochs if job == "train" else None
@@ -31,7 +32,7 @@ def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
     reason = _why_not(config)
     if reason is not None:
         raise ConfigError(
-            f"epochs do not say how many steps there are: {reason}",
+            f"the number of steps cannot be computed from epochs: {reason}",
             where="trainer.epochs",
             found=epochs,
             allowed="null",
@@ -54,7 +55,7 @@ def _with_sft_steps(config: RunConfig, epochs: float) -> RunConfig:
     """Return the recipe with `sft.steps` computed from `sft.epochs`."""
     if not config.task.writes_text:
         raise ConfigError(
-            "epochs do not say how many steps there are: demonstrations are read when the run starts",
+            "the number of steps cannot be computed from epochs: demonstrations are read when the run starts",
             where="sft.epochs",
             found=epochs,
             allowed="null",
@@ -114,7 +115,7 @@ _CONNECT_S = 2.0
 
 
 def silent_servers(config: RunConfig) -> str | None:
-    """Return the warning for addresses of `rollout.sglang.urls` that take no connection now; None when all do."""
+    """Return a warning about addresses of `rollout.sglang.urls` that accept no connection now; None when all do."""
     if config.rollout.engine != "sglang":
         return None
     servers = config.rollout.sglang
@@ -122,7 +123,7 @@ def silent_servers(config: RunConfig) -> str | None:
     if not silent:
         return None
     return (
-        f"rollout.sglang.urls: nothing answers at {', '.join(silent)}; the run starts all the same and waits for its "
+        f"rollout.sglang.urls: nothing replies at {', '.join(silent)}; the run starts anyway and waits for its "
         f"servers when it needs them (rollout.sglang.start_timeout_s = {servers.start_timeout_s:g} s)"
     )
 

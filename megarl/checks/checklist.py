@@ -11,7 +11,7 @@ from megarl.config.base import ConfigErrors
 from megarl.dag.stage import Role
 from megarl.system.errors import ConfigError, UserError
 
-#: The role of each node of the task graph; None when there is no graph, or it cannot be built.
+#: The role of each node of the task graph; None when there is no graph.
 Roles = Set[Role] | None
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -40,13 +40,13 @@ def problems_of(checks: Iterable[Check]) -> list[ConfigError]:
 
 @dataclass(frozen=True)
 class Checklist:
-    """A list of checks, in order, seen from the subject that further ones are recorded under."""
+    """A list of checks in order, with the subject under which further checks are recorded."""
 
     items: list[Check] = field(default_factory=list)
     name: str = ""
 
     def of(self, name: str) -> Checklist:
-        """Return the same list, with the subject `name`."""
+        """Return the same list with the subject `name`."""
         return Checklist(self.items, name)
 
     def _add(self, status: Status, message: str, *more: Any) -> None:
@@ -54,11 +54,11 @@ class Checklist:
         self.items.append(Check(status, self.name, message, *more))
 
     def ok(self, message: str) -> None:
-        """Record a check that passed."""
+        """Record a passed check."""
         self._add("ok", message)
 
     def skip(self, why: str) -> None:
-        """Record a check that could not be made, and why."""
+        """Record a check that could not be made, with the reason."""
         self._add("skip", why)
 
     def fail(self, key: str, what: str, *, found: object, allowed: object = None, fix: str | None) -> None:
@@ -84,7 +84,7 @@ class Checklist:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record a UserError of the block, which ends there."""
+        """Within the block record a UserError as a failed check; the error ends the block."""
         try:
             yield
         except UserError as error:

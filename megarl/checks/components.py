@@ -1,4 +1,4 @@
-"""Checks of components that a recipe chooses by name, or by a reference to a user's own function."""
+"""Checks of components that a recipe chooses by name or by a reference to a user's function."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def check_function_name(text: str, key: str, known: Sequence[str], noun: str, ch
 def check_component(
     section: ComponentSection, registry: Registry[S], checks: Checklist, path: str | None = None
 ) -> Chosen[S] | None:
-    """Check the component that a section names: that it exists, that the keys are its own, and that they agree.
+    """Check that the component named in a section exists and that its keys are known and consistent.
 
-    A user's own component is imported in this process. `path` is the section's where it is not the registry's.
+    A user's own component is imported in this process. `path` is the section's path if it differs from the registry's.
     """
     path = path or registry.key.rpartition(".")[0]
     key = f"{path}.{section.named_by}"
@@ -68,7 +68,9 @@ def check_signature(
     *,
     more: bool = False,
 ) -> bool:
-    """Return whether a function takes these arguments and requires no others, with `more` keywords known only later."""
+    """Return whether a function accepts these arguments and requires no others; with `more`, further keywords are not
+    known yet.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -84,10 +86,10 @@ def check_signature(
         called, place = name_of(function), place_of(function)
         checks.fail(
             key,
-            f"{called}{f' ({place})' if place else ''} does not take the arguments that it is given",
+            f"{called}{f' ({place})' if place else ''} does not accept the arguments with which it is called",
             found=f"{called}{signature}",
             allowed=f"{called}({', '.join([*positional, '*', *keywords])})",
-            fix="write its parameters so; a field of the samples is given when `reads` names it",
+            fix="change its parameters; a field of the samples is passed if `reads` names it",
         )
     return fits
 
@@ -97,7 +99,7 @@ _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_function(reference: str, key: str, checks: Checklist) -> bool:
-    """Return whether a reference leads to a function; nothing is imported."""
+    """Return whether a reference leads to a function, without importing it."""
     try:
         check_reference(reference, key)
     except ConfigError as error:

@@ -16,7 +16,7 @@ _KEY = "rollout_correction"
 
 
 def check_correction(config: RunConfig, checks: Checklist) -> None:
-    """Check mode and loss, weights, rejection, and the kind of generation that they apply to."""
+    """Check mode and loss, weights, rejection, and whether they suit how samples are generated."""
     checks = checks.of(_NAME)
     knobs = config.rollout_correction.resolved()
     _check_mode(config, knobs, checks)
@@ -32,7 +32,8 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
     if knobs.bypass and knobs.loss == "ppo" and knobs.is_level != "none":
         checks.fail(
             f"{_KEY}.is_level",
-            "with mode bypass the ratio of the ppo loss is pi_theta / pi_rollout already: weights would count it twice",
+            "with mode bypass the ppo loss already has the ratio pi_theta / pi_rollout, so weights would count it "
+            "twice",
             found=knobs.is_level,
             allowed="none, or loss: pg, or mode: decoupled",
             fix=f"set {_KEY}.is_level=none, {_KEY}.loss=pg, or {_KEY}.mode=decoupled",
@@ -40,7 +41,7 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
     if knobs.loss == "pg" and not knobs.bypass:
         checks.fail(
             f"{_KEY}.loss",
-            "the pg loss weighs by pi_theta / pi_rollout, which is the ratio of mode bypass",
+            "the pg loss uses the weight pi_theta / pi_rollout, which is the ratio of mode bypass",
             found=f"pg with mode {knobs.mode}",
             allowed="ppo, or pg with mode: bypass",
             fix=f"set {_KEY}.mode=bypass, or {_KEY}.loss=ppo",
@@ -48,7 +49,7 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
     if knobs.loss == "pg" and name not in (default, *correcting):
         checks.fail(
             "algorithm.loss.name",
-            f"{_KEY}.loss: pg replaces the policy loss, and another one is named",
+            f"{_KEY}.loss: pg replaces the policy loss, but another one is named",
             found=name,
             allowed=[*correcting, f"{default} (the default)"],
             fix=f"remove algorithm.loss.name, or set {_KEY}.loss=ppo",
@@ -61,7 +62,7 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
         reader = config.algorithm.advantage.name if estimates else name
         checks.fail(
             f"{_KEY}.mode",
-            f"{reader} weighs tokens by the probabilities of the trainer, which mode bypass does not compute",
+            f"{reader} weighs tokens by the trainer's probabilities, which mode bypass does not compute",
             found="bypass",
             allowed=f"decoupled, or another {kind}",
             fix=f"set {_KEY}.mode=decoupled, or algorithm.{key}.name={instead}",
@@ -69,7 +70,7 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
     if name in correcting and knobs.loss != "pg":
         checks.fail(
             "algorithm.loss.name",
-            f"{name} takes its weights from {_KEY}, which does not ask for it",
+            f"{name} takes its weights from {_KEY}, which does not enable them",
             found=f"{name} with {_KEY}.loss: {knobs.loss}",
             allowed=f"{_KEY}.loss: pg",
             fix=f"set {_KEY}.preset=pg_is and remove algorithm.loss.name",
@@ -89,7 +90,7 @@ def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checkli
     elif knobs.is_level != "none" and not isinstance(threshold, tuple) and threshold < 1:
         checks.warn(
             f"{_KEY}.is_threshold",
-            "weights are cut below 1, so even samples without any gap lose weight",
+            "weights are clipped below 1, so even samples without any gap lose weight",
             found=threshold,
             fix="token level 1.5 to 5 and sequence level 2 to 10 are usual",
         )
@@ -105,8 +106,8 @@ def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checkli
     elif knobs.bypass and (terms := _unweighted_terms(config)):
         checks.fail(
             f"{_KEY}.is_batch_normalize",
-            "with mode bypass the mean weight is known only after the last micro-batch, when the gradient holds terms "
-            f"that have no weight: {', '.join(terms)}",
+            "with mode bypass the mean weight is known only after the last micro-batch, when the gradient already "
+            f"holds terms without a weight: {', '.join(terms)}",
             found=True,
             allowed=False,
             fix=f"set {_KEY}.is_batch_normalize=false, remove these terms, or set {_KEY}.mode=decoupled with loss: ppo",
@@ -136,7 +137,7 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
     elif knobs.rs_level == "none" and (knobs.rs_threshold is not None or knobs.rs_threshold_lower is not None):
         checks.warn(
             f"{_KEY}.rs_level",
-            "a rejection threshold is given, and no level to apply it to",
+            "a rejection threshold is set, but no level to which it applies",
             found="none",
             fix=f"set {_KEY}.rs_level=token, sequence or geometric, or remove the threshold",
         )
@@ -148,7 +149,7 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
         if (rule["level"], rule["stat"]) in seen:
             checks.fail(
                 key,
-                f"two rules bound {rule['level']} {rule['stat']}",
+                f"two rules for {rule['level']} {rule['stat']}",
                 found=rule,
                 allowed="one rule per level and stat",
                 fix="keep the tighter bounds",
@@ -157,7 +158,7 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
     if knobs.veto_threshold >= 1:
         checks.fail(
             f"{_KEY}.veto_threshold",
-            "every sequence has a token ratio below this, so all would be rejected",
+            "every sequence has a token ratio below this threshold, so all would be rejected",
             found=knobs.veto_threshold,
             allowed="number from 0 to below 1",
             fix=f"set {_KEY}.veto_threshold=1e-4",
@@ -165,7 +166,7 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
     if knobs.bypass and knobs.rejects and config.rollout_correction.rs_affects_baseline:
         checks.fail(
             f"{_KEY}.rs_affects_baseline",
-            "with mode bypass samples are rejected in the update, after the baseline was made",
+            "with mode bypass samples are rejected during the update, after the baseline was computed",
             found=True,
             allowed="false, null, or true with mode: decoupled",
             fix=f"remove the key, or set {_KEY}.mode=decoupled",
@@ -206,7 +207,7 @@ def _check_generation(config: RunConfig, checks: Checklist) -> None:
     if precision and not knobs.active:
         checks.warn(
             "rollout.dtype",
-            "generation in bf16 and training in fp32 give different log-probabilities, which is slightly off-policy",
+            "generation in bf16 and training in fp32 give different log-probs, which is slightly off-policy",
             found="bf16",
             fix=f"set rollout.dtype=model, or a preset of {_KEY}",
         )
@@ -214,15 +215,15 @@ def _check_generation(config: RunConfig, checks: Checklist) -> None:
     if lag and not knobs.active:
         checks.warn(
             "async.max_staleness",
-            "samples are generated with older weights than those that they train, and nothing corrects for that",
+            "samples are generated with older weights than those that are trained, and nothing corrects for that",
             found=lag,
             fix=f"set a preset of {_KEY}, for example decoupled_token_is",
         )
     if rollout.stale_steps:
         checks.warn(
             "rollout.stale_steps",
-            f"generation with weights {rollout.stale_steps} steps old is for experiments with {_KEY}; checkpoints "
-            "do not hold the old weights, so such a run cannot be resumed",
+            f"generation with weights that are {rollout.stale_steps} steps old is for experiments with {_KEY}; "
+            "checkpoints do not contain the old weights, so such a run cannot be resumed",
             found=rollout.stale_steps,
-            fix="set rollout.stale_steps=0 for anything else",
+            fix="set rollout.stale_steps=0 except in such experiments",
         )

@@ -1,9 +1,9 @@
-"""File descriptors of a rank: each gloo group of n ranks holds a socket to each of the other n - 1.
+"""File descriptors of a rank: each gloo group of n ranks has a socket to each of the other n - 1.
 
 Measured with torch 2.13 on 4 processes: a group of n costs n - 1 descriptors, since groups share a device
-(megarl/system/compat/gloo.py), and the first rank holds one more for each client of torch's store. With
-TORCH_GLOO_LAZY_INIT=1 a connection costs one from its first use on. Every group has gloo, also on GPUs: metrics and
-other plain data travel as CPU tensors.
+(megarl/system/compat/gloo.py), and the first rank has one more for each client of torch's store. With
+TORCH_GLOO_LAZY_INIT=1 a connection is opened at its first use. Every group has gloo, also on GPUs: metrics and other
+plain data travel as CPU tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _USUAL = 1024  # the limit that most systems start processes with
 
 
 def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
-    """Return the size of each process group that a rank is in: Megatron's and that of its replica, without the world.
+    """Return the size of each process group of a rank: Megatron's groups and that of its replica, without the world.
 
-    This is the largest count of any rank, that of the first pipeline stage: other ranks are in fewer groups.
+    This is the largest count of any rank, that of the first pipeline stage; other ranks are in fewer groups.
     """
     tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.expert_tp
     dp, expert_dp = nproc // parallel.model_parallel_size, nproc // (etp * ep * pp)
@@ -34,18 +34,22 @@ def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
 
 
 def descriptors(nproc: int, parallel: ParallelConfig) -> int:
-    """Return the most descriptors that a rank of the run has open: the first rank's, with torch's store."""
+    """Return the most descriptors that any rank of the run has open; that is the first rank, which has torch's
+    store.
+    """
     sizes = [*group_sizes(nproc, parallel), nproc]
     return sum(_connections(size, nproc >= LAZY_FROM) for size in sizes) + nproc + _OTHERS
 
 
 def _connections(size: int, lazy: bool) -> int:
-    """Return a rank's connections in a group: two for rings, two per doubling of the ranks for trees and barriers."""
+    """Return a rank's connections in a group; if lazy, two for rings plus two per doubling of the ranks for trees and
+    barriers.
+    """
     return min(size - 1, 2 + 2 * size.bit_length()) if lazy else size - 1
 
 
 def check_descriptors(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Compare a rank's need with this machine's limit, where it matters; workers raise their own limit up to it."""
+    """Compare a rank's need with this machine's hard limit; workers raise their own soft limit up to it."""
     checks = checks.of("file descriptors")
     teams = [team for team in placement.teams if divides_devices(team)]
     if not teams:

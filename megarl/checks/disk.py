@@ -1,4 +1,4 @@
-"""Check that the disk of the run folder has room for the files that the run keeps there."""
+"""Checks that the disk of the run folder has room for the run's files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megarl.system.errors import count
 def check_disk(
     config: RunConfig, sizes: Sizes, roles: Roles, job: str, run_dir: Path | None, checks: Checklist
 ) -> None:
-    """Compare checkpoints and exported models with the free space.
+    """Compare the size of checkpoints and exported models with the free space.
 
     Args:
-        sizes: of each role's model; nothing is checked where the policy's are unknown.
-        roles: of the nodes of the task graph.
-        job: train or sft; other commands keep no model.
+        sizes: sizes of each role's model; nothing is checked if the policy's are unknown.
+        roles: roles of the nodes of the task graph.
+        job: train or sft; other commands save no model.
         run_dir: folder of the run; None: one below `tracking.dir`.
     """
     checks = checks.of("disk")
@@ -41,14 +41,14 @@ def check_disk(
         return
     checks.warn(
         "tracking.dir" if run_dir is None else "--run-dir",
-        f"the run keeps up to {what} and its model, {_gb(needed)} in all, and there is less room",
+        f"the run needs up to {_gb(needed)} for {what} and its model, and there is less free space",
         found=f"{_gb(free)} free in {folder}",
         fix="name a folder on a larger disk, or keep fewer checkpoints (trainer.keep_last, trainer.best_metric=null)",
     )
 
 
 def _checkpoint_bytes(config: RunConfig, sizes: Sizes, roles: Roles) -> float:
-    """Return the bytes of one checkpoint: the state of everything that learns."""
+    """Return the bytes of one checkpoint: the state of all trained models."""
     policy = sizes[Role.ACTOR]
     assert policy is not None
     learning = [policy] if Role.CRITIC not in (roles or ()) else [policy, sizes.get(Role.CRITIC) or policy]
@@ -64,7 +64,7 @@ def _checkpoints(config: RunConfig, job: str) -> int:
 
 
 def _passing(config: RunConfig, job: str) -> bool:
-    """Return whether some checkpoints are only for resuming."""
+    """Return whether some checkpoints serve only to resume."""
     every, steps = config.trainer.resume_every, config.sft.steps if job == "sft" else config.trainer.steps
     return 0 < every < steps and (not config.trainer.save_every or every % config.trainer.save_every != 0)
 

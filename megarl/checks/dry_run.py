@@ -1,4 +1,4 @@
-"""The dry run of a recipe as text: resolved keys, task graph, ranks, memory, checks. Starts nothing."""
+"""The dry run of a recipe as text: resolved keys, task graph, ranks, memory, checks. It starts nothing."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class RunPlan:
 def make_plan(
     config: RunConfig, launcher: str, job: str = "train", more: Sequence[Check] = (), *, full: bool = True
 ) -> RunPlan:
-    """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded.
+    """Describe the run of `config` and collect its problems; nothing is started or downloaded.
 
     Args:
         more: further checks from the caller.
-        full: show the keys that have their defaults, too.
+        full: also show keys that have their defaults.
     """
     machine = this_machine()
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
-    known = {check.key for check in checked.items if check.status == "fail"}  # readers of the file report it, too
+    known = {check.key for check in checked.items if check.status == "fail"}  # the file's readers report it too
     checks = [*checked.items, *(one for one in more if one.status != "fail" or one.key not in known)]
     sections = {"Configuration": _full_text(config) if full else _changed_text(config)}
     if job == "train":
@@ -82,13 +82,13 @@ def _changed_text(config: RunConfig) -> str:
 
 
 def _steps_text(config: RunConfig) -> str:
-    """Describe the steps of the run, in passes over the rows where files that can be read here have them."""
+    """Describe the length of the run in steps, and in passes over the rows if the files can be read here."""
     steps, size = config.trainer.steps, config.data.batch_size
     unit = config.data_unit
     data = config.data
     whole = config.task.writes_text and data.train_files and data.val_split is None
     if whole and all(map(is_readable_here, data.train_files)):
-        with contextlib.suppress(UserError):  # told by the check of the rows
+        with contextlib.suppress(UserError):  # the check of the rows reports the error
             rows = sum(len(load_rows(source)) for source in data.train_files)
             return steps_text(steps, size, rows, unit)
     return f"{steps:,} steps of {count(size, unit)}; the data is counted when the run starts"
@@ -167,7 +167,7 @@ def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machi
 
 
 def _measured_lines(config: RunConfig, graph: TaskGraph, placement: Placement) -> list[str]:
-    """Return the measurements from which the teams' workers were assigned."""
+    """Return the measurements from which workers were assigned to teams."""
     run = read_measured(config, graph)
     steps = f"medians of steps {run.timings.first} to {run.timings.last}"
     lines = [f"shared out by device-seconds of a step in {config.placement.measured} ({steps}):"]
@@ -182,7 +182,7 @@ def _measured_lines(config: RunConfig, graph: TaskGraph, placement: Placement) -
 
 
 def _layout_text(team: TeamPlan) -> str:
-    """Describe the differences from one process per replica, and the replicas."""
+    """Describe how a layout differs from one process per replica, and the number of replicas."""
     sizes = team.parallel.model_dump(exclude_defaults=True)
     words = [name if value is True else f"{name} {value}" for name, value in sizes.items()]
     return ", ".join([*words, f"dp {team.replicas}"])
@@ -222,7 +222,7 @@ def _ranks_text(config: RunConfig, placement: Placement | None) -> str:
     layouts = [team.parallel for team in placement.teams]
     names = ["dp", "pp", "cp", "tp"]
     names += ["ep", "etp", "edp"] if any(parallel.ep > 1 or parallel.etp for parallel in layouts) else []
-    # Ray chooses the machines of several teams.
+    # with several teams Ray chooses the machines
     columns = ["worker", "rank", *names] if placement.separate else ["rank", "node", *names]
     width = max(len(team.name) for team in placement.teams)
     lines = [f"{'team':<{width}}"] if placement.separate else [""]
@@ -267,7 +267,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
             lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
         if gpu_room(config, machine) is None:
             lines.append(
-                "(a server's cache comes on top, of a GPU up to memory_fraction of what is free, on a CPU up to "
+                "(a server's cache is not included: on a GPU up to memory_fraction of the free memory, on a CPU up to "
                 "max_total_tokens)"
             )
         if servers.colocated:
@@ -276,7 +276,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
 
 
 def _peak(memory: Memory, machine: Machine, config: RunConfig) -> tuple[str, float]:
-    """Return (name, bytes) of the fullest moment. On a GPU, adaptive terms count with their minimum."""
+    """Return name and bytes of the fullest moment. On a GPU elastic terms count with their minimum."""
     gpu = _on_gpus(config, machine)
     sizes = {moment.name: sum(taken(part, gpu=gpu) for part in moment.terms) for moment in memory.moments}
     name = max(sizes, key=lambda key: sizes[key])
@@ -290,7 +290,7 @@ def _memory_line(name: str, size: float) -> str:
 def _check_lines(check: Check) -> str:
     if check.status in ("ok", "skip"):
         return f"[{check.status:>4}] {check.name}: {check.message}"
-    if check.status == "fail":  # the command ends with all problems, where they are visible
+    if check.status == "fail":  # the command prints all problems again at its end
         return f"[fail] {check.name}: {f'{check.key}, ' if check.key else ''}see the end"
     lines = str(check.problem()).splitlines()
     return "\n".join([f"[{check.status:>4}] {check.name}: {lines[0]}", *(f"       {line}" for line in lines[1:])])

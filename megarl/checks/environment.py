@@ -1,4 +1,4 @@
-"""Checks of the environment: packages that only some recipes use, of which none is imported, and secrets."""
+"""Checks of the environment: packages that only some recipes use (without importing them), and secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_packages(
     """Check the packages of launcher, tracking, rewards and data files, beyond those that every run needs.
 
     Args:
-        starts: the run starts on this machine, whose login of W&B is then the one that counts.
+        starts: the run starts on this machine, so that its W&B login counts.
     """
     sources = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     tables = next((key for key, names in sources.items() if any(n.endswith(".parquet") for n in names)), None)
@@ -45,7 +45,7 @@ def check_packages(
 
 
 def _check_logger(name: str, checks: Checklist, *, starts: bool) -> None:
-    """Check a tracker: its package is installed, or its reference has the form of one; a worker imports it."""
+    """Check a tracker: its package is installed, or its reference has a valid form. Workers import it later."""
     checks = checks.of("packages")
     key = "tracking.loggers"
     if is_file_reference(name) or is_module_reference(name):
@@ -64,7 +64,9 @@ def _check_logger(name: str, checks: Checklist, *, starts: bool) -> None:
 
 
 def _wandb_has_a_key() -> bool:
-    """Tell whether W&B needs no key, or has one: a variable, its settings, a password file that `wandb login` wrote."""
+    """Return whether W&B needs no key, or has one in a variable, its settings, or a password file from `wandb
+    login`.
+    """
     home = Path(os.path.expanduser("~"))
     netrc = Path(os.environ.get("NETRC", home / ".netrc"))
     settings = Path(os.environ.get("WANDB_CONFIG_DIR", home / ".config/wandb")) / "settings"
@@ -82,7 +84,7 @@ def _require(package: str, key: str, found: object, instead: str, checks: Checkl
     else:
         checks.fail(
             key,
-            f"this needs the package {package}, which is not installed",
+            f"the package {package} is needed, and is not installed",
             found=found,
             fix=f"pip install {package}, or {instead}",
         )
@@ -91,17 +93,17 @@ def _require(package: str, key: str, found: object, instead: str, checks: Checkl
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ValueError:  # loaded without a specification
+    except ValueError:  # raised for a module loaded without a specification
         return True
 
 
 def check_secrets(config: RunConfig, checks: Checklist) -> None:
-    """Refuse credentials in the recipe: they belong in the environment, or every file of the run would show them."""
+    """Refuse credentials in the recipe: files of the run would show them, so they belong into the environment."""
     uri = config.tracking.mlflow_uri
     if uri is not None and mask(kept := take_out(uri, {})) != kept:
         checks.of("tracking").fail(
             "tracking.mlflow_uri",
-            "this address has a secret that would be written to config.yaml, run.json and the report",
+            "this address contains a secret that would be written to config.yaml, run.json and the report",
             found=mask(uri),
             allowed="user name and password in front of the host, or in the environment, and no other secret",
             fix=f"write scheme://USER:PASSWORD@host, or scheme://***@host and export {USER} and {PASSWORD}",
@@ -112,16 +114,16 @@ def check_secrets(config: RunConfig, checks: Checklist) -> None:
         except KeyError:
             checks.of("tracking").fail(
                 "tracking.mlflow_uri",
-                "user name and password of this store are in no file of the run",
+                "no file of the run has this store's user name and password",
                 found=uri,
                 allowed=f"both in the environment: {USER} and {PASSWORD}",
-                fix="export them, or name the address with them once more, or set tracking.mlflow=false",
+                fix="export them, or give them in the address again, or set tracking.mlflow=false",
             )
     _, places = hide(config.model_copy(update={"tracking": type(config.tracking)()}).model_dump())
     for key in places:
         checks.of("secrets").fail(
             key,
-            "this looks like a secret, and config.yaml, run.json, report.html, checkpoints and trackers would show it",
+            "this looks like a secret; config.yaml, run.json, report.html, checkpoints and trackers would show it",
             found=MASK,
             allowed="names of environment variables, which processes of the run inherit",
             fix=_instead(key),

@@ -1,4 +1,4 @@
-"""Checks that what a recipe names exists: model, tokenizer, chat template, data, reward, checkpoint."""
+"""Checks that everything that a recipe names exists: model, tokenizer, chat template, data, reward, checkpoint."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from megarl.rewards.registry import refuse_images, reward_settings
 from megarl.system.errors import ConfigError, count, relative_path_fix
 from megarl.system.imports import is_file_reference, is_module_reference
 
-# Models of one family round vocab_size up to different multiples; their tokenizers are compared when the run starts.
+# Models of one family round vocab_size up to different multiples. Their tokenizers are compared when the run starts.
 _PADDING = 1024
 
 
 def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist) -> ModelFacts | None:
-    """Check the policy's source and return the model's facts, None when they are unknown."""
+    """Check where the policy comes from, and return the model's facts; None when they are unknown."""
     checks = checks.of("model")
     if model.path is not None and model.hf_config is not None:
         checks.fail(
             "model",
-            "a model is either loaded or made, and both model.path and model.hf_config are given",
+            "both model.path and model.hf_config are set: a model is either loaded or randomly initialised",
             found=model.path,
             allowed="one of model.path, model.hf_config",
             fix="set the other to null",
@@ -92,7 +92,7 @@ def check_local_weights(role: str, path: str | None, facts: ModelFacts, checks: 
 
 
 def check_only_in_training(facts: ModelFacts | None, checks: Checklist) -> None:
-    """Refuse to train a model whose config needs a training-time feature of transformers that this trainer lacks."""
+    """Refuse to train a model whose config enables a training feature of transformers that this trainer lacks."""
     for error in training_problems(facts.only_in_training, facts.source) if facts is not None else ():
         checks.of("training options").from_error(error)
 
@@ -102,7 +102,7 @@ def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
     for key, fix in unknown_keys(hf_config) if known else ():
         checks.fail(
             f"model.hf_config.{key}",
-            f"transformers' {hf_config['model_type']} does not read this key, so it would change nothing",
+            f"transformers' {hf_config['model_type']} does not read this key, so it has no effect",
             found=functools.reduce(lambda section, name: section[name], key.split("."), hf_config),
             fix=fix,
         )
@@ -110,7 +110,7 @@ def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
     if ignored:
         checks.warn(
             "model.hf_config",
-            f"transformers' {hf_config['model_type']} does not read these keys, so they change nothing",
+            f"transformers' {hf_config['model_type']} does not read these keys, so they have no effect",
             found=ignored,
             fix="remove them",
         )
@@ -122,7 +122,7 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
         if model.path is None:
             checks.fail(
                 "model.tokenizer",
-                "a fresh model brings no tokenizer",
+                "a randomly initialised model needs a tokenizer",
                 found="null",
                 allowed="a folder, a hub name, chars:<alphabet>, or words:<word> ...",
                 fix="set model.tokenizer, for example to 'chars:0123456789+='",
@@ -149,7 +149,7 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
 
 def _check_tokenizer_files(folder: Path, key: str, checks: Checklist) -> None:
     checks = checks.of("tokenizer")
-    if checks.failed(key):  # the folder is not a model's either
+    if checks.failed(key):  # the folder has no model either
         return
     with checks.recorded():
         check_tokenizer_files(folder, key)
@@ -157,13 +157,15 @@ def _check_tokenizer_files(folder: Path, key: str, checks: Checklist) -> None:
 
 
 def _check_vocabulary(name: str, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check a tokenizer that the recipe writes out, and that the model has rows for its tokens and the special ones."""
+    """Check that the model's vocabulary has all tokens of a tokenizer that the recipe writes out, special ones
+    included.
+    """
     tokens, special = written_tokens(name), len(SPECIAL_TOKENS)
     what, needed = count(len(tokens), "word" if name.startswith(WORDS) else "character"), len(tokens) + special
     if facts is not None and facts.vocab < needed:
         checks.of("vocabulary").fail(
             "model.hf_config.vocab_size",
-            f"the model has fewer tokens than the tokenizer ({what} + {special} special)",
+            f"the model's vocabulary is smaller than the tokenizer's ({what} + {special} special)",
             found=facts.vocab,
             allowed=f"integer >= {needed}",
             fix=f"set model.hf_config.vocab_size={needed}",
@@ -173,7 +175,9 @@ def _check_vocabulary(name: str, facts: ModelFacts | None, checks: Checklist) ->
 
 
 def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
-    """Check every source of training and held-out rows; `job` (train, sft, eval, generate) needs one of the two."""
+    """Check every source of training and held-out rows; `job` (train, sft, eval, generate) decides which ones
+    it needs.
+    """
     checks = checks.of("data")
     data, examples = config.data, config.sft.train_files or []
     needed = "train_files" if job in ("train", "sft") else "val_files"
@@ -198,7 +202,9 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
 
 
 def _check_held_out(config: RunConfig, checks: Checklist) -> None:
-    """Warn when held-out prompts are also trained on; data functions receive the name of their split."""
+    """Warn when held-out prompts are also trained on. Data functions are excluded, as they receive the name of their
+    split.
+    """
     data = config.data
     _check_split(config, checks)
     trained = {_same(source) for source in [*data.train_files, *(config.sft.train_files or [])]}
@@ -206,29 +212,29 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
     if both and config.task.writes_text:
         checks.warn(
             "data.val_files",
-            "these are trained on, too, so that validation does not tell what the model has learnt",
+            "these held-out prompts are also trained on, so validation does not measure generalisation",
             found=both,
             fix="hold rows out, and name them here",
         )
 
 
 def _check_split(config: RunConfig, checks: Checklist) -> None:
-    """Check what `data.val_split` holds out of."""
+    """Check that rows can be held out by `data.val_split`."""
     data, own = config.data, config.sft.train_files
     if data.val_split is None:
         return
     problem = None
     if data.val_files:
         problem = (
-            "there are held-out prompts already: data.val_files",
+            "held-out prompts are already named in data.val_files",
             "set data.val_split=null, or data.val_files=[]",
         )
     elif config.task.split_problem is not None:
         problem = (config.task.split_problem, "remove it")
     elif own and data.val_split >= 1:
-        problem = ("examples of sft.train_files would not be held out by a number", "name a share, such as 0.05")
+        problem = ("examples of sft.train_files cannot be held out by a number", "name a share, such as 0.05")
     elif data.val_split > 1 and data.val_split != int(data.val_split):
-        problem = ("neither a share nor a number of prompts", f"set data.val_split={int(data.val_split)}")
+        problem = ("neither a share nor a whole number of prompts", f"set data.val_split={int(data.val_split)}")
     if problem is not None:
         checks.fail("data.val_split", problem[0], found=f"{data.val_split:g}", fix=problem[1])
 
@@ -239,7 +245,7 @@ def _same(source: str) -> str:
 
 
 def trains_supervised(config: RunConfig, job: str) -> bool:
-    """Return whether `job` (train, sft, eval, generate) learns from examples: `megarl sft`, or a cold start."""
+    """Return whether `job` (train, sft, eval, generate) trains on examples: `megarl sft`, or a cold start."""
     return job == "sft" or (job == "train" and config.sft.steps > 0)
 
 
@@ -251,11 +257,11 @@ def check_source(source: str, key: str, checks: Checklist) -> None:
     path = Path(source).expanduser()
     if path.is_file() and path.suffix.lower() not in SUFFIXES:
         fix = unknown_form_fix(path)
-        checks.fail(key, "the file's form is not known", found=source, allowed=SUFFIXES, fix=fix)
+        checks.fail(key, "unknown format of a data file", found=source, allowed=SUFFIXES, fix=fix)
     elif path.is_dir() and (error := other_forms(path, key)) is not None:
         checks.from_error(error)
     elif path.is_dir() and not files_of_folder(path):
-        checks.fail(key, "the folder holds no data file", found=source, allowed=SUFFIXES, fix="check the folder's name")
+        checks.fail(key, "the folder has no data file", found=source, allowed=SUFFIXES, fix="check the folder's name")
     elif is_special(path):
         checks.from_error(special_source(source, key))
     elif path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
@@ -276,7 +282,7 @@ def check_source(source: str, key: str, checks: Checklist) -> None:
 
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:
-    """Check the rewards' names or functions, their arguments, and their parts, as far as a source shows them."""
+    """Check the rewards' names or functions, their arguments, and their parts, as far as source code shows them."""
     checks = checks.of("reward")
     with checks.recorded():
         raise_part_problems(config.reward)
@@ -287,20 +293,20 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
 
 
 def check_reward_is_named(config: RunConfig, job: str, roles: Roles, checks: Checklist) -> None:
-    """Warn of a default reward that scores samples: no recipe file and no override names one."""
+    """Warn if the default reward scores samples because no recipe file or override names a reward."""
     named = any(key.startswith(("reward.name", "reward.parts")) for key in config.given)
     scores = bool(config.data.held_out) or (job == "train" and (roles is None or Role.REWARD in roles))
     if not config.given or named or not scores or not uses_reward(config):
         return
     checks.of("reward").warn(
         "reward.name",
-        f"the recipe names no reward, so {config.reward.name} scores: the whole response has to be the answer",
+        f"the recipe names no reward, so {config.reward.name} is used: the whole response has to be the answer",
         fix=f"set reward.name: {', '.join(REWARDS.names())}, or file.py:function",
     )
 
 
 def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks: Checklist) -> None:
-    """Check the function of a part of the reward, or of the only one, whose label is empty."""
+    """Check the function of one part of the reward, or of the whole reward if `label` is empty."""
     name, included = reward.name, reward.name in REWARDS.names()
     key = f"reward.parts.{label}.name" if label else "reward.name"
     if included or is_file_reference(name) or is_module_reference(name):
@@ -323,7 +329,7 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
         missing_function = name.endswith(".py")
         checks.fail(
             key,
-            "the function in the file is not named" if missing_function else "unknown reward",
+            "the name of the function in the file is missing" if missing_function else "unknown reward",
             found=name,
             allowed=[*REWARDS.names(), "file.py:function", "pkg.mod:fn"],
             fix=f"write {name}:function"
@@ -333,11 +339,11 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
 
 
 def _check_deadline(settings: Settings, reward: RewardConfig) -> None:
-    """Refuse a batch of requests that may take longer than the whole batch of rewards, which nothing would stop."""
+    """Refuse a deadline of requests that is not below the deadline of the whole batch of rewards."""
     deadline = getattr(settings, "deadline_s", None)
     if deadline is not None and deadline >= reward.timeout_s:
         raise ConfigError(
-            "requests may take as long as the whole batch of rewards, so that none of them would be said to be late",
+            "the request deadline must be shorter than the reward timeout",
             where="reward.kwargs.deadline_s",
             found=f"{deadline:g}",
             allowed=f"seconds below reward.timeout_s, which is {reward.timeout_s:g}",
@@ -346,7 +352,7 @@ def _check_deadline(settings: Settings, reward: RewardConfig) -> None:
 
 
 def _check_weighted_parts(config: RunConfig, checks: Checklist) -> None:
-    """Check that the parts that the estimator weighs are parts of the recipe."""
+    """Check that the recipe has the parts to which the estimator gives weights."""
     known = {"overall", *config.reward.parts}
     missing = [name for name in config.algorithm.advantage.parts if name.partition("/")[0] not in known]
     if missing:
@@ -360,7 +366,7 @@ def _check_weighted_parts(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -> None:
-    """Check the parts that the estimator weighs; `names`: those that the source may return, None: unknown."""
+    """Check the parts that the estimator weighs. `names` are those that the source may return; None: unknown."""
     reward, key = config.reward.name, "algorithm.advantage.parts"
     parts = [name for name in config.algorithm.advantage.parts if name != "overall"]
     if reward in REWARDS.names() and parts:
@@ -375,7 +381,7 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
     if reward not in REWARDS.names() and missing:
         checks.warn(
             key,
-            f"the source of {reward} does not hold {'this name' if len(missing) == 1 else 'these names'}",
+            f"the source code of {reward} does not contain {'this name' if len(missing) == 1 else 'these names'}",
             found=missing,
             fix="name parts that the reward function returns for every sample",
         )
@@ -384,10 +390,11 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
 def check_other_models(
     config: RunConfig, roles: Roles, facts: ModelFacts | None, checks: Checklist
 ) -> dict[Role, ModelFacts | None]:
-    """Check reference, critic, teacher and reward model, as far as they are on this machine. `facts` are the policy's.
+    """Check the files of reference, critic, teacher and reward model if they are on this machine. `facts` are the
+    policy's.
 
     Returns:
-        Their sizes, of several teachers that of the largest; None: unknown here.
+        Their sizes (of several teachers the largest); None: unknown here.
     """
     sizes: dict[Role, ModelFacts | None] = {}
     teachers: dict[str, str | None] = {**config.teacher.paths} or {"teacher.path": None}
@@ -425,15 +432,15 @@ def check_other_models(
 
 
 def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
-    """Return whether the policy's tokens fit this model; a critic has one value for each."""
+    """Return whether a model has the policy's tokens; a critic must have one value per token."""
     checks = checks.of(role)
     if role == "critic" and found.labels not in (None, 1):
         checks.fail(
             "critic.path",
-            "this classifier gives several numbers per token, and a critic gives one",
+            "this classifier returns several numbers per token, but a critic returns one",
             found=f"{found.labels} labels",
             allowed="a language model, or a classifier with one label",
-            fix="train a classifier with num_labels=1, or leave critic.path out: the critic starts from the policy",
+            fix="train a classifier with num_labels=1, or remove critic.path to start the critic from the policy",
         )
         return False
     if policy is None or 0 <= found.vocab - policy.vocab <= _PADDING:
@@ -442,7 +449,7 @@ def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts 
     other_form = " (or set reward_model.form=chat or text)" if role == "reward_model" else ""
     checks.fail(
         key,
-        f"{role} and policy have different vocabularies, and {why}",
+        f"{role} and policy have different vocabularies, but {why}",
         found=f"{found.vocab} tokens",
         allowed=f"{policy.vocab} tokens, and up to {_PADDING} more that pad the {role}'s embedding",
         fix=f"choose a {role} with the policy's tokenizer, and with as large a vocab_size{other_form}",
@@ -451,13 +458,17 @@ def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts 
 
 
 def _is_reward_model(key: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
-    """Return whether this model gives one score; and reads the tokens of `policy`, unless that is None."""
+    """Return whether this model is a reward model with one score, and reads the tokens of `policy` unless that
+    is None.
+    """
     role = Role.REWARD_MODEL.value
     if found.labels == 1:
         return _fits_the_policy(role, key, found, policy, checks)
     checks.of(role).fail(
         key,
-        "this is no classifier: it has no score" if found.labels is None else "this classifier gives several numbers",
+        "this is not a classifier, so it has no score"
+        if found.labels is None
+        else "this classifier returns several numbers",
         found=found.source if found.labels is None else f"{found.labels} labels",
         allowed="a ...ForSequenceClassification with one label",
         fix="name a reward model, such as the result of algorithm.pipeline=reward_model",
@@ -488,7 +499,7 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
     if Path(config.tracking.dir).is_file():
         checks.of("run folder").fail(
             "tracking.dir",
-            "this is a file, and run folders are made below it",
+            "this is a file, but run folders are created below it",
             found=config.tracking.dir,
             fix="name a folder",
         )
@@ -503,7 +514,7 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
 
 
 def check_chat_template(config: RunConfig, checks: Checklist) -> None:
-    """Check that prompts go through a chat template, which changes the model's input."""
+    """Check whether prompts go through a chat template, which changes the model's input."""
     checks = checks.of("chat template")
     data, brings = config.data, brings_chat_template(config.model)
     if data.override_chat_template is not None:
@@ -530,9 +541,9 @@ def check_chat_template(config: RunConfig, checks: Checklist) -> None:
 
 
 def check_end_tokens(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check that the model's end tokens can be read, and that its vocabulary has them.
+    """Check that the model's end tokens can be read and are in its vocabulary.
 
-    Without a tokenizer of transformers they are only numbers.
+    Without a tokenizer of transformers only their numbers are checked.
     """
     checks = checks.of("end tokens")
     folder = None if config.model.path is None else local_folder(config.model.path)
@@ -542,7 +553,7 @@ def check_end_tokens(config: RunConfig, facts: ModelFacts | None, checks: Checkl
         ids = end_token_ids(folder)
         if facts is not None and any(token >= facts.vocab for token in ids):
             raise ConfigError(
-                "the vocabulary has no such end token",
+                "this end token is not in the vocabulary",
                 where=f"{folder / GENERATION_CONFIG}: eos_token_id",
                 found=[token for token in ids if token >= facts.vocab],
                 allowed=f"0 to {facts.vocab - 1}",

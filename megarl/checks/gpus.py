@@ -13,7 +13,7 @@ from megarl.system.errors import count
 
 
 def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks: Checklist) -> None:
-    """Report it for a recipe for GPUs, and warn when it is more than machines have."""
+    """Report the GPUs needed per machine for a GPU recipe; warn if machines usually have fewer."""
     checks = checks.of("machines")
     cluster = config.cluster
     if cluster.device_memory_gb is None or config.launch.slurm.teams:  # these have machines of several kinds
@@ -24,7 +24,7 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     refused = config.rollout.sglang.dp_size > 1 or (beside and placement.asking and cluster.nnodes > 1)
     servers = config.rollout.sglang
     uneven = bool(beside) and servers.servers * servers.nnodes % cluster.nnodes
-    if refused or workers % cluster.nnodes or uneven:  # all of it is checked elsewhere
+    if refused or workers % cluster.nnodes or uneven:  # other checks report these cases
         return
     here, lent = (workers + beside) // cluster.nnodes, beside // cluster.nnodes
     machines = f"{count(cluster.nnodes, 'machine')} of {count(here, 'GPU')}"
@@ -34,22 +34,22 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
         return
     checks.warn(
         "cluster.nnodes",
-        f"the run needs {machines} ({parts}), and as a rule a machine has {USUAL_GPUS}",
+        f"the run needs {machines} ({parts}), but machines usually have {USUAL_GPUS}",
         found=cluster.nnodes,
         fix=_more_machines(config, placement, workers, beside),
     )
 
 
 def _usual_gpus(config: RunConfig) -> int:
-    """Return the GPUs of a machine: as the recipe says, else the usual number."""
+    """Return the GPUs per machine: the recipe's number, or else the usual one."""
     configured = (config.launch.slurm.gpus_per_node, config.launch.kubernetes.gpus_per_node)
     return max(USUAL_GPUS, *(number or 0 for number in configured))
 
 
 def _more_machines(config: RunConfig, placement: Placement, workers: int, beside: int) -> str:
-    """Describe a change that makes do with machines of the usual number of GPUs, or fewer."""
+    """Describe a change after which machines with the usual number of GPUs are enough."""
     settings, servers = [], config.rollout.sglang
-    if beside and placement.asking:  # with several machines servers run only where workers lend them GPUs
+    if beside and placement.asking:  # on several machines servers run only on GPUs that workers lend
         team = placement.of_role(Role.ROLLOUT)
         assert team is not None, "it asks"
         settings = [f"{devices_key(config, team)}={team.devices + beside}", f"cluster.nproc={workers + beside}"]
@@ -59,7 +59,7 @@ def _more_machines(config: RunConfig, placement: Placement, workers: int, beside
         for n in range(1, workers + 1)
         if workers % n == 0 and (not beside or servers.servers * servers.nnodes % n == 0)
     ]
-    unit = servers.ranks_per_node if settings else 1  # which are on one machine
+    unit = servers.ranks_per_node if settings else 1  # which must be on the same machine
     fit = (n for n in even if (workers + beside) // n <= _usual_gpus(config) and (workers + beside) // n % unit == 0)
     nnodes = next(fit, None)
     if nnodes is None:

@@ -1,6 +1,6 @@
 """The task graph of a recipe, built once per command, and the roles of its nodes.
 
-The nodes tell whether a critic, a reference or a teacher is used, what is filtered and what is resampled, for included
+The nodes show whether a critic, a reference or a teacher is used, what is filtered and what is resampled, for included
 pipelines and a user's own alike.
 """
 
@@ -30,7 +30,7 @@ from megarl.system.errors import UserError, close_matches
 
 
 def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
-    """Build the graph of `algorithm.pipeline`; return it or its error, None (recorded) for an unknown name."""
+    """Build the graph of `algorithm.pipeline`; return it, its error, or None (recorded) for an unknown name."""
     name = config.algorithm.pipeline
     if not check_function_name(name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks.of("pipeline")):
         return None
@@ -60,13 +60,13 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
 
 
 def _is_users_mistake(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> bool:
-    """Return whether a component of a user's file asks for the missing field, which no field is called; recorded.
+    """Record and return whether a component in a user's file reads a field that does not exist.
 
-    An estimator asks by the name of a parameter, a loss or a filter by its `reads`.
+    An estimator reads fields by its parameters' names, a loss or a filter by its `reads`.
     """
     algorithm, field = config.algorithm, missing.field
     if field in FIELDS:
-        return False  # the pipeline lacks a node
+        return False  # the pipeline lacks a node that writes the field
     asked: dict[Registry[Any], tuple[str, list[str]]] = {
         ADVANTAGES: (algorithm.advantage.name, estimator_fields(algorithm)),
         POLICY_LOSSES: (algorithm.loss.name, loss_fields(algorithm)),
@@ -81,8 +81,8 @@ def _is_users_mistake(config: RunConfig, missing: MissingFieldError, checks: Che
         asks = "has a parameter" if registry is ADVANTAGES else "names in `reads` the field"
         checks.of(registry.kind).fail(
             registry.key,
-            f"the {registry.kind} {name_of(function)} {asks} {field!r}, which is no field of the samples"
-            f"{' and none of its settings' if registry is ADVANTAGES else ''}, and no node writes it",
+            f"the {registry.kind} {name_of(function)} {asks} {field!r}, which is not a field of the "
+            f"samples{' or one of its settings' if registry is ADVANTAGES else ''}, and no node writes it",
             found=place_of(function),
             allowed=missing.allowed,
             fix=f"did you mean {near[0]!r}?" if near else "give it a default, or add a node that writes the field",
@@ -92,12 +92,12 @@ def _is_users_mistake(config: RunConfig, missing: MissingFieldError, checks: Che
 
 
 def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> None:
-    """Explain that the estimator reads a field that no node of the pipeline writes."""
+    """Record that the estimator reads a field that no node of the pipeline writes."""
     name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
     if missing.field == "values":
         checks.of("estimator").fail(
             "algorithm.advantage.name",
-            f"{name} needs the values of a critic, and the {pipeline} pipeline has none",
+            f"{name} needs the values of a critic, but the {pipeline} pipeline has none",
             found=name,
             allowed=[other for other in ADVANTAGES.names() if "values" not in ADVANTAGES.required(other)],
             fix="set algorithm.pipeline=ppo, or another estimator",
@@ -105,7 +105,7 @@ def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Chec
     elif missing.field == "greedy_score":
         checks.of("estimator").fail(
             "algorithm.pipeline",
-            f"{name} needs a greedy rollout of every prompt, and the {pipeline} pipeline makes none",
+            f"{name} needs a greedy rollout of every prompt, but the {pipeline} pipeline makes none",
             found=pipeline,
             allowed=["grpo", "dapo", "file.py:fn", "pkg.mod:fn"],
             fix="set algorithm.pipeline=grpo, or another estimator",
@@ -141,7 +141,7 @@ def _check_sampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> N
     if algorithm.dynamic_sampling.enabled and not samples_again and pipeline in PIPELINES:
         checks.fail(
             "algorithm.dynamic_sampling.enabled",
-            f"the {pipeline} pipeline has no such node, so the setting would do nothing",
+            f"the {pipeline} pipeline has no node for this, so the setting would have no effect",
             found=True,
             allowed="false, or true with algorithm.pipeline=dapo",
             fix="set algorithm.pipeline=dapo",
@@ -153,7 +153,7 @@ def _check_resampling(config: RunConfig, graph: TaskGraph, checks: Checklist) ->
     if config.algorithm.resampling.active and not any(COPIES in node.writes for node in graph):
         checks.of("resampling").fail(
             "algorithm.resampling.name",
-            "no node of this pipeline resamples, so the setting would do nothing",
+            "no node of this pipeline resamples, so the setting would have no effect",
             found=config.algorithm.resampling.name,
             allowed="none, or a pipeline with megarl.runtime.stages.resampling:resample after the advantage",
             fix="add the nodes with megarl.recipes.grpo.add_advantage, or set algorithm.resampling.name=none",
@@ -161,7 +161,9 @@ def _check_resampling(config: RunConfig, graph: TaskGraph, checks: Checklist) ->
 
 
 def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
-    """Check the filter setting. Included pipelines call the node `filter`; a user's may filter in another way."""
+    """Check the filter setting. Included pipelines call the node `filter`; a user's pipeline may filter in
+    another way.
+    """
     chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline
     if chosen.active and pipeline in PIPELINES and "filter" not in graph:
         checks.of("filter").fail(
@@ -173,18 +175,18 @@ def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> Non
         )
 
 
-_GIVEN = ("dpo", "kto", "reward_model")  # pipelines of given responses
+_GIVEN = ("dpo", "kto", "reward_model")  # pipelines that train on given responses
 
 
 def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
-    """Check a run that learns from pairs of responses: its pipeline, and settings that it would ignore."""
+    """Check a run that trains on pairs of responses: its pipeline, and settings that it would ignore."""
     preference, pipeline = config.preference, config.algorithm.pipeline
     if preference is None or not graph.has_responses:
         checks.fail(
             "algorithm.pipeline" if preference is not None else "preference",
-            f"the {pipeline} pipeline generates its responses, so the data of the section preference would not be read"
+            f"the {pipeline} pipeline generates its responses, so it would not read the data of the section preference"
             if preference is not None
-            else f"the {pipeline} pipeline learns from given responses, and the recipe does not say how",
+            else f"the {pipeline} pipeline trains on given responses, but the section preference is missing",
             found=pipeline if preference is not None else "null",
             allowed=[*_GIVEN, "file.py:fn", "pkg.mod:fn"] if preference is not None else "a section",
             fix="set one of these, or remove preference" if preference is not None else "add preference: {}",
@@ -206,16 +208,16 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
         if found != wanted:
             checks.fail(
                 key,
-                f"with preference pairs {why}",
+                f"this has no effect with preference pairs: {why}",
                 found=found,
                 allowed=wanted,
-                fix="leave it out",
+                fix="remove it",
             )
     _check_loss(config, preference, checks)
 
 
 def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checklist) -> None:
-    """Check that a loss of pairs uses all keys that are set."""
+    """Check that the loss of pairs uses all keys that are set."""
     ignored = ["beta", "sft_coef", "length_normalised"] if preference.scores else ["margin_key", "center_coef"]
     ignored += ["sft_coef", "length_normalised"] if preference.labelled else ["desirable_weight", "undesirable_weight"]
     if preference.loss not in ("sigmoid", "robust"):
@@ -225,16 +227,16 @@ def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checkli
         if found != default:
             checks.fail(
                 f"preference.{name}",
-                f"the loss {preference.loss} does not use it",
+                f"the loss {preference.loss} does not use this key",
                 found=found,
                 allowed="null" if default is None else default,
-                fix="leave it out, or choose another preference.loss",
+                fix="remove the key, or choose another preference.loss",
             )
     if preference.scores and (config.sft.steps or config.data.image_key is not None):
         key = "sft.steps" if config.sft.steps else "data.image_key"
         checks.fail(
             key,
-            "a reward model has no vocabulary to learn responses with, and reads text",
+            "a reward model cannot train on responses as text: it has no vocabulary",
             found=config.sft.steps or config.data.image_key,
             allowed="0" if config.sft.steps else "null",
             fix="train the policy first (megarl sft), and name it in model.path"
@@ -244,7 +246,7 @@ def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checkli
     if preference.labelled and config.data.batch_size < 2:
         checks.fail(
             "data.batch_size",
-            "KTO estimates a KL from responses to other prompts of the batch, and there is no other one",
+            "KTO estimates a KL from responses to other prompts of the batch, but the batch has only one",
             found=config.data.batch_size,
             allowed="at least 2, better 16 or more",
             fix="set data.batch_size=16",

@@ -1,7 +1,7 @@
-"""Estimate of the host memory that all processes of one machine hold, from sizes.
+"""Estimates the host memory that all processes of one machine hold, from sizes.
 
 On a CPU this includes the devices' memory: every rank of the machine counts, and teams work at the same time. In a run
-on several machines each is assumed to hold its part of every team.
+on several machines each machine is assumed to hold its part of every team.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from megarl.rewards.runner import reward_processes
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
 _WORKER = 0.65e9
-_GPU_WORKER = 4e9  # with CUDA's context and libraries; not measured here
+_GPU_WORKER = 4e9  # with CUDA's context and libraries; an assumption, not a measurement
 _REWARD_WORKER = 0.1e9
 _CPU_SERVER = 1.2e9  # an SGLang server without its model
-# Rows as Python objects, their rendered texts and tokens, per byte of a data file (jsonl: 3.4 for the rows only).
+# Bytes of rows as Python objects, rendered texts and tokens, per byte of a data file (jsonl: 3.4 for the rows).
 _DATA = 6.0
 
 
 def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: bool, job: str = "train") -> Memory:
     """Estimate the host memory of all processes of one machine. `sizes` as in `device_memory`."""
     facts = sizes[Role.ACTOR]
-    assert facts is not None, "the policy's sizes are known where memory is estimated"
+    assert facts is not None, "the policy's sizes must be known"
     ranks = sum(_ranks_here(config, team) for team in placement.teams)
     worker = term(f"{ranks} worker processes", ranks * (_GPU_WORKER if gpu else _WORKER), "cluster.nproc", rough=True)
     around = [worker, *_beside_terms(config, facts, placement, gpu=gpu, job=job)]
@@ -65,7 +65,7 @@ def _ranks_here(config: RunConfig, team: TeamPlan) -> int:
 
 
 def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str) -> Memory:
-    """Estimate the memory of a team's ranks on one machine. `facts`: of the policy."""
+    """Estimate the memory of a team's ranks on one machine. `facts` are the policy's."""
     ranks, parallel, dp, actor = _ranks_here(config, team), team.parallel, team.replicas, config.actor
     state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp, lora=config.model.lora)
     adapters = state["gradients"] / GRADIENT * BYTES[config.model.dtype]
@@ -76,7 +76,7 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
     if gpu:
         away = ranks * offloaded_bytes(config, sizes, team)
         offloaded = [term("offloaded state", away, "actor.engine.offload, critic.engine.offload")] if away else []
-        # The buffers are on the device: none of the host memory is certain.
+        # The buffers are on the device, so none of the host memory is certain.
         buffers = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
         responses = [replace(_times(ranks, part), least=0.0) for part in buffers]
         states = [_times(ranks, part) for part in teacher_states(config, sizes, team)] if job == "train" else []
@@ -97,7 +97,7 @@ def _times(ranks: int, part: Term) -> Term:
 
 
 def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *, gpu: bool, job: str) -> list[Term]:
-    """Return terms for data, reward processes, servers on a CPU (with sampling ranks), older and newer weights."""
+    """Return terms for data, reward processes, CPU servers (with their workers), and stored older or newer weights."""
     found = []
     generates = job in ("eval", "generate")
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
@@ -116,7 +116,7 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         found.append(term("weights of past steps", copies, "rollout.stale_steps"))
     actor = placement.of_role(Role.ACTOR)
     if actor is not None and job == "train" and (copies := policy_of(config).copies):
-        # None where training bounds the run; one more while one of them is sent.
+        # None if training limits the speed of the run; one more while one of them is sent.
         weights = _ranks_here(config, actor) * (copies + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
         found.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
     if job != "sft":

@@ -15,7 +15,7 @@ from megarl.data.hub import HubSource, hub_dataset
 
 
 def sources(config: RunConfig, job: str) -> list[HubSource]:
-    """Return the sources that `job` (train, sft, eval, generate) may take from the hub."""
+    """Return the sources that `job` (train, sft, eval, generate) may download from the hub."""
     models = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     data = {"data.val_files": config.data.held_out}
     if job in ("train", "sft"):
@@ -38,13 +38,13 @@ def sources(config: RunConfig, job: str) -> list[HubSource]:
 
 
 def check_hub(config: RunConfig, job: str, *, ask: bool) -> None:
-    """Refuse sources that are neither in the cache nor available from the hub. Takes `hub.ASK_S` at most.
+    """Refuse sources that are neither in the cache nor available from the hub. Takes at most `hub.ASK_S` seconds.
 
-    When the hub cannot be reached and everything is in the cache, a warning says so, and HF_HUB_OFFLINE is set for the
-    workers: each would wait for it otherwise.
+    If the hub cannot be reached and everything is in the cache, a warning is issued, and HF_HUB_OFFLINE is set for the
+    workers, each of which would otherwise wait for the hub.
 
     Args:
-        ask: also call the hub; else only look at this machine.
+        ask: also contact the hub; otherwise only look at this machine.
 
     Raises:
         ConfigError: lists all missing sources.

@@ -46,9 +46,9 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             allowed=divisors(cluster.nproc),
             fix="cluster.nproc counts the processes of all machines together",
         )
-    elif not config.launch.slurm.teams:  # these have nodes of their own, see megarl.launchers.slurm
+    elif not config.launch.slurm.teams:  # these have their own nodes, see megarl.launchers.slurm
         _check_even(config, checks.of("machines"))
-    too_many = cluster.device_memory_gb is not None and cluster.nproc > USUAL_GPUS  # for one machine
+    too_many = cluster.device_memory_gb is not None and cluster.nproc > USUAL_GPUS  # too many for one machine
     if launcher == "local" and cluster.nnodes > 1:
         checks.of("launcher").fail(
             "cluster.nnodes",
@@ -62,7 +62,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
 
 
 def _check_even(config: RunConfig, checks: Checklist) -> None:
-    """Check that every machine has equally many workers. With teams, other numbers of workers need other teams."""
+    """Check that every machine has equally many workers; with teams the fix has to change teams, too."""
     nproc, nnodes, teams = config.cluster.nproc, config.cluster.nnodes, config.placement.teams
     if nproc % nnodes == 0 or not teams:
         checks.divides("cluster.nproc", nproc, nnodes, "cluster.nproc", "cluster.nnodes")
@@ -85,22 +85,22 @@ def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) 
     if launcher == "torchrun" and cluster.nnodes > 1:
         checks.fail(
             "cluster.max_restarts",
-            "torchrun has a launcher on every machine, and they do not start a run again together",
+            "torchrun's launchers on several machines cannot restart a run together",
             found=cluster.max_restarts,
             allowed="0 with torchrun on several machines",
-            fix="use --launcher ray, or let the batch system start the command again with the same --run-dir",
+            fix="use --launcher ray, or let the batch system repeat the command with the same --run-dir",
         )
     elif not (config.trainer.save_every or config.trainer.resume_every):
         checks.warn(
             "trainer.save_every",
-            "a run that is started again goes on from its newest checkpoint, and this one saves none before its end",
+            "a restarted run continues from its newest checkpoint, but this run saves none before its end",
             found=config.trainer.save_every,
-            fix="set trainer.save_every to a number of steps that may be lost",
+            fix="set trainer.save_every to the number of steps that may be lost",
         )
 
 
 def check_deadline(key: str, found: float, what: str, config: RunConfig, checks: Checklist) -> None:
-    """Check a deadline: while one rank waits for `what`, the others wait up to `cluster.timeout_s`."""
+    """Check a deadline: while one rank waits for `what`, the other ranks wait up to `cluster.timeout_s`."""
     cluster = config.cluster
     if cluster.nproc > 1 and found >= cluster.timeout_s:
         checks.fail(
@@ -120,7 +120,7 @@ def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks:
         _check_dispatch(config, team, sizes, checks)
         for role in team.roles:
             facts = sizes.get(role)
-            if facts not in checked:  # models of equal sizes share their problems
+            if facts not in checked:  # models of equal sizes have the same problems
                 checked.append(facts)
                 _check_model(layout_key(config, role, team), role.value, team.parallel, facts, checks)
 
@@ -128,7 +128,7 @@ def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks:
 def _check_devices(
     config: RunConfig, team: TeamPlan, placement: Placement, facts: ModelFacts | None, checks: Checklist
 ) -> None:
-    """Check that a team's workers make whole replicas. `facts`: of the model of its first role."""
+    """Check that a team's workers are whole replicas. `facts` are those of its first role's model."""
     parallel, key, lead = team.parallel, devices_key(config, team), team.roles[0]
     name = team.name if placement.separate else lead.value
     split = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}"
@@ -137,7 +137,7 @@ def _check_devices(
     smaller = max((tp for tp in fit if tp < parallel.tp), default=None)
     problem = None if facts is None else tensor_problem(layout, parallel, facts)
     if team.devices % size and facts is not None and problem is not None and smaller is not None:
-        # This tp has to change anyway: one message, with a size that fits the processes, too.
+        # This tp is invalid for the model, too: one message, with a size that fits both.
         larger = next((tp for tp in tensor_sizes(facts) if tp > parallel.tp), None)
         replica = (larger or 0) * parallel.pp * parallel.cp
         more = f", or to {larger} with {key}={-(-team.devices // replica) * replica}" if larger else ""
@@ -157,8 +157,9 @@ def _check_devices(
 
 
 def _check_dispatch(config: RunConfig, team: TeamPlan, sizes: Sizes, checks: Checklist) -> None:
-    """Check that DeepEP can bring tokens to experts, as far as the recipe tells. Dense models beside one with experts,
-    and those that do not learn, are in nobody's way: they have all-to-alls, which they do not need."""
+    """Check that DeepEP can be used, as far as the recipe shows. Dense and frozen models are not checked: they use
+    all-to-alls.
+    """
     if team.parallel.dispatch != "deepep":
         return
     known = {role: facts for role in team.roles if (facts := sizes.get(role)) is not None}
@@ -174,7 +175,7 @@ def _check_dispatch(config: RunConfig, team: TeamPlan, sizes: Sizes, checks: Che
 
 
 def _tensor_sizes(team: TeamPlan, facts: ModelFacts | None) -> list[int]:
-    """Return tensor parallel sizes that divide a team's workers, and its model where it is known."""
+    """Return tensor parallel sizes that divide a team's workers, and its model if that is known."""
     parallel = team.parallel
     known = divisors(team.devices) if facts is None else tensor_sizes(facts)
     rest = parallel.pp * parallel.cp
@@ -203,7 +204,7 @@ def _check_rules(key: str, role: str, parallel: ParallelConfig, checks: Checklis
 
 
 def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
-    """Check the layout of experts: Megatron places them on etp * ep * pp processes, the rest is data parallel."""
+    """Check the layout of experts: Megatron places them on etp * ep * pp processes; the rest is data parallel."""
     if parallel.ep == 1 and parallel.etp is None:
         return
     etp = parallel.expert_tp

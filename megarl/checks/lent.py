@@ -17,7 +17,7 @@ from megarl.system.errors import count
 
 
 def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan) -> list[int]:
-    """Return a team's workers on each of its machines, as the Ray launcher places them; empty: unknown."""
+    """Return the number of a team's workers on each machine, as the Ray launcher places them; empty when unknown."""
     apart = config.launch.slurm.teams
     if (own := apart.get(team.name)) is not None:
         return [] if team.devices % own.nodes else [team.devices // own.nodes] * own.nodes
@@ -33,14 +33,14 @@ def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan)
 
 
 def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
-    """Check that servers of a run on several machines are where workers of the rollout team lend them GPUs."""
+    """Check that servers of a run on several machines are on machines where rollout workers lend them GPUs."""
     checks = checks.of("placement")
     servers = config.rollout.sglang
     if not lends(config, team):
         checks.fail(
             f"placement.teams.{team.name}.roles",
-            f"on {config.cluster.nnodes} machines servers are started on the GPUs of workers that only send requests, "
-            f"and the workers of the team {team.name} need theirs",
+            f"on {config.cluster.nnodes} machines servers are started on GPUs of workers that only send requests, but "
+            f"the workers of the team {team.name} need their GPUs",
             found=", ".join(role.value for role in team.roles),
             allowed="[rollout], the actor's roles and rollout in one team, one machine, or rollout.sglang.urls",
             fix="give the rollout a team of its own",
@@ -51,16 +51,16 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
             f"the team {team.name} may have other GPUs on each of its machines",
             found=servers.gpus or servers.extra_args,
             allowed="servers on the GPUs that the team's workers lend them",
-            fix="set rollout.sglang.gpus=null, and leave --base-gpu-id out",
+            fix="set rollout.sglang.gpus=null, and remove --base-gpu-id",
         )
     elif config.cluster.device_memory_gb is not None:  # on CPUs nothing is lent
         _check_room(config, workers_of_machines(config, placement, team), team, checks)
 
 
 def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: Checklist) -> None:
-    """Check that every server has its GPUs on as many machines as it should. `machines`: workers on each."""
+    """Check that every server has enough GPUs on each of its machines. `machines` are the workers per machine."""
     servers, key = config.rollout.sglang, devices_key(config, team)
-    ranks, nnodes = servers.tp_size, servers.nnodes  # another dp_size than 1 is refused
+    ranks, nnodes = servers.tp_size, servers.nnodes  # other values of dp_size are refused
     needed, most = servers.servers * ranks, most_servers(max(1, ranks // nnodes), machines, nnodes)
     if not machines or servers.servers <= most or ranks % nnodes:
         return
@@ -95,13 +95,15 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
 
 
 def check_request_workers(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
-    """Check a team whose workers only send requests to servers: they hold no model and lend the servers their GPUs."""
+    """Check a team whose workers only send requests to servers: they hold no model, and lend their GPUs to the
+    servers.
+    """
     checks = checks.of("placement")
     layout, servers, key = config.rollout.parallel, config.rollout.sglang, devices_key(config, team)
     if layout is not None and layout != ParallelConfig():
         checks.warn(
             "rollout.parallel",
-            f"servers do not look at it: it groups the workers of the team {team.name}, which only send requests",
+            f"this has no effect on servers: it groups the workers of the team {team.name}, which only send requests",
             found=layout.model_dump(exclude_defaults=True),
             fix="set rollout.parallel=null; rollout.sglang.tp_size splits the model of a server",
         )
@@ -136,7 +138,9 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
 
 
 def _fewest(config: RunConfig, placement: Placement, team: TeamPlan) -> int | None:
-    """Return the fewest workers that a team of whole replicas can have on these machines; None: no fewer than now."""
+    """Return the fewest workers that a team of whole replicas can have on these machines; None when it has the
+    fewest.
+    """
     others, size = sum(other.devices for other in placement.teams) - team.devices, team.parallel.model_parallel_size
     own = config.launch.slurm.teams.get(team.name)
     for devices in range(size, team.devices, size):

@@ -17,7 +17,7 @@ _NAME = "adapters"
 
 
 def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
-    """Check section `model.lora`, where there is one."""
+    """Check the section `model.lora`, if it is set."""
     checks = checks.of(_NAME)
     lora = config.model.lora
     if lora is None:
@@ -32,7 +32,7 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
     if lora.dropout and experts:
         checks.fail(
             "model.lora.dropout",
-            "PEFT has no dropout in adapters of experts",
+            "dropout is not supported in adapters of experts",
             found=f"{lora.dropout:g}",
             allowed="0 with experts among model.lora.targets",
             fix="set model.lora.dropout=0",
@@ -44,7 +44,7 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
         if lora.dropout and tp > 1:
             checks.fail(
                 "model.lora.dropout",
-                "tensor-parallel ranks would drop different parts of one input",
+                "tensor-parallel ranks would drop different parts of the same input",
                 found=f"{lora.dropout:g} with {role}.parallel.tp={tp}",
                 allowed="0 with tp above 1",
                 fix=f"set model.lora.dropout=0, or {role}.parallel.tp=1",
@@ -53,10 +53,10 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
     if facts is not None and facts.encoder is not None:
         checks.fail(
             "model.lora",
-            "adapters of vision-language models were not tried against PEFT",
+            "adapters of vision-language models are not tested",
             found=facts.encoder.model_type,
-            allowed="a model of text",
-            fix="remove model.lora, or take a model of text",
+            allowed="a text model",
+            fix="remove model.lora, or use a text model",
         )
     if placement is not None:
         _check_critic(config, placement, checks)
@@ -66,10 +66,10 @@ def _check_expert_layout(role: str, parallel: ParallelConfig, checks: Checklist)
     if parallel.expert_tp not in (1, parallel.tp):
         checks.fail(
             f"{role}.parallel.etp",
-            "adapters of experts are divided as the rest of the model, or not at all",
+            "adapters of experts must be divided like the rest of the model, or not at all",
             found=parallel.expert_tp,
             allowed=f"1 or {role}.parallel.tp, which is {parallel.tp}",
-            fix=f"set {role}.parallel.etp=1, or take experts out of model.lora.targets",
+            fix=f"set {role}.parallel.etp=1, or remove experts from model.lora.targets",
         )
 
 
@@ -84,7 +84,7 @@ def _check_targets(lora: LoraConfig, facts: ModelFacts, checks: Checklist) -> No
             f"this model has no layers that are {' or '.join(missing) or 'a target'}",
             found=lora.targets,
             allowed=present,
-            fix=f"name what it has, or set model.lora.targets=null: {', '.join(default)}",
+            fix=f"name layers that the model has, or set model.lora.targets=null: {', '.join(default)}",
         )
     else:
         checks.ok(f"rank {lora.rank} on {', '.join(lora.targets or default)}")
@@ -95,7 +95,7 @@ def _check_critic(config: RunConfig, placement: Placement, checks: Checklist) ->
     if home is not None and home != placement.of_role(Role.ACTOR) and config.critic.path is None:
         checks.fail(
             "critic.path",
-            "a critic with adapters in a team of its own has nowhere to read its base model when it resumes",
+            "a critic with adapters in its own team needs a path from which to read its base model when it resumes",
             found="null",
             allowed="the folder or hub name of a model",
             fix="set critic.path to model.path, or place the critic in the actor's team",

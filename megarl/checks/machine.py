@@ -1,8 +1,8 @@
 """Checks that the run fits the machine: processes to cores, and estimated memory to available memory.
 
 Runs that cannot work are refused: more workers than can start within their deadline, or more certain memory than the
-machine has. Slow or tight runs get a warning. A dry run may be made on another machine than the run's; there the
-machine's own limits only warn, and those that the recipe names (`cluster.device_memory_gb`) still refuse.
+machine has. Slow or tight runs get a warning. A dry run may be made on another machine than the run's: there the
+machine's own limits only warn, but limits in the recipe (`cluster.device_memory_gb`) still refuse.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.system.machine import Machine
 TIGHT = 0.9
 _START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers
 _SLOW = 4  # workers per core
-_LARGEST_GPU_GB = 288.0  # of the largest GPU sold
+_LARGEST_GPU_GB = 288.0  # memory of the largest GPU sold
 
 
 def check_machine(
@@ -45,7 +45,7 @@ def check_machine(
     """Check processes and memory of `job`.
 
     Args:
-        machine: that of this process; None: it is none of the run's, and only the devices that the recipe names count.
+        machine: this machine; None: the run uses other machines, and only devices named in the recipe count.
         starts: the run starts on this machine; False: a dry run.
     """
     checks = checks.of("machine")
@@ -63,17 +63,17 @@ def check_machine(
         if starts:
             checks.fail(
                 "cluster.device_memory_gb",
-                f"the recipe is for {count(cluster.nproc, 'GPU')}, and this machine has none",
+                f"the recipe needs {count(cluster.nproc, 'GPU')}, but this machine has none",
                 found=wanted,
                 allowed="null, to compute on the CPU",
                 fix="start it on a machine with GPUs (an NVIDIA driver must be loaded); to run it on the CPU on "
                 f"purpose set cluster.device_memory_gb=null, and about one process per core: {machine.cores} here",
             )
             return
-        checks.ok(f"for GPUs of {wanted:g} GB, which this machine does not have; nothing is held against it")
+        checks.ok(f"for GPUs of {wanted:g} GB, which this machine does not have; nothing is compared")
     gpu = machine.has_gpu or wanted is not None
     if launcher == "ray" and not gpu:
-        checks.skip("not known: Ray chooses the machines")
+        checks.skip("unknown: Ray chooses the machines")
     elif not gpu:
         _check_cores(config, machine, checks, starts)
     placed = _divided(sizes, placement, checks)
@@ -99,7 +99,7 @@ def _divided(sizes: Sizes, placement: Placement | None, checks: Checklist) -> Pl
 
 
 def gpu_room(config: RunConfig, machine: Machine | None) -> GpuRoom | None:
-    """Return the GPU that the recipe names, or the one of this machine; None: neither."""
+    """Return the GPU that the recipe names, or else this machine's; None without either."""
     named = config.cluster.device_memory_gb
     size = named * 1e9 if named is not None else machine.gpu_memory if machine is not None else None
     return None if size is None else GpuRoom(size)
@@ -123,22 +123,23 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
     elif here > _SLOW * machine.cores:
         checks.warn(
             "cluster.nproc",
-            f"there is no GPU here, and {here} processes on {count(machine.cores, 'core')} work in turn, which is slow",
+            f"this machine has no GPU, and {here} processes on {count(machine.cores, 'core')} take turns, which is "
+            "slow",
             found=cluster.nproc,
             fix=f"set cluster.nproc={machine.cores}; for GPUs, start it on a machine that has them",
         )
     else:
-        note = "; they work in turn, and about one per core is quick" if here > machine.cores else ""
+        note = "; they take turns; about one per core is fast" if here > machine.cores else ""
         checks.ok(f"{count(here, 'process')} on {count(machine.cores, 'core')}, no GPU{note}")
     if cluster.threads is not None and cluster.threads * here > machine.cores and not starts:
-        checks.warn(  # at a start the launcher says so, of the threads that the workers get
+        checks.warn(  # when the run starts, the launcher warns with the workers' actual threads
             "cluster.threads",
             f"{count(here, 'process')} of {count(cluster.threads, 'thread')} share {count(machine.cores, 'core')}, "
             "which is many times slower than one thread per core",
             found=cluster.threads,
             fix=f"set cluster.threads={max(1, machine.cores // here)}, or null"
             if cluster.threads > 1
-            else f"threads cannot be fewer: take fewer processes (cluster.nproc{_of_teams(config)}), one per core, "
+            else f"threads cannot be lowered: use fewer processes (cluster.nproc{_of_teams(config)}), one per core, "
             f"or a machine with {count(here, 'core')}",
         )
 
@@ -161,11 +162,11 @@ def _check_shared_memory(
         return
     free = machine.shared_memory
     problem = refuse_too_large(config, placement, free)
-    if problem is None and free is not None and free < LEAST:  # as in containers, unless they are asked for more
+    if problem is None and free is not None and free < LEAST:  # as in containers by default
         checks.warn(
             "placement",
-            f"Ray's object store takes {LEAST / 1e6:.0f} MB at least, and /dev/shm has less: the samples between teams "
-            "go through files in Ray's temporary folder, which may be slow",
+            f"Ray's object store needs at least {LEAST / 1e6:.0f} MB, but /dev/shm has less: the samples between "
+            "teams go through files in Ray's temporary folder, which may be slow",
             found=f"{free / 1e6:.0f} MB",
             fix="enlarge /dev/shm (docker run --shm-size=1g)",
         )
@@ -210,24 +211,24 @@ def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checkl
         return
     token, longest = key_value_bytes(facts, servers.tp_size, config.rollout_dtype), config.longest_sequence()
     weights = server_bytes(config, facts)
-    room = max(0.0, servers.memory_fraction * memory.free - weights)  # max_total_tokens has a check of its own
+    room = max(0.0, servers.memory_fraction * memory.free - weights)  # max_total_tokens has its own check
     if room >= longest * token:
         return
     least = math.ceil(100 * (weights + longest * token) / memory.free) / 100 if memory.free else 1.0
     key, found, fix = "rollout.sglang.memory_fraction", servers.memory_fraction, f"change one of: {ROOM_KEYS}"
     message = (
-        f"a server has room for {int(room / token):,} tokens next to {weights / 1e9:,.1f} GB of weights on a "
-        f"GPU of which {memory.free / 1e9:,.1f} GB are free when it starts, and the longest sample has {longest:,}"
+        f"a server has room for {int(room / token):,} tokens beside {weights / 1e9:,.1f} GB of weights on a GPU of "
+        f"which {memory.free / 1e9:,.1f} GB are free when it starts, but the longest sample has {longest:,}"
     )
     if refuse:
-        allowed = f"{least:g} or more" if least < 1 else "more ranks for a server, or shorter samples"
+        allowed = f"{least:g} or more" if least < 1 else "use more ranks per server, or shorter samples"
         checks.fail(key, message, found=found, allowed=allowed, fix=fix)
     else:
         checks.warn(key, message, found=found, fix=fix)
 
 
 def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, checks: Checklist, starts: bool) -> None:
-    """Check the fullest rank against its GPU: the one that the recipe names, or the one of this machine."""
+    """Check the fullest rank against its GPU: the GPU that the recipe names, or this machine's."""
     named = config.cluster.device_memory_gb
     limits = []
     if named is not None:
@@ -237,7 +238,7 @@ def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, ch
         limits.append((machine.gpu_memory, f"this machine's GPU of {machine.gpu_memory / 1e9:.0f} GB", refuse))
     if not limits:
         limits.append((_LARGEST_GPU_GB * 1e9, "any GPU", True))
-    # What is refused comes before what only warns, even where the latter has less room.
+    # Refusals come before mere warnings, even if the warning is about less memory.
     refused = [limit for limit in limits if limit[2] and memory.needed.least > limit[0]]
     capacity, what, refuse = min(refused or limits)
     _judge(memory, capacity, what, checks, refuse=refuse)
@@ -250,41 +251,41 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
     if needed.least > capacity:
         key = _first_key(needed)
         message = (
-            f"{needed.name} needs {needed.least / 1e9:,.1f} GB or more{_estimate_text(needed)}, and "
-            f"{what} holds {capacity / 1e9:,.1f}: {_largest(needed)}"
+            f"{needed.name} needs at least {needed.least / 1e9:,.1f} GB{_estimate_text(needed)}, but {what} has "
+            f"{capacity / 1e9:,.1f}: {_largest(needed)}"
         )
         found, allowed = f"{needed.least / 1e9:,.1f} GB", f"{capacity / 1e9:,.1f} GB"
-        fix = f"change what takes the most: {_keys(needed)}"
+        fix = f"change the largest parts: {_keys(needed)}"
         if refuse:
             checks.fail(key, message, found=found, allowed=allowed, fix=fix)
         else:
             checks.warn(key, message, found=found, fix=fix)
         return
-    # Terms that shrink by themselves or sum many others count with their certain part.
+    # Elastic terms, and terms that sum many others, count with their certain part.
     moments = {moment.name: held(moment.terms) for moment in memory.moments}
     name = max(moments, key=lambda key: moments[key])
     if moments[name] > TIGHT * capacity:
         moment = next(moment for moment in memory.moments if moment.name == name)
         checks.warn(
             _first_key(moment),
-            f"{name} may take {moments[name] / 1e9:,.1f} GB, more than {TIGHT:.0%} of the {capacity / 1e9:,.1f} of "
+            f"{name} may need {moments[name] / 1e9:,.1f} GB, more than {TIGHT:.0%} of the {capacity / 1e9:,.1f} of "
             f"{what}: {_largest(moment)}",
-            fix=f"when it runs out: {_keys(moment)}",
+            fix=f"if memory runs out, change: {_keys(moment)}",
         )
     else:
         asked = max(moment.bytes for moment in memory.moments)
         more = f", and up to {asked / 1e9:,.1f} with caches where there is room" if asked > 1.01 * moments[name] else ""
-        checks.ok(f"{name} takes about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}{more}")
+        checks.ok(f"{name} needs about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}{more}")
 
 
 def _estimate_text(moment: Moment) -> str:
-    """Return text about the estimate, where it is more than the certain part."""
+    """Return text about the estimate, if it exceeds the certain part."""
     about = held(moment.terms)
     return f" (about {about / 1e9:,.1f})" if about > 1.01 * moment.least else ""
 
 
 def _first_key(moment: Moment) -> str:
-    """Return the key to name for what takes the most; a term that has no key belongs to the model."""
+    """Return the recipe key of the largest part; a term without a key belongs to the model."""
     key = moment.largest()[0].keys.partition(",")[0]
     return key if "." in key else "model"
 

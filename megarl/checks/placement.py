@@ -1,4 +1,4 @@
-"""Checks of teams: every role has its devices, and the launcher can start them."""
+"""Checks of teams: every role has devices, and the launcher can start the teams."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megarl.system.errors import ConfigError, count
 def check_placement(
     config: RunConfig, graph: TaskGraph | None, job: str, launcher: str | None, checks: Checklist
 ) -> Placement | None:
-    """Return the teams of `job`; None when there is no graph, or it cannot be placed, which is recorded.
+    """Return the teams of `job`; None (recorded) when there is no graph, or it cannot be placed.
 
-    Only `megarl train` has several teams. Other commands have one team of all workers, with the actor's layout; `sft`
+    Only `megarl train` has several teams. Other commands have one team of all workers with the actor's layout; `sft`
     generates nothing.
     """
     checks = checks.of("placement")
@@ -28,11 +28,11 @@ def check_placement(
     if config.placement.measured is not None and config.placement.auto != "measured":
         checks.warn(
             "placement.measured",
-            "nothing is shared out by what this run has measured",
+            "the measurements of this run are not used",
             found=config.placement.measured,
-            fix="set placement.auto=measured, or leave it out",
+            fix="set placement.auto=measured, or remove this key",
         )
-    if graph is None:  # its error is recorded
+    if graph is None:  # the graph's error is already recorded
         return None if config.placement.asks_for_teams else together(config)
     try:
         found = place(graph, config)
@@ -50,7 +50,7 @@ def check_placement(
 
 
 def asked_models(config: RunConfig, job: str) -> frozenset[Role]:
-    """Return the models that a job without a task graph works with, in addition to the policy."""
+    """Return the models, in addition to the policy, that a job without a task graph uses."""
     return frozenset({Role.REWARD_MODEL} if job == "eval" and config.reward.of_model is not None else ())
 
 
@@ -58,7 +58,7 @@ def _check_launcher(placement: Placement, launcher: str | None, checks: Checklis
     if launcher == "torchrun":
         checks.fail(
             "placement",
-            f"torchrun starts one world of workers, and this recipe has {len(placement.teams)}, one per team",
+            f"torchrun starts one world of workers, but this recipe has {len(placement.teams)}, one per team",
             found=f"--launcher torchrun with the teams {', '.join(team.name for team in placement.teams)}",
             allowed="--launcher ray, or --launcher local on one machine",
             fix="use --launcher ray, or one team: placement='!replace {}'",
@@ -66,7 +66,7 @@ def _check_launcher(placement: Placement, launcher: str | None, checks: Checklis
 
 
 def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Check that servers on the trainer's devices take turns with the actor, in its team and on its devices."""
+    """Check that colocated servers are in the actor's team and on its devices."""
     actor, key, servers = placement.of_role(Role.ACTOR), "rollout.sglang.colocated", config.rollout.sglang
     if not config.rollout.colocated or actor is None:
         return
@@ -76,7 +76,7 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
         whole = f", with its devices, and leave the team {generating.name} out" if only else ""
         checks.fail(
             key,
-            "servers on the trainer's devices take turns with the actor, and the rollout is in another team",
+            "colocated servers take turns with the actor, but the rollout is in another team",
             found=True,
             allowed="false, or true with actor and rollout in one team",
             fix=f"set {key}=false, or move rollout from placement.teams.{generating.name}.roles to "
@@ -86,7 +86,7 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
         checks.fail(
             "rollout.sglang.servers",
             f"the servers have {count(servers.servers * servers.ranks, 'rank')} on the devices of the team "
-            f"{actor.name}, which has {actor.devices}",
+            f"{actor.name}, which has only {actor.devices}",
             found=servers.servers,
             allowed=f"servers * tp_size of at most {actor.devices}",
             fix=f"lower rollout.sglang.servers or tp_size, or raise {devices_key(config, actor)}",
@@ -94,14 +94,14 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
 
 
 def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Check that the engine of a rollout in another team than the actor's can receive the actor's weights."""
+    """Check that a rollout engine in another team than the actor's can receive the actor's weights."""
     team, servers = placement.of_role(Role.ROLLOUT), config.rollout.servers
     if team is None or Role.ACTOR in team.roles:
         return
     if config.rollout.engine == "embedded" and config.sync.fp8:
         checks.fail(
             "sync.fp8",
-            f"the team {team.name} decodes with an embedded engine, which takes no FP8 values",
+            f"the team {team.name} decodes with an embedded engine, which does not accept FP8 values",
             found=True,
             allowed="false, or true with rollout.engine=sglang",
             fix="set sync.fp8=false",
@@ -110,8 +110,8 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
     if config.rollout.engine == "embedded" and config.sync.dtype not in ("model", held):
         checks.fail(
             "sync.dtype",
-            f"the team {team.name} decodes with an embedded engine, which holds weights in {held} (model.dtype): sent "
-            f"in {config.sync.dtype} they are rounded, or take more bytes for the same values",
+            f"the team {team.name} decodes with an embedded engine, which has weights in {held} (model.dtype): sent "
+            f"in {config.sync.dtype} they would be rounded, or take more bytes for the same values",
             found=config.sync.dtype,
             allowed=f"model or {held}, or another with rollout.engine=sglang",
             fix="set sync.dtype=model",
@@ -121,8 +121,8 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
     if config.rollout.engine == "embedded" and team.devices > here and spread:
         checks.fail(
             devices_key(config, team),
-            f"a replica of the team {team.name}, and replicas that share experts, take weights on one machine only, "
-            f"and the ranks of this layout are spread over several of {here} workers each",
+            f"a replica of the team {team.name}, and replicas that share experts, can receive weights on one machine "
+            f"only, but the ranks of this layout are spread over several machines of {here} workers each",
             found=team.devices,
             allowed=f"at most {here}, or a layout with pp 1, ep 1 and tp * cp of at most {here}",
             fix=f"set {devices_key(config, team)}={here}, or rollout.parallel={{pp: 1, ep: 1}}",
@@ -134,14 +134,14 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
 
 
 def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Check that offloading makes room for other roles of the same team."""
+    """Check that offloading makes room for other roles in the same team."""
     for role, engine in ((Role.ACTOR, config.actor.engine), (Role.CRITIC, config.critic.engine)):
         team = placement.of_role(role)
         if team is not None and team.roles == (role,) and engine.offload:
             checks.warn(
                 f"{role.value}.engine.offload",
                 f"nothing takes turns with the {role.value} in the team {team.name}: moving its state to host memory "
-                "and back takes time, and makes room for nobody",
+                "and back takes time without making room for another model",
                 found=True,
                 fix=f"set {role.value}.engine.offload=false",
             )

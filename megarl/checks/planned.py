@@ -1,4 +1,4 @@
-"""Dry-run checks of recipes that are only planned or simulated: nothing of this machine, and no files."""
+"""Checks of recipes that are only planned or simulated: this machine and files do not matter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.system.errors import ConfigError
 
 
 def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
-    """Check teams, layouts, batches, lengths and servers; a plan itself reports a lack of memory.
+    """Check teams, layouts, batches, lengths and servers; the plan itself reports a lack of memory.
 
     Raises:
         ConfigError: lists all problems.
@@ -71,11 +71,11 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
 def _refuse_pairs(config: RunConfig, graph: TaskGraph) -> None:
     if graph.has_responses:
         raise ConfigError(
-            "there are no formulas for a run that generates nothing",
+            "the formulas do not cover runs that generate nothing",
             where="algorithm.pipeline",
             found=config.algorithm.pipeline,
             allowed="a pipeline that generates its responses",
-            fix="megarl train RECIPE --dry-run estimates the memory of this one",
+            fix="megarl train RECIPE --dry-run estimates the memory of this recipe",
         )
 
 

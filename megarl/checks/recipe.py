@@ -62,11 +62,11 @@ class Checked:
     """The result of all checks.
 
     Attributes:
-        items: all checks in order, failed ones included.
-        sizes: of each role's model, None where they are unknown here.
-        graph: the task graph of a training run, None when it cannot be built.
-        placement: the teams of the job, None when they are unknown.
-        step_s: estimated seconds of a step, None when no formula knows them.
+        items: all checks in order, including failed ones.
+        sizes: sizes of each role's model; None if they are unknown here.
+        graph: the task graph of a training run; None if it cannot be built.
+        placement: the teams of the job; None if they are unknown.
+        step_s: estimated seconds of a step; None if no formula covers it.
     """
 
     items: list[Check]
@@ -133,7 +133,7 @@ def check_config(
     check_packages(config, placement, checks, launcher, job, starts=starts)
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
-    check_unused(config, graph, placement, checks)  # last: a key with a problem of its own is named once
+    check_unused(config, graph, placement, checks)  # last, so that a key with a problem of its own is reported once
     step_s = check_time(config, graph, placement, sizes, machine, checks, job)
     return Checked(checks.items, sizes, graph, placement, step_s)
 
@@ -145,7 +145,7 @@ def _check_learning(
     facts: ModelFacts | None,
     checks: Checklist,
 ) -> None:
-    """Check the objective of learning from what is generated."""
+    """Check the objective of training on generated samples."""
     check_objective(config, roles, checks)
     check_correction(config, checks)
     if placement is not None:
@@ -160,14 +160,14 @@ def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placeme
 
 
 def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: str, checks: Checklist) -> None:
-    """Check the demands of the teams on machines and models."""
+    """Check what the teams need from machines and models."""
     check_machine_gpus(config, placement, job, checks)
     check_layouts(config, placement, sizes, checks)
     check_descriptors(config, placement, checks)
 
 
 def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, job: str, checks: Checklist) -> None:
-    """Check the sizes of training steps, their learning rates, and how they are measured."""
+    """Check the sizes of training steps, their learning rates, and the watched metrics."""
     check_batches(config, placement, checks)
     check_schedules(config, roles, checks)
     check_watched_metrics(config, job, checks)
@@ -194,8 +194,8 @@ def validate(
     job: str = "train",
     run_dir: Path | None = None,
 ) -> Checked:
-    """Raise one ConfigError that lists all failed checks, or warn (ConfigWarning) of doubtful ones. Returns the
-    result.
+    """Raise one ConfigError that lists all failed checks, or issue warnings (ConfigWarning) for doubtful ones; return
+    the result.
     """
     checked = check_config(
         config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True, run_dir=run_dir

@@ -27,10 +27,10 @@ _IMPORT_S = 5.0
 
 
 def check_reference(text: str, key: str) -> ast.Module | None:
-    """Find the function `text` refers to.
+    """Find the function that `text` names.
 
     Returns:
-        Its source; None when it has none in Python.
+        Its source code; None when it is not written in Python.
 
     Raises:
         ConfigError: at `key`: the file, module or name is missing or broken.
@@ -41,7 +41,7 @@ def check_reference(text: str, key: str) -> ast.Module | None:
         return None
     try:
         tree = ast.parse(file.read_bytes(), str(file))
-    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, as in UTF-16
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, as in UTF-16 text
         line, what = (error.lineno, error.msg) if isinstance(error, SyntaxError) else (1, str(error))
         raise ConfigError(
             f"{file}:{line}: the file is not valid Python ({what})",
@@ -65,10 +65,10 @@ def check_reference(text: str, key: str) -> ast.Module | None:
 
 
 def check_reward_kwargs(tree: ast.Module, reference: str, kwargs: dict[str, object]) -> None:
-    """Refuse keyword arguments that a reward function does not take, as far as its source tells.
+    """Refuse keyword arguments that a reward function does not accept, as far as its source code shows.
 
     Args:
-        tree: the source that holds the function.
+        tree: the source code that contains the function.
         reference: `file.py:fn` or `pkg.mod:fn`.
         kwargs: `reward.kwargs`.
     """
@@ -84,7 +84,7 @@ def check_reward_kwargs(tree: ast.Module, reference: str, kwargs: dict[str, obje
 
 
 def signature_of(tree: ast.Module, reference: str) -> inspect.Signature | None:
-    """Return the signature of a referenced function, as far as its source `tree` shows it; None: unknown."""
+    """Return the signature of the function as far as its source `tree` shows it; None when unknown."""
     found = _definition(tree, reference)
     return None if found is None else _signature(found.args)
 
@@ -97,7 +97,7 @@ def _definition(tree: ast.Module, reference: str) -> ast.FunctionDef | ast.Async
 
 
 def strings(tree: ast.Module) -> set[str]:
-    """Return every text constant and call keyword in a source: names that it may use in the value that it returns."""
+    """Return every text constant and call keyword in a source: names that may be keys of its result."""
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)} | {
         node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg is not None
     }
@@ -181,7 +181,7 @@ def _top_level_names(tree: ast.Module) -> list[str] | None:
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the module-level statements, also those inside if, try and with."""
+    """Return the module-level statements, including those inside if, try and with."""
     found = []
     for node in body:
         found.append(node)
@@ -193,7 +193,8 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def check_arguments(config: RunConfig, limit_s: float = _IMPORT_S) -> None:
-    """Refuse `data.loader_kwargs` that no source takes; functions that take longer to import are left to the workers.
+    """Refuse `data.loader_kwargs` that no source accepts; functions whose import takes longer are checked by the
+    workers.
 
     Raises:
         ConfigError: the error that a worker would raise.
@@ -202,7 +203,7 @@ def check_arguments(config: RunConfig, limit_s: float = _IMPORT_S) -> None:
     if not data.loader_kwargs:
         return
     if any(is_function(source) for source in [*data.train_files, *data.val_files, *more]):
-        kwargs = dict.fromkeys(data.loader_kwargs)  # the names count
+        kwargs = dict.fromkeys(data.loader_kwargs)  # only the names matter
         files = {"train_files": data.train_files, "val_files": data.val_files, "more": more}
         ask(_check_names, {"loader_kwargs": kwargs, **files}, limit_s, where="data.train_files / data.val_files")
     else:

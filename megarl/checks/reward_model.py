@@ -1,4 +1,4 @@
-"""Checks of the role `reward_model`: that it can score what the run generates, where the run asks it."""
+"""Checks that the role `reward_model` can score what the run generates, at the places where it is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_reward_model(
     """Check the section `reward_model` against the rest of the recipe.
 
     Args:
-        roles: of the nodes of the task graph; None: there is no graph.
+        roles: roles of the nodes of the task graph; None: there is no graph.
         placement: the teams of the job; None: unknown here.
         found: sizes of the reward model; None: unknown here.
         job: train, sft, eval or generate.
@@ -34,7 +34,7 @@ def check_reward_model(
         if section.path is not None:
             checks.warn(
                 "reward_model.path",
-                "a reward model is named, and nothing uses it",
+                "a reward model is set, but nothing uses it",
                 found=section.path,
                 fix="set reward.name=reward_model, name it as a part of reward.parts, or remove reward_model.path",
             )
@@ -43,7 +43,7 @@ def check_reward_model(
     if section.path is None:
         checks.fail(
             "reward_model.path",
-            f"{key} asks for a reward model",
+            f"{key} needs a reward model, and none is set",
             found=None,
             allowed="a Hugging Face folder or hub name of a sequence classifier with one label",
             fix="set reward_model.path, such as the folder hf/ of a run of algorithm.pipeline=reward_model",
@@ -51,14 +51,14 @@ def check_reward_model(
     if not config.task.writes_text or not uses_reward(config):
         checks.fail(
             key,
-            "the environment scores the samples of this recipe",
+            "the environment scores the samples of this recipe, so this reward would not be used",
             found="reward_model",
-            fix="leave it out, or let the environment's class say `scores = False`",
+            fix="remove it, or set `scores = False` in the environment's class",
         )
     elif roles is not None and Role.REWARD_MODEL not in roles:
         checks.fail(
             key,
-            "a reward model's score is made by nodes of the task graph, and this pipeline lacks them",
+            "nodes of the task graph compute a reward model's score, and this pipeline lacks them",
             found=f"reward_model with algorithm.pipeline={config.algorithm.pipeline}",
             allowed="rewards of functions, or a pipeline with these nodes",
             fix="add the nodes by megarl.recipes.grpo.add_reward",
@@ -73,7 +73,7 @@ def _check_form(config: RunConfig, checks: Checklist) -> None:
     if config.has_turns and section.form != "tokens":
         checks.fail(
             "reward_model.form",
-            "episodes have turns and observations, which are known as tokens",
+            "episodes have turns and observations, which only the form tokens can represent",
             found=section.form,
             allowed="tokens, for a reward model with the policy's tokenizer",
             fix="set reward_model.form=tokens, or serve the model and use the reward http, which gets `transcript`",
@@ -81,15 +81,15 @@ def _check_form(config: RunConfig, checks: Checklist) -> None:
     if config.data.image_key is not None:
         checks.fail(
             "data.image_key",
-            "a reward model reads text",
+            "a reward model reads only text",
             found=config.data.image_key,
             allowed="null",
-            fix="serve the model and use the reward http, or a function that takes images",
+            fix="serve the model and use the reward http, or a function that uses images",
         )
 
 
 def _check_length(config: RunConfig, found: ModelFacts | None, checks: Checklist) -> None:
-    """Check that the longest sample fits, where its tokens are known and a longer one would end the run."""
+    """Check that the longest sample fits if its tokens are known and a longer one would end the run."""
     section, longest = config.reward_model, config.longest_sequence()
     if section.form != "tokens" or config.reward.on_error != "raise":
         return
@@ -99,7 +99,7 @@ def _check_length(config: RunConfig, found: ModelFacts | None, checks: Checklist
         if limit is not None and limit < longest:
             checks.fail(
                 key,
-                "the reward model takes fewer tokens than the longest sample has",
+                "the reward model accepts fewer tokens than the longest sample has",
                 found=f"{limit} tokens",
                 allowed=f"at least {longest}: longest prompt and response",
                 fix="lower rollout.sampling.max_new_tokens, or set reward.on_error to a score for samples that are too "
@@ -109,7 +109,9 @@ def _check_length(config: RunConfig, found: ModelFacts | None, checks: Checklist
 
 
 def _check_held_out(config: RunConfig, placement: Placement | None, job: str, checks: Checklist) -> None:
-    """Check that held-out samples have what they need where the model is not asked: before RL, and in another team."""
+    """Check that held-out samples can be scored where the reward model is not available: before RL, and in
+    other teams.
+    """
     if not config.data.held_out or job in ("eval", "generate"):
         return
     homes = {placement.of_role(role) for role in (Role.REWARD_MODEL, Role.ROLLOUT)} if placement is not None else set()
@@ -126,17 +128,16 @@ def _check_held_out(config: RunConfig, placement: Placement | None, job: str, ch
     if not others:
         checks.fail(
             "reward.parts",
-            f"held-out samples are scored where they are generated, and {why}",
+            f"held-out samples are scored where they are generated, but {why}",
             found="only the reward model gives a reward",
-            allowed="another part beside it, whose scores validation then has",
-            fix="name a function as another part, with weight 0 if it shall only be measured, or leave data.val_files "
-            "out",
+            allowed="a further part, whose scores validation then uses",
+            fix="add a part with a function, with weight 0 to measure it only, or remove data.val_files",
         )
     elif chosen_by == part:
         checks.fail(
             "validation.select_by",
-            f"held-out samples are chosen among where they are generated, and {why}",
+            f"samples are selected where they are generated, but {why}",
             found=chosen_by,
             allowed=[*others, "overall", "null"],
-            fix="set validation.select_by=null, and have `megarl eval`, which asks the model, choose by it",
+            fix="set validation.select_by=null; `megarl eval`, which has the model, can select by it",
         )

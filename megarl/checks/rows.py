@@ -1,10 +1,10 @@
 """Checks of the rows of a run before its workers start.
 
-Files are read, columns are looked up, prompts are rendered and tokenised: errors that a worker would raise half a
-minute later are raised here, by the same functions. Only local files of moderate size are read, and tokens are counted
-for two seconds at most. The workers check everything else (hub names, functions, large files, chat templates,
-tokenizers that only transformers reads). The text of a chat template is unknown here, so only the form of the messages
-is checked then, and that a template exists.
+Files are read, columns looked up, prompts rendered and tokenised: errors that a worker would raise half a minute later
+are raised here, by the same functions. Only local files of moderate size are read, and tokens are counted for at most
+two seconds. The workers check everything else (hub names, functions, large files, chat templates, tokenizers that only
+transformers reads). If the text of a chat template is not available here, only the form of the messages is checked, and
+that a template exists.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from megarl.rewards.registry import KWARGS, reward_settings
 from megarl.rewards.signatures import OWN, columns_of, form_of
 from megarl.system.errors import ConfigError, DataError, UserError, close_matches
 
-_READ_BYTES = 32 << 20  # per source; about a second of JSON
+_READ_BYTES = 32 << 20  # bytes per source; about a second of JSON
 _TOKENIZE_S = 2.0
 _AT_ONCE = 256
-_SAMPLE = 1024  # prompts whose tokens are counted where a chat template is around them
+_SAMPLE = 1024  # number of prompts whose tokens are counted with a chat template around them
 
 
 def check_rows(
     config: RunConfig, job: str, clock: Callable[[], float] = time.monotonic, checks: Checklist | None = None
 ) -> bool:
-    """Read the rows that `job` (train, sft, eval, generate) needs; look for columns, templates, tokens, lengths.
+    """Read the rows that `job` (train, sft, eval, generate) needs; check columns, templates, tokens and lengths.
 
     Args:
-        checks: records how far lengths were checked, and why no further.
+        checks: records how far lengths were checked, and why not further.
 
     Returns:
         Whether there was a row that can be read here.
 
     Raises:
-        DataError: a broken file, no rows, a missing column, a prompt without tokens, or none that is short enough; file
-            and line are named.
-        ConfigErrors: several of these; per file one of each kind.
-        ConfigError: a chat template is asked for, and the tokenizer has none; data.format_prompt does not parse.
+        DataError: a broken file, no rows, a missing column, a prompt without tokens, or no prompt that is short enough;
+            the message names file and line.
+        ConfigErrors: several of these; one per file and kind.
+        ConfigError: a chat template is required but the tokenizer has none, or data.format_prompt cannot be parsed.
     """
     data = config.data
     if not config.task.writes_text:
@@ -78,9 +78,9 @@ def check_rows(
     if chats:
         if tokenizer is not None and not data.override_chat_template and not tokenizer.has_chat_template:
             raise no_chat_template()
-        tokenizer = None  # templates drop parts of a message (thinking) and trim it: no text is certain
+        tokenizer = None  # templates drop parts of a message (thinking) and trim it, so no text is certain
     if data.image_key is not None:
-        tokenizer = None  # nor is it where images become tokens
+        tokenizer = None  # the same holds where images become tokens
     chat = _contents if chats else None
     deadline = clock() + _TOKENIZE_S
     rows = _Rows(config, tokenizer, counter, chat, lambda: clock() < deadline, lengths)
@@ -106,12 +106,12 @@ def check_rows(
 
 @dataclass(frozen=True)
 class _Rows:
-    """A reader of rows that records problems until its time is over.
+    """Reads rows and records problems until its time is over.
 
     Attributes:
-        tokenizer: None where no text is certain.
-        counter: counts the tokens that a prompt has at least; None where only the workers know the tokenizer.
-        sizes: number of training samples of sources that were read whole.
+        tokenizer: None if no text is certain.
+        counter: counts the tokens that a prompt has at least; None if only the workers know the tokenizer.
+        sizes: number of training samples in sources that were read whole.
     """
 
     config: RunConfig
@@ -135,8 +135,8 @@ class _Rows:
         """Record the problems of the rows of a split; return whether any row was read.
 
         Args:
-            response: the column that supervised examples learn.
-            scored: their samples are scored.
+            response: the column that supervised examples train on.
+            scored: samples of these rows are scored.
             needless: the job does not need the split.
         """
         known: list[Row] = []
@@ -164,11 +164,11 @@ class _Rows:
             self._check_split(split, sources, known, len(known))
             with self._recorded():
                 self._check_texts(split, sources, known, response)
-        self.problems[:] = self.problems[before:] + self.problems[:before]  # the rows that are trained on come first
+        self.problems[:] = self.problems[before:] + self.problems[:before]  # problems of training rows come first
         return bool(known)
 
     def check_pairs(self, split: Split, sources: list[str], settings: PreferenceConfig) -> bool:
-        """Record the problems of rows that are preference pairs or labelled examples; return whether any was read."""
+        """Record the problems of rows with preference pairs or labelled examples; return whether any row was read."""
         data, known = self.config.data, list[Row]()
         before, differing = len(self.problems), 0
         for source in filter(is_readable_here, sources):
@@ -194,7 +194,7 @@ class _Rows:
         return bool(known)
 
     def warn_of_repeats(self, job: str) -> None:
-        """Record the batches that hold a sample twice, where the number of samples is known."""
+        """Warn of batches that would hold a sample twice, if the number of samples is known."""
         data, sft = self.config.data, self.config.sft
         batches = [("data.batch_size", data.batch_size, data.train_files)] if job == "train" else []
         if trains_supervised(self.config, job):
@@ -219,11 +219,11 @@ class _Rows:
             self.problems.append(error)
 
     def _check_split(self, split: Split, sources: list[str], known: list[Row], samples: int) -> None:
-        """Record that `data.val_split` leaves a split without rows, where all of its files are known; note the size of
+        """Record that `data.val_split` leaves a split without rows, if all of its files are known; note the size of the
         training data.
 
         Args:
-            samples: that the rows make without `data.val_split`.
+            samples: samples in the rows without `data.val_split`.
         """
         if not known or not all(map(is_readable_here, sources)):
             return
@@ -268,19 +268,21 @@ class _Rows:
             self.lengths.skip(f"{_of(split)}: {why} when the run starts")
 
     def _check_contents(self, split: Split, known: list[Row], contents: list[str], counter: LightTokenizer) -> None:
-        """Refuse prompts whose contents are too long without a template, by the shortest and the longest ones."""
+        """Refuse prompts whose contents are too long even without a template; only the shortest and the longest are
+        counted.
+        """
         data, limit = self.config.data, self.config.data.max_prompt_tokens
         order = sorted(range(len(contents)), key=lambda i: len(contents[i]))
         sample = order if len(order) <= _SAMPLE else [*order[: _SAMPLE // 2], *order[-_SAMPLE // 2 :]]
         lengths = self._count(contents, sample, counter)
-        if data.overlong != "error" and min(lengths.values()) > limit:  # is there no shorter one?
+        if data.overlong != "error" and min(lengths.values()) > limit:  # check whether there is a shorter one
             lengths = self._count(contents, order, counter)
         longest = max(lengths, key=lengths.__getitem__)
         tokens = f"{_range(lengths.values())} tokens without what the chat template adds"
         if lengths[longest] > limit and (data.overlong == "error" or min(lengths.values()) > limit):
             one = data.overlong == "error"
             raise DataError(
-                "the prompt is longer than the limit" if one else "no prompt is left: all are longer than the limit",
+                "the prompt is longer than the limit" if one else "all prompts are longer than the limit",
                 where=known[longest].where if one else f"data.{split}_files",
                 found=f"{lengths[longest]:,} tokens without what the chat template adds" if one else tokens,
                 allowed=f"data.max_prompt_tokens: {limit}",
@@ -291,12 +293,12 @@ class _Rows:
 
     @staticmethod
     def _count(contents: Sequence[str], places: Sequence[int], counter: LightTokenizer) -> dict[int, int]:
-        """Return the tokens of the texts at these places, by place."""
+        """Return the number of tokens of the texts at these places, by place."""
         ids = counter([contents[i] for i in places], add_special_tokens=False)["input_ids"]
         return dict(zip(places, map(len, ids), strict=True))
 
     def _counted(self, text: str, row: Row) -> str:
-        """Check the number of `<image>` in the text of a prompt, and return it as it is."""
+        """Check the number of `<image>` in the text of a prompt, and return the text unchanged."""
         check_marks(text, len(self._images(row)), str(self.config.data.image_key), row)
         return text
 
@@ -305,7 +307,7 @@ class _Rows:
         return [] if data.image_key is None else row_images(row, data.image_key, data.prompt_key, data.limit_images)
 
     def _check_images(self, rows: Sequence[Row]) -> None:
-        """Open the images of rows while there is time, as far as kind and size go."""
+        """Open the images of rows while there is time, and check their format and size."""
         folder = image_folder(self.config.data)
         for row in rows:
             for value in self._images(row):
@@ -325,8 +327,8 @@ class _Rows:
                 if not needless:
                     raise
                 instead = (
-                    f"; held-out rows are scored by {reward.described}: without answers set reward.name=format, and "
-                    "their loss counts, or leave data.val_files out"
+                    f"; held-out rows are scored by {reward.described}: without answers set reward.name=format to "
+                    "measure only their loss, or remove data.val_files"
                 )
                 raise DataError(
                     error.what, where=error.where, found=error.found, allowed=error.allowed, fix=f"{error.fix}{instead}"
@@ -339,11 +341,14 @@ class _Rows:
         if objects and own:
             what = f"the reference answers are objects, which {own[0]} gets whole"
             _warn(
-                what, "data.answer_key", str(objects[0])[:100], f"set data.answer_key={key}.{TRUTH} for what is in them"
+                what,
+                "data.answer_key",
+                str(objects[0])[:100],
+                f"set data.answer_key={key}.{TRUTH} to pass their content",
             )
 
     def _signatures(self) -> list[tuple[RewardConfig, str, inspect.Signature]]:
-        """Return the users' reward functions whose parameters are known: section, its key, and signature."""
+        """Return the users' reward functions with known parameters, as (section, its key, signature)."""
         found = []
         for label, reward in self.config.reward.functions.items() if uses_reward(self.config) else ():
             if reward.name in REWARDS.names():
@@ -365,7 +370,7 @@ class _Rows:
                         raise _no_parameter(row, column, reward.name, self.config.data.answer_key)
 
     def _check_names(self, rows: Sequence[Row]) -> None:
-        """Check that samples will have the names that an included reward is told to read."""
+        """Check that samples will have the names that an included reward is set to read."""
         for label, reward in self.config.reward.functions.items() if uses_reward(self.config) else ():
             spec = REWARDS.spec(reward.name) if reward.name in REWARDS.names() else None
             if spec is None or spec.names is None:
@@ -376,7 +381,7 @@ class _Rows:
             for row, name in ((row, name) for row in rows for name in sorted(names) if name not in own | row.keys()):
                 near = close_matches(name, [*own, *row])
                 raise DataError(
-                    f"samples have no {name!r}, which the reward {reward.name} is told to read",
+                    f"samples have no field {name!r}, which the reward {reward.name} is set to read",
                     where=row.where,
                     found=f"{f'reward.parts.{label}.kwargs' if label else KWARGS}: {name}",
                     allowed=f"columns here: {', '.join(row)}; of every sample: {', '.join(sorted(own))}",
@@ -384,7 +389,9 @@ class _Rows:
                 )
 
     def _warn_of_names(self, rows: Sequence[Row]) -> None:
-        """Warn of columns hidden from a user's reward by the sample's own values, and of settings meant as columns."""
+        """Warn of columns that the sample's own values hide from a user's reward, and of settings that may be meant as
+        columns.
+        """
         own = []
         for reward, place, signature in self._signatures():
             if form_of(signature) is OWN:
@@ -393,8 +400,8 @@ class _Rows:
             for key, value in reward.kwargs.items():
                 if isinstance(value, str) and rows and rows[0].has(value):
                     what = (
-                        f"this is the name of a column, and {reward.name} gets the text itself, not what is in the "
-                        "column"
+                        f"this is the name of a column, but {reward.name} gets the text itself, not the column's "
+                        "content"
                     )
                     _warn(what, f"{place}.{key}", value, _rename_fix(key, value, reward.name))
         if not own:
@@ -404,20 +411,20 @@ class _Rows:
             hidden |= dict.fromkeys(hidden_columns(row, config.data.prompt_key, config.data.answer_key))
         if hidden:
             what = (
-                "samples have values of their own under these names, so that a reward finds the columns in "
-                f"sample['row'] only: {', '.join(hidden)}"
+                "samples have their own values under these names, so that a reward finds the columns only in "
+                f"sample['row']: {', '.join(hidden)}"
             )
             _warn(what, ", ".join(own), None, "read them there, or rename the columns")
 
     def _response(self, row: Row, key: str) -> str:
-        """Return a response to learn as text: everything that it says."""
+        """Return a response to train on as text, with everything that it says."""
         data = self.config.data
         talk = response_of(row, data.prompt_key, key, images=data.image_key is not None)
         return "".join(message["content"] for message in talk)
 
 
 def _no_parameter(row: Row, column: str, name: str, answer_key: str | None) -> DataError:
-    """Return the error for a row without a column that a user's reward function takes as a parameter."""
+    """Return the error for a row without a column that is a parameter of a user's reward function."""
     near = next(iter(close_matches(column, row)), None)
     holder = f"{near!r}" if near else "the column that holds it"
     answer = f"; for the reference answer, call the parameter answer: data.answer_key ({answer_key}) leads to it"
@@ -445,9 +452,9 @@ def _warn(what: str, where: str, found: object, fix: str) -> None:
 
 
 def _contents(messages: Sequence[Message], row: Row) -> str:
-    """Join what a chat template certainly writes of the messages: their form and least length are checked.
+    """Join the text that every chat template writes of the messages, whose form and least length are checked.
 
-    A template may drop what the assistant said and thoughts, and trim any content.
+    A template may drop what the assistant said and its thoughts, and trim any content.
     """
     others = (message["content"] for message in messages if message["role"] != ASSISTANT)
     return "".join(content.rpartition("</think>")[2].strip() for content in others)
@@ -463,7 +470,7 @@ def _range(lengths: Iterable[int]) -> str:
 
 
 def is_readable_here(source: str) -> bool:
-    """Return whether this is a file, or a folder of files, that is quick to read; others have been refused already."""
+    """Return whether a source is a file or folder of files that is quick to read."""
     if source.startswith(TEXT):
         return True
     path = Path(source).expanduser()

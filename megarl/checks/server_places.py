@@ -13,11 +13,13 @@ NAME = "servers"
 
 
 def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
-    """Check that servers have GPUs of their own, or share on purpose. `asking`: workers that leave their GPUs."""
+    """Check that servers have GPUs of their own, or share GPUs on purpose. `asking` workers leave their GPUs to
+    servers.
+    """
     checks = checks.of(NAME)
     servers, cluster = config.rollout.sglang, config.cluster
     workers, here = (cluster.nproc - asking) // cluster.nnodes, servers.servers * servers.nnodes // cluster.nnodes
-    if servers.urls or servers.first_gpu_given or (asking and cluster.nnodes > 1):  # there they are on lent GPUs
+    if servers.urls or servers.first_gpu_given or (asking and cluster.nnodes > 1):  # servers there run on lent GPUs
         return
     needed, key = max(1, here) * servers.ranks_per_node, "rollout.sglang.gpus"
     if servers.gpus is None:
@@ -27,22 +29,22 @@ def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
     elif not servers.colocated and min(servers.gpus, default=workers) < workers:
         checks.warn(
             key,
-            f"servers share GPUs with the trainer, which is on the first {workers} of a machine, and take most of "
+            f"servers share GPUs with the trainer, which uses the first {workers} of a machine, and take most of "
             "their memory",
             found=servers.gpus,
-            fix="set rollout.sglang.colocated=true, or, where a machine has so many GPUs, "
+            fix="set rollout.sglang.colocated=true, or, if machines have that many GPUs, "
             f"{key}={_compact(range(workers, workers + needed))}",
         )
 
 
 def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -> None:
-    """Check that this machine's GPUs are enough for the servers' default places."""
+    """Check that this machine has enough GPUs for the servers' default places."""
     present = nvidia_devices()
     if not present or needed <= (workers if colocated else present - workers):
         return
     checks.fail(
         "rollout.sglang.gpus",
-        f"the servers of a machine need {count(needed, 'GPU')}, and it has {present}, of which the trainer has "
+        f"the servers of a machine need {count(needed, 'GPU')}, but it has {present}, of which the trainer uses "
         f"{workers}",
         found=None,
         allowed=f"servers on the trainer's {workers}" if colocated else "servers on GPUs that are not the trainer's",
@@ -52,12 +54,12 @@ def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -
 
 
 def _compact(devices: Iterable[int]) -> str:
-    """Return a list as one word of a command line."""
+    """Return a list of devices without blanks, for a command line."""
     return f"[{','.join(map(str, devices))}]"
 
 
 def check_colocated(config: RunConfig, checks: Checklist) -> None:
-    """Check that servers on the trainer's GPUs, one rank on each, leave memory there."""
+    """Check that colocated servers fit the trainer's GPUs, one rank on each, and leave memory there."""
     checks = checks.of(NAME)
     servers = config.rollout.sglang
     if not servers.colocated:
@@ -66,7 +68,7 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
     if servers.urls:
         checks.fail(
             key,
-            "only servers that megarl starts have the memory saver for sure",
+            "only servers that megarl starts are sure to have the memory saver",
             found=True,
             allowed="false with rollout.sglang.urls",
             fix=f"set {key}=false, or rollout.sglang.urls=[]",
@@ -84,15 +86,15 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
             if most
             else f"set rollout.sglang.tp_size={workers} rollout.sglang.servers={nnodes}, or less of tp_size",
         )
-    if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):  # else memory is checked
+    if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):  # otherwise the memory check decides
         checks.warn(
             key,
-            "the optimizer's state stays on the devices while the servers generate there",
+            "the optimizer state stays on the devices while the servers generate there",
             fix="set actor.engine.offload=true",
         )
     if servers.memory_fraction is None:
         checks.warn(
             key,
-            "on GPUs a server takes most of the memory unless it is told how much",
+            "on GPUs a server takes most of the memory unless it is limited",
             fix="set rollout.sglang.memory_fraction to what the actor's parameters leave",
         )

@@ -21,10 +21,10 @@ from megarl.evaluation.metrics import metric_names
 from megarl.recipes.build import PIPELINES
 from megarl.system.errors import close_matches
 
-#: Lowest temperature except 0: logits of hundreds, divided by it, keep their differences in float32.
+#: Lowest temperature except 0 at which logits of hundreds, divided by it, keep their differences in float32.
 _COLDEST = 1e-3
 _LARGEST_GROUP = 1024
-#: Learning rates beyond which AdamW breaks fresh weights and trained ones; tiny models still learn just below.
+#: Learning rates above which AdamW breaks randomly initialised and trained models; tiny models still train just below.
 _TRIAL = 10  # optimizer steps: a shorter run tries out a recipe, and no schedule is meant for it
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-4
 
@@ -64,7 +64,7 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
 
 
 def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
-    """Check estimator, loss and KL by name, and their requirements on each other."""
+    """Check estimator, loss and KL by name, and what they require of each other."""
     check_algorithm(config, roles, checks)
     _check_aggregation("algorithm.loss", config.algorithm.loss, config, checks)
     if roles is not None and Role.CRITIC in roles:
@@ -81,7 +81,7 @@ def _check_aggregation(key: str, loss: PolicyLossConfig | CriticConfig, config: 
     if loss.aggregation == "seq-mean-token-sum-norm" and loss.sum_norm is None:
         checks.fail(
             f"{key}.sum_norm",
-            "seq-mean-token-sum-norm divides by a constant that is not given",
+            "seq-mean-token-sum-norm needs a divisor, which is not set",
             found="null",
             allowed="number > 0",
             fix=f"set {key}.sum_norm={longest} (the response length limit)",
@@ -139,7 +139,7 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
         elif estimator == "full" and section is kl:
             checks.of(name).fail(
                 key,
-                "the full KL needs both distributions of every token, and a pipeline has the log-probs of the sampled "
+                "the full KL needs both distributions of every token, but a pipeline has log-probs of the sampled "
                 "tokens only",
                 found=estimator,
                 allowed=[*KL.names(), "file.py:fn", "pkg.mod:fn"],
@@ -158,7 +158,7 @@ def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:
     if kl.adaptive and kl.use != "reward":
         checks.fail(
             "algorithm.kl.adaptive",
-            "the adaptive controller belongs to KL as a reward term",
+            "the adaptive controller works only with KL as a reward term",
             found=f"use: {kl.use}",
             allowed="reward",
             fix="set algorithm.kl.use=reward, or algorithm.kl.adaptive=false",
@@ -176,33 +176,33 @@ def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
-    """Warn of a KL that is computed and changes nothing."""
+    """Warn of a KL that is computed but has no effect."""
     kl = config.algorithm.kl
     if roles is not None and Role.REFERENCE not in roles and config.reference.path is not None:
         checks.warn(
             "reference.path",
-            "a reference model is named, and nothing uses it",
+            "a reference model is set, but nothing uses it",
             found=config.reference.path,
             fix="set algorithm.kl.use=loss or reward, or remove reference.path",
         )
     if kl.use != "none" and kl.coef == 0:
         checks.warn(
             "algorithm.kl.coef",
-            "the reference model is computed and its weight is 0",
+            "the reference model is computed, but its weight is 0",
             found=kl.coef,
             fix="set algorithm.kl.use=none, or a coefficient",
         )
     if kl.use == "reward" and kl.estimator.endswith("+"):
         checks.warn(
             "algorithm.kl.estimator",
-            "a reward has no gradient, so the straight-through form changes nothing",
+            "a reward has no gradient, so the straight-through form has no effect",
             found=kl.estimator,
             fix=f"set algorithm.kl.estimator={kl.estimator[:-1]}",
         )
 
 
 def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check lengths against the model, and sampling settings that change the meaning of the gradient."""
+    """Check lengths against the model, and sampling settings that make training off-policy."""
     checks = checks.of("sampling")
     training, own = config.rollout.sampling, config.validation.sampling
     if config.task.writes_text:  # the length of a policy call is known with the model
@@ -218,7 +218,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
     if training.temperature == 0:
         checks.fail(
             "rollout.sampling.temperature",
-            "greedy samples of a prompt are all the same, so there is nothing to learn from",
+            "greedy samples of a prompt are all the same, so there is nothing to train on",
             found=training.temperature,
             allowed="number > 0",
             fix="set rollout.sampling.temperature=1",
@@ -227,7 +227,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
         if 0 < temperature < _COLDEST:
             checks.fail(
                 f"{key}.sampling.temperature",
-                "logits divided by so little are no numbers any more",
+                "this temperature is too low: logits divided by it overflow",
                 found=temperature,
                 allowed=f"0, or number from {_COLDEST} to 100",
                 fix=f"set {key}.sampling.temperature=" + ("1" if key == "rollout" else "0, which is greedy"),
@@ -236,7 +236,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
         if size > _LARGEST_GROUP:
             checks.warn(
                 f"{key}.sampling.n",
-                f"{size:,} samples of every prompt: a step generates data.batch_size times as many"
+                f"{size:,} samples of every prompt are very many: a step generates data.batch_size times as many"
                 if key == "rollout"
                 else f"{size:,} samples of every held-out prompt",
                 found=size,
@@ -256,7 +256,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
     if training.min_new_tokens > 0:
         checks.warn(
             "rollout.sampling.min_new_tokens",
-            "tokens are sampled without end tokens at first and scored with them, which is off-policy",
+            "the first tokens are sampled without end tokens but scored with them, which is off-policy",
             found=training.min_new_tokens,
             fix="set rollout.sampling.min_new_tokens=0",
         )
@@ -269,7 +269,7 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
     if config.validation.select_by is not None and held_out.n == 1:
         checks.of("validation").fail(
             "validation.select_by",
-            "there is nothing to choose: validation generates one sample per prompt",
+            "there is nothing to select from: validation generates one sample per prompt",
             found=config.validation.select_by,
             fix="set validation.sampling={n: 8, temperature: 1.0}, or remove it",
         )
@@ -316,13 +316,13 @@ def _check_lengths(
 
 
 def _check_limits(limits: LimitsConfig, checks: Checklist) -> None:
-    """Refuse limits of turns without an environment: the sample has one turn, and only the limit of its tokens."""
+    """Refuse limits of turns without an environment: a sample then has one turn, with only its token limit."""
     for key in limits.model_fields_set:
         default, found = LimitsConfig.model_fields[key].default, getattr(limits, key)
         if found != default:
             checks.of("limits").fail(
                 f"rollout.limits.{key}",
-                "it limits episodes of several turns, and the recipe names no environment",
+                "this limits episodes of several turns, but the recipe names no environment",
                 found=found,
                 allowed=f"{'null' if default is None else default}, or any with env.name",
                 fix="set rollout.sampling.max_new_tokens" if key == "tokens" else "remove it, or set env.name",
@@ -342,18 +342,18 @@ def _check_stop_tokens(key: str, ids: list[int], facts: ModelFacts | None, check
 
 
 def _check_stop_strings(key: str, sampling: SamplingConfig, checks: Checklist) -> None:
-    """Refuse stop strings together with settings that keep a response from ending."""
+    """Refuse stop strings together with settings that prevent a response from ending."""
     checks, plain = checks.of("stop strings"), SamplingConfig()
     for name, why in (
-        ("min_new_tokens", "an end token is held back by its probability, and a text has none"),
-        ("ignore_eos", "it asks for responses that nothing ends"),
+        ("min_new_tokens", "it suppresses end tokens, but cannot suppress a stop string"),
+        ("ignore_eos", "it requests responses that nothing ends"),
     ):
         found, allowed = getattr(sampling, name), getattr(plain, name)
-        if sampling.stop and found != allowed and not checks.failed(f"rollout.sampling.{name}"):  # which is inherited
+        if sampling.stop and found != allowed and not checks.failed(f"rollout.sampling.{name}"):  # skipped if inherited
             value = str(allowed).lower()
             checks.fail(
                 f"{key}.{name}",
-                f"{key}.stop={sampling.stop} ends responses as well: {why}",
+                f"{key}.stop={sampling.stop} also ends responses: {why}",
                 found=found,
                 allowed=value,
                 fix=f"set {key}.{name}={value}, or remove {key}.stop",
@@ -370,7 +370,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     if rests >= config.trainer.steps:
         checks.of("critic warm-up").warn(
             "critic.warmup_steps",
-            f"the run ends after {config.trainer.steps} steps, before the actor starts to train",
+            f"the run ends after {config.trainer.steps} steps, before the actor begins to train",
             found=rests,
             fix=f"set critic.warmup_steps={config.trainer.steps // 10}, or more trainer.steps",
         )
@@ -378,7 +378,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     if not config.task.writes_text and (sft.max_tokens, sft.overlong) != (None, None):
         checks.of("supervised phase").fail(
             "sft.max_tokens",
-            "demonstrations are learnt one policy call at a time, and have no limit of tokens",
+            "demonstrations are trained on one policy call at a time, and have no token limit",
             found=sft.max_tokens or sft.overlong,
             allowed="null, with sft.overlong null",
             fix="remove sft.max_tokens and sft.overlong",
@@ -404,11 +404,12 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 
 def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
-    """Check the requirements of a command other than train: steps to take, or a trained model."""
-    if job == "sft" and config.sft.steps == 0 and config.sft.epochs is None:  # which a submitted job counts itself
+    """Check the requirements of commands other than train: steps to take, or a trained model."""
+    # a submitted job computes the steps itself
+    if job == "sft" and config.sft.steps == 0 and config.sft.epochs is None:
         checks.of("supervised phase").fail(
             "sft.steps",
-            "megarl sft takes no step, so it would export the model it was given",
+            "megarl sft has no steps, so it would export the model unchanged",
             found=0,
             allowed="integer > 0",
             fix="set sft.epochs, for example to 2, or sft.steps (trainer.epochs and trainer.steps are those of megarl "
@@ -426,7 +427,7 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
     elif job in ("eval", "generate") and config.model.path is None and config.trainer.resume in ("auto", "never"):
         checks.of("model").fail(
             "model.path",
-            f"megarl {job} would work with fresh random weights",
+            f"megarl {job} would use a randomly initialised model",
             found="null",
             allowed="a trained model, or a checkpoint in trainer.resume",
             fix="set model.path=RUN_DIR/hf model.hf_config=null, or trainer.resume=RUN_DIR/checkpoints/step_N",
@@ -434,10 +435,10 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
 
 
 def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, checks: Checklist) -> None:
-    # AdamW moves every weight by about the learning rate per step, whatever the gradient.
+    # AdamW moves every weight by about the learning rate per step, whatever the gradient is.
     if config.model.path is None:
         trained, limit, usual = "a fresh model is", _FRESH_LR, "1e-3"
-    elif config.model.lora is not None:  # their product begins at 0
+    elif config.model.lora is not None:  # the adapters' product starts at 0
         trained, limit, usual = "adapters are", _FRESH_LR, "1e-5"
     else:
         trained, limit, usual = "a trained model is", _TRAINED_LR, "1e-5" if key == "sft.optim" else "1e-6"
@@ -461,7 +462,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, ch
     if optim.warmup_ratio is not None and optim.warmup_steps:
         checks.fail(
             f"{key}.warmup_ratio",
-            "the warm-up is given twice, as steps and as a share of the run",
+            "the warm-up is set twice, as steps and as a share of the run",
             found=f"warmup_ratio {optim.warmup_ratio} and warmup_steps {optim.warmup_steps}",
             allowed="one of them",
             fix=f"remove {key}.warmup_steps, or set {key}.warmup_ratio=null",
@@ -485,7 +486,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, ch
 
 
 def check_watched_metrics(config: RunConfig, job: str, checks: Checklist) -> None:
-    """Check what `trainer.best_metric` and `trainer.early_stop` watch."""
+    """Check the metrics that `trainer.best_metric` and `trainer.early_stop` watch."""
     checks = checks.of("early stop")
     trainer = config.trainer
     if trainer.best_metric is not None:
@@ -515,10 +516,10 @@ def check_watched_metrics(config: RunConfig, job: str, checks: Checklist) -> Non
 def _check_metric(
     config: RunConfig, job: str, checks: Checklist, subject: str, key: str, name: str, end: str, otherwise: str
 ) -> None:
-    """Check the metric's name against the held-out metrics, which are known except for the prompts' data sources, or
-    else against those of training steps.
+    """Check a metric's name against the known held-out metrics (except for data sources), or else those of training
+    steps.
 
-    A pipeline of a user may write metrics of its own.
+    A user's pipeline may write metrics of its own.
     """
     if job == "train" and config.algorithm.pipeline not in PIPELINES:
         return
@@ -547,14 +548,14 @@ def _check_metric(
 
 
 def _check_step_metric(config: RunConfig, checks: Checklist, key: str, name: str, end: str) -> None:
-    """Warn of a metric that no training step is known to write; losses and advantages of a user may write more."""
+    """Warn of a metric that no training step is known to write; a user's losses and advantages may write more."""
     algorithm = config.algorithm
     if is_known(name) or ":" in f"{algorithm.loss.name}{algorithm.advantage.name}":
         return
     near = nearest(name)
     checks.warn(
         key,
-        f"no metric of a training step is known by this name: without it {end}, and the first step refuses it",
+        f"no training step is known to write this metric: without it {end}, and the first step refuses it",
         found=name,
         fix=f"did you mean {' or '.join(near)}?" if near else "name a metric that docs/tracking.md lists",
     )

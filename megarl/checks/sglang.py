@@ -1,4 +1,4 @@
-"""Checks of `rollout.engine: sglang`: the servers' requirements and limits."""
+"""Checks of `rollout.engine: sglang`: what servers require, and their limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.system.imports import installed_version
 from megarl.system.processes import nvidia_devices
 
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
-#: Server arguments that megarl sets itself; the last one counts, so another of these would undo a check.
+#: Server arguments that megarl sets itself. The last one counts, so setting one again would bypass a check.
 _OURS = (
     *("--model-path", "--model", "--dtype", "--load-format", "--skip-tokenizer-init", "--device"),
     *("--custom-weight-loader", "--host", "--port", "--api-key", "--admin-api-key"),
@@ -33,12 +33,12 @@ _OURS = (
     *("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--attn-dp-size", "--enable-dp-attention"),
     *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
 )
-#: Keys of `rollout.sglang` that configure how a server is started.
+#: Keys of `rollout.sglang` that matter only when megarl starts servers.
 _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
     *("deterministic", "speculative", "extra_args"),
 )
-#: Tokens by which an input must be shorter than a server's capacity, and one more to generate.
+#: Number of tokens by which an input must be shorter than a server's capacity, plus one token to generate.
 _KEPT_FREE = 6
 
 
@@ -51,11 +51,11 @@ def check_servers(
     *,
     here: bool = True,
 ) -> None:
-    """Check the servers, if the recipe has some.
+    """Check the servers, if the recipe uses any.
 
     Args:
-        facts: of the model; None: unknown.
-        here: the run may be on this machine, whose GPUs and packages count.
+        facts: sizes of the model; None: unknown.
+        here: the run may be on this machine, whose GPUs and packages then count.
     """
     checks = checks.of(_NAME)
     if config.rollout.engine != "sglang":
@@ -63,9 +63,10 @@ def check_servers(
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)
     asking = 0 if placement is None else placement.asking
-    known = placement is not None or not config.placement.asks_for_teams  # which GPUs the servers are on
+    known = placement is not None or not config.placement.asks_for_teams  # whether the servers' GPUs are known
     _check_layout(config, asking, checks, known=known)
-    if here and known and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its GPUs are unknown
+    # otherwise the servers' GPUs are unknown
+    if here and known and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:
         check_gpus(config, asking, checks)
     if facts is not None:
         _check_model(config, facts, checks)
@@ -92,16 +93,16 @@ def _check_ignored(config: RunConfig, checks: Checklist) -> None:
     if servers.urls and keys:
         checks.warn(
             "rollout.sglang.urls",
-            f"these servers run already, so nothing uses {', '.join(keys)}",
+            f"these servers already run, so nothing uses {', '.join(keys)}",
             found=servers.urls,
-            fix="start the servers that way yourself, and leave the keys out; or leave rollout.sglang.urls out",
+            fix="start the servers with these settings yourself, and remove the keys; or remove rollout.sglang.urls",
         )
     if servers.api_key_env is not None and not servers.urls:
         checks.warn(
             "rollout.sglang.api_key_env",
-            "it is for servers that run already; those of a run get a key of their own",
+            "this is only for servers that already run; servers of a run get their own key",
             found=servers.api_key_env,
-            fix="set rollout.sglang.urls, or leave it out",
+            fix="set rollout.sglang.urls, or remove this key",
         )
     _check_transport_key("sync.folder", sync.folder, sync.transport, ("disk",), checks)
     _check_transport_key("sync.address", sync.address, sync.transport, ("distributed", "auto"), checks)
@@ -127,10 +128,10 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         if wrong or len({url.rstrip("/") for url in servers.urls}) < len(servers.urls):
             checks.fail(
                 "rollout.sglang.urls",
-                "these are not addresses of different servers",
+                "invalid or repeated addresses of servers",
                 found=wrong or servers.urls,
                 allowed="a list of http://host:port or https://host:port, each once",
-                fix="write every address with http:// or https:// in front, without a key, and once",
+                fix="write each address once, beginning with http:// or https://, and without a key",
             )
             return
         with checks.recorded():
@@ -139,14 +140,14 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         return
     try:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        # A recipe for GPUs needs servers for GPUs, also in a dry run on a machine without one.
+        # A recipe for GPUs needs GPU servers, also in a dry run on a machine without GPUs.
         cuda = True if config.cluster.device_memory_gb is not None or (nvidia_devices() and not hidden) else None
         python = find_python(servers.python, cuda=cuda)
         checks.ok(f"their interpreter is {python}, with sglang {sglang_version(python, cuda=cuda)}")
         if cuda and servers.colocated and config.sync.transport == "delta":
             checks.fail(
                 "sync.transport",
-                "weights of servers on the trainer's GPUs leave them in each update, so that nothing is left to change",
+                "colocated servers release their weights in each update, so a delta has nothing to change",
                 found="delta",
                 allowed="auto, tensor or disk with rollout.sglang.colocated",
                 fix="set sync.transport=auto, or rollout.sglang.colocated=false",
@@ -156,17 +157,18 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         )
         if here and nvidia_devices() and not hidden:
             _check_cuda(config, python, checks)
-            if broadcast:  # without GPUs by gloo
+            if broadcast:  # gloo without GPUs
                 check_same_nccl(python)
     except ConfigError as error:
-        if not here or (config.cluster.device_memory_gb is not None and not nvidia_devices()):  # for another machine
+        # the run is for another machine
+        if not here or (config.cluster.device_memory_gb is not None and not nvidia_devices()):
             checks.warn("rollout.sglang.python", f"not here: {error.what}", fix=error.fix)
         else:
             checks.from_error(error)
 
 
 def _check_cuda(config: RunConfig, python: Path, checks: Checklist) -> None:
-    """Warn of a driver, toolkit or torch with which servers on this machine's GPUs may not start or take weights."""
+    """Warn of a driver, toolkit or torch with which servers on this machine's GPUs may not start or receive weights."""
     for problem in (driver_problem(), toolkit_problem(python=python)):
         if problem is not None:
             checks.warn(problem.where or "", problem.what, found=problem.found, fix=problem.fix)
@@ -174,7 +176,8 @@ def _check_cuda(config: RunConfig, python: Path, checks: Checklist) -> None:
     if config.sync.transport not in ("disk", "delta") and ours and theirs and _public(ours) != _public(theirs):
         checks.warn(
             "rollout.sglang.python",
-            "weights go from one torch to another on GPUs, which was not tried",
+            "trainer and servers have different versions of torch, and exchanging weights between these on GPUs is "
+            "untested",
             found=f"trainer {ours}, servers {theirs}",
             fix=f"install the trainer with torch {_public(theirs)} (constraints-gpu.txt), or set sync.transport=disk",
         )
@@ -185,7 +188,7 @@ def _public(version: str) -> str:
 
 
 def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: bool) -> None:
-    """Check the layout of a server and the number of servers per machine. `known`: the teams are known."""
+    """Check the layout of a server and the number of servers per machine. `known` means that the teams are known."""
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
     if servers.tp_size % servers.ep_size:
         checks.fail(
@@ -342,7 +345,7 @@ def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
 
 
 def _check_speculative(config: RunConfig, checks: Checklist) -> None:
-    """Check that a draft is where one is needed, and that only the model is sent weights."""
+    """Check that a draft is given exactly when it is needed, and that only the model gets weights."""
     draft = config.rollout.sglang.speculative
     if draft is None:
         return
@@ -350,7 +353,7 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
     if own != (draft.draft_path is None):
         checks.fail(
             "rollout.sglang.speculative.draft_path",
-            f"{draft.algorithm} has {'no' if own else 'a'} draft model",
+            f"{draft.algorithm} {'uses no' if own else 'needs a'} draft model",
             found=draft.draft_path,
             allowed="null with NGRAM; with the others a folder or hub name that servers can read",
             fix="leave it out" if own else "name the draft",
@@ -377,7 +380,7 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
     if not own and config.sync.transport == "disk":
         checks.fail(
             "sync.transport",
-            "SGLang has the draft read the folder, too, which has the model's weights",
+            "SGLang would load the folder with the model's weights into the draft, too",
             found="disk",
             allowed="auto, tensor, distributed or delta with a draft model",
             fix="set sync.transport=auto",
@@ -387,11 +390,11 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
 def _check_arguments(config: RunConfig, checks: Checklist) -> None:
     for argument in config.rollout.sglang.extra_args:
         name = argument.partition("=")[0]
-        # The server's parser also takes the beginning of a name.
+        # The server's parser also accepts the beginning of an argument's name.
         if name.startswith("--") and any(ours.startswith(name) for ours in _OURS):
             checks.fail(
                 "rollout.sglang.extra_args",
-                "this argument comes from other keys of the recipe, or from megarl itself",
+                "megarl sets this argument itself, or from other keys of the recipe",
                 found=argument,
                 allowed="arguments of sglang.launch_server other than " + ", ".join(sorted(_OURS)),
                 fix=f"leave {name} out",
@@ -399,7 +402,7 @@ def _check_arguments(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_interrupted(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
-    """Check room for resending: an interrupted sample is sent with its tokens; servers refuse nearly full inputs."""
+    """Check that interrupted samples can be sent again with their tokens: servers refuse nearly full inputs."""
     servers, longest = config.rollout.sglang, config.longest_sequence()
     limits = [servers.context_length or facts.max_positions, servers.max_total_tokens]
     room = min(limit for limit in limits if limit is not None) - _KEPT_FREE
@@ -442,7 +445,7 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
         if least:
             checks.fail(
                 f"{key}.min_new_tokens",
-                "SGLang has no shortest length for servers without a tokenizer",
+                "SGLang cannot enforce a shortest length in servers without a tokenizer",
                 found=least,
                 allowed="0",
                 fix=f"set {key}.min_new_tokens=0, or rollout.engine=embedded",
@@ -451,7 +454,7 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
         if min_p:
             checks.fail(
                 f"{key}.min_p",
-                "SGLang ends a server that samples by min_p with a seed per sample",
+                "SGLang crashes a server that samples with min_p and a seed per sample",
                 found=min_p,
                 allowed="0",
                 fix=f"set {key}.min_p=0 and top_p or top_k in its place, or rollout.engine=embedded",
@@ -475,12 +478,12 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_pause(config: RunConfig, checks: Checklist) -> None:
-    """Check the prefix cache: it cannot be dropped while requests run, and later requests would be answered from it."""
+    """Check the prefix cache: it cannot be dropped while requests run, and later requests would use it."""
     servers, switch = config.rollout.sglang, "--disable-radix-cache"
     if config.sync.pause == "in_place" and (servers.urls or switch not in servers.extra_args):
         checks.fail(
             "sync.pause",
-            "the prefix cache of the old weights would stay, and answer requests after the synchronisation",
+            "the prefix cache of the old weights would remain, and be used by requests after the update",
             found="in_place",
             allowed=f"abort or retract; in_place with {switch} in rollout.sglang.extra_args, for servers that megarl "
             "starts",
@@ -489,7 +492,7 @@ def _check_pause(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_sync(config: RunConfig, checks: Checklist) -> None:
-    """Check that the tensors sent to servers are those that they, and the checksums, expect."""
+    """Check that the tensors sent to servers are in the form that servers and checksums expect."""
     sync, model = config.sync, config.model.dtype
     if sync.address in EVERY_INTERFACE:
         checks.fail(
@@ -502,7 +505,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     elif sync.address is not None and config.cluster.nnodes > 1:
         checks.fail(
             "sync.address",
-            f"the trainer runs on {config.cluster.nnodes} machines, and this is the address of one of them at most",
+            f"the trainer runs on {config.cluster.nnodes} machines, and at most one of them has this address",
             found=sync.address,
             allowed="null with cluster.nnodes > 1",
             fix="set sync.address=null: every sender takes the address of its interface that reaches the server",
@@ -510,7 +513,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     elif sync.address is not None and sync.transport in ("auto", "distributed") and not _is_known(sync.address):
         checks.warn(
             "sync.address",
-            "this machine knows no address of that name",
+            "this machine cannot resolve this address",
             found=sync.address,
             fix="set sync.address=null, which takes that of the interface that reaches the server",
         )
@@ -520,7 +523,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     if sync.fp8 and sync.verify != "off":
         checks.warn(
             "sync.verify",
-            "with sync.fp8 no checksums are compared; what is left is the gap of a probe, sync/probe_gap",
+            "with sync.fp8 no checksums are compared; only the gap of a probe is measured, sync/probe_gap",
             found=sync.verify,
             fix="watch sync/probe_gap, or set sync.verify=off to leave that out as well",
         )
@@ -537,5 +540,5 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
 def _is_known(name: str) -> bool:
     try:
         return bool(socket.getaddrinfo(name, None))
-    except (OSError, UnicodeError):  # the second: of a name that cannot be one, as a..b
+    except (OSError, UnicodeError):  # UnicodeError: an invalid name, such as a..b
         return False

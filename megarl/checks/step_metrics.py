@@ -1,7 +1,7 @@
 """Names of the metrics that training steps write, as far as they are known before a run.
 
-Parts of a reward, environments and a user's own stages bring names of their own, and which of the known ones a step
-writes depends on its data. So an unknown name is only warned of before the start; the first step refuses it.
+Parts of a reward, environments and a user's own stages add names, and the data decide which of the known metrics a step
+writes. So an unknown name only causes a warning before the start; the first step refuses it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The time that a step and the run take by the planner's formulas, and a warning of steps that take very long."""
+"""Estimates the time of a step and of the run by the planner's formulas, and warns of very long steps."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_time(
     where, parts = plan.hardware.describe(), "by formulas; megarl plan shows the parts"
     if not hardware.gpu:
         where, parts = "this CPU", "by formulas and typical rates; megarl plan measures the rates and shows the parts"
-    fix = "take fewer or shorter samples, more devices, or a smaller model"
+    fix = "use fewer or shorter samples, more devices, or a smaller model"
     fix += "; megarl plan --search ranks layouts" if hardware.gpu else _SMALLER
     _record(config, plan.step_s, f"about {_step(plan.step_s)} a step, {run} on {where}, {parts}", fix, checks)
     return plan.step_s

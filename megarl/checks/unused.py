@@ -1,7 +1,7 @@
-"""Keys that the user wrote and that nothing in the recipe reads.
+"""Finds keys that the user wrote and that nothing in the recipe reads.
 
-`OWNERS` says of parts of a recipe when something reads them. A key counts as written if it stands in the user's own
-recipe file or among the overrides; what a parent recipe sets, and a value that is the default anyway, is no mistake.
+`OWNERS` lists for parts of a recipe when something reads them. A key counts as written if it is in the user's own
+recipe file or among the overrides. Keys set by a parent recipe, and values equal to the default, are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Job:
     placement: Placement | None
 
     def has(self, role: Role) -> bool:
-        """Return whether a node of this role is walked."""
+        """Return whether the graph has a node of this role."""
         return role in self.graph.roles
 
     @property
@@ -40,7 +40,7 @@ class _Job:
 
     @property
     def several_teams(self) -> bool:
-        """Whether teams of their own generate and train; also true where the teams are unknown."""
+        """Whether separate teams generate and train; also true if the teams are unknown."""
         return self.placement is None or len(self.placement.teams) > 1
 
 
@@ -50,8 +50,8 @@ class Owner:
 
     Attributes:
         prefix: dotted key of a section.
-        reads: whether a job has the reader.
-        lacks: what the job lacks where it has not.
+        reads: returns whether a job has the reader.
+        lacks: what the job lacks if it has no reader.
         fix: how to get the reader.
         but: keys below `prefix` that something else reads, or that switch the reader on.
         only: the keys below `prefix` that it reads; empty: all except `but`.
@@ -135,7 +135,8 @@ OWNERS = (
     ),
     Owner(
         "sft.optim",
-        lambda j: j.config.sft.steps > 0 or j.config.sft.epochs is not None,  # a submitted job counts its steps itself
+        # a submitted job computes its steps itself
+        lambda j: j.config.sft.steps > 0 or j.config.sft.epochs is not None,
         "no supervised steps come first",
         "set sft.steps",
     ),
@@ -164,7 +165,7 @@ OWNERS = (
 
 
 def check_unused(config: RunConfig, graph: TaskGraph | None, placement: Placement | None, checks: Checklist) -> None:
-    """Warn of keys that the user wrote, with other values than the defaults, and that nothing reads."""
+    """Warn of keys that the user wrote, with other values than the defaults, that nothing reads."""
     if graph is None or not config.written:
         return
     checks, job = checks.of("unused keys"), _Job(config, graph, placement)

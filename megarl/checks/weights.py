@@ -1,4 +1,5 @@
-"""Checks of a local model's weight files by their headers: complete, and with the tensors that config.json implies.
+"""Checks of a local model's weight files by their headers: files are complete, and have the tensors that config.json
+implies.
 
 A safetensors file begins with the length of its header (8 bytes, little-endian) and the header: JSON with dtype, shape
 and place of every tensor. Reading the headers of a model of 100 files takes a fraction of a second and no torch.
@@ -22,7 +23,7 @@ from megarl.artifacts.stacked_experts import cuts_of
 from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, complete_config, projector_file, read_projector
 from megarl.system.errors import ConfigError
 
-_LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones
+_LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer headers
 _AGAIN = "copy or download it again"
 _DTYPES, _CODES = ("F32", "BF16", "F16", "F64"), "F8_E4M3"
 Shapes = dict[str, tuple[int, ...]]
@@ -33,7 +34,7 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     """Check the files of `folder` against the sizes in its config.json.
 
     Args:
-        value_head: a critic: it needs neither a vocabulary head nor a value head, which then starts at zero.
+        value_head: a critic, which needs no vocabulary head, and whose value head starts at zero if it is missing.
 
     Returns:
         A short description of the checked files.
@@ -77,7 +78,7 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
 
 
 def _in_its_file(file: Path) -> dict[str, Stored]:
-    """Return the tensors of the robot state's projector in its own torch file."""
+    """Return the tensors of the robot's state projector, which are in a torch file of their own."""
     return {name: (file, _DTYPES[0], tuple(tensor.shape)) for name, tensor in read_projector(file).items()}
 
 
@@ -85,14 +86,14 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read the dtypes (as spelled in the file, such as BF16) and shapes of the tensors of a safetensors file.
 
     Raises:
-        ConfigError: it is no such file, or it is truncated.
+        ConfigError: it is not such a file, or it is truncated.
     """
     with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size  # of the open file: NFS may know an older size of a name
+        size = os.fstat(opened.fileno()).st_size  # size of the open file: NFS may report an older size for its name
         length = int.from_bytes(opened.read(8), "little")
         if length > min(_LONGEST_HEADER, size - 8):
             raise ConfigError(
-                "this is not a whole safetensors file: it ends inside its header", where=str(file), fix=_AGAIN
+                "this safetensors file is incomplete: it ends inside its header", where=str(file), fix=_AGAIN
             )
         try:
             header: dict[str, Any] = json.loads(opened.read(length))
@@ -107,7 +108,7 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         last = max(tensors, key=lambda name: tensors[name]["data_offsets"][1])
         cut = f"is cut inside its tensors; the last of them is {last!r}" if size < end else "goes on after its tensors"
         raise ConfigError(
-            f"this is not a whole safetensors file: it {cut}",
+            f"this safetensors file is damaged: it {cut}",
             where=str(file),
             found=f"{size} bytes",
             allowed=f"{end} bytes",
@@ -117,7 +118,7 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator[list[Shapes]]:
-    """Yield groups of tensors that the weights must hold: of each list one form."""
+    """Yield groups of tensors that the weights must contain; each group lists alternative forms."""
     head: Shapes = {HEAD: (facts.vocab, facts.hidden)}
     embedding = _of_parts(facts, ("embedding",))
     yield [embedding, head] if facts.tied else [embedding]
@@ -145,7 +146,7 @@ def _feed_forward(facts: ModelFacts, layer: int, sparse: bool) -> Shapes:
 
 
 def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stored]) -> None:
-    """Name the layers with experts in config.json and none in the files, or the other way round."""
+    """Refuse files whose layers with experts differ from those in config.json."""
     wrong: dict[bool, list[int]] = {True: [], False: []}
     for layer in range(facts.layers) if facts.is_moe else ():
         sparse = _is_sparse(facts, layer)
@@ -172,7 +173,9 @@ def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -
 
 
 def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], block: tuple[int, int] | None) -> None:
-    """Check that one of `forms` is present with its shapes; errors are about the form with the most tensors present."""
+    """Check that one of `forms` is present with its shapes; errors are about the form with most of its tensors
+    present.
+    """
     shapes = max(forms, key=lambda form: sum(name in place for name in form) / len(form))
     for name, shape in shapes.items():
         if name not in place:
@@ -201,7 +204,7 @@ def _check_scales(name: str, place: dict[str, Stored], block: tuple[int, int] | 
     scales = place.get(f"{name}_scale_inv")
     if dtype != _CODES or block is None or len(shape) != 2 or scales is None or scales[1] not in _DTYPES:
         raise ConfigError(
-            f"tensor {name!r} is quantised, and what its codes stand for is not known",
+            f"tensor {name!r} is quantised, and the meaning of its codes is unknown",
             where=str(file),
             found=f"{dtype}, {f'scales in {scales[1]}' if scales is not None else f'no {name}_scale_inv'}",
             allowed=f"{', '.join(_DTYPES)}, or {_CODES} with scales per block and a quantization_config",

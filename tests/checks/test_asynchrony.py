@@ -65,7 +65,7 @@ def test_staleness_that_a_short_run_cannot_have_is_warned_of(warned, steps, usel
     ] or [None]
     assert (check is not None, others) == (useless, [])
     if useless:
-        assert "more than 1 step stale" in check.message
+        assert "more than 1 step off-policy" in check.message
 
 
 def test_the_plan_says_how_far_ahead_the_rollout_is(config_of):

@@ -195,7 +195,7 @@ def test_a_filter_is_off_until_a_key_of_it_is_set(write, config_of):
 def test_a_function_that_takes_something_else_is_refused_before_a_run(write, failures, overrides, key):
     write("def two(a, b, c): ...", "own_parts.py")
     (check,) = failures(*overrides)
-    assert (check.key, "does not take the arguments" in check.message) == (key, True)
+    assert (check.key, "does not accept the arguments" in check.message) == (key, True)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_a_field_that_no_stage_writes_is_blamed_on_the_users_function(write, fai
 
 def test_the_included_losses_take_what_they_are_given(failures):
     for name in POLICY_LOSSES.names():
-        assert not [check for check in failures(f"algorithm.loss.name={name}") if "does not take" in check.message]
+        assert not [check for check in failures(f"algorithm.loss.name={name}") if "does not accept" in check.message]
 
 
 def test_a_file_that_does_not_import_is_a_user_error(write, failures):

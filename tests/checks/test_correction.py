@@ -89,14 +89,14 @@ def test_a_dumped_recipe_is_the_same_recipe(config_of, write):
         (["rs_level=geometric", "rs_threshold=0.9"], "rs_threshold", ["everything would be rejected"]),
         (["rs_level=token", "rs_threshold=2", "rs_threshold_lower=3"], "rs_threshold", ["everything would be"]),
         (["rs=[{level: token, stat: k2}]"], "rs", ["rejects nothing"]),
-        (["rs=[{level: token, upper: 2}, {level: token, upper: 3}]"], "rs", ["two rules bound token k1"]),
+        (["rs=[{level: token, upper: 2}, {level: token, upper: 3}]"], "rs", ["two rules for token k1"]),
         (
             ["preset=pg_is", "is_batch_normalize=true", "../algorithm.kl.use=loss"],
             "is_batch_normalize",
-            ["no weight: algorithm.kl.use=loss"],
+            ["without a weight: algorithm.kl.use=loss"],
         ),
         (["veto_threshold=1.5"], "veto_threshold", ["all would be rejected"]),
-        (["preset=pg_rs", "rs_affects_baseline=true"], "rs_affects_baseline", ["after the baseline was made"]),
+        (["preset=pg_rs", "rs_affects_baseline=true"], "rs_affects_baseline", ["after the baseline was computed"]),
     ],
 )
 def test_contradictions_are_said_before_the_start(failures, overrides, key, words):

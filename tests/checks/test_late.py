@@ -17,7 +17,7 @@ def test_an_end_token_beyond_the_vocabulary(config_of, tmp_path):
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
     check_end_tokens(config, facts, checks)
     assert [(check.status, check.message) for check in checks.items] == [
-        ("fail", "the vocabulary has no such end token")
+        ("fail", "this end token is not in the vocabulary")
     ]
 
 

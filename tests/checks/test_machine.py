@@ -56,7 +56,7 @@ def test_a_small_recipe_fits_a_laptop(judged):
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (BILLION, "model", ["the actor's update needs", "this machine's memory holds 24.0", "actor optimizer 12."]),
+        (BILLION, "model", ["the actor's update needs", "this machine's memory has 24.0", "actor optimizer 12."]),
         (
             [
                 "rollout.sampling.max_new_tokens=10000000",
@@ -64,7 +64,7 @@ def test_a_small_recipe_fits_a_laptop(judged):
                 "actor.engine.recompute=full",
             ],
             "rollout.sampling.max_new_tokens",
-            ["generation needs 36.3 GB", "responses of 256 samples of 10000000 tokens"],
+            ["generation needs at least 36.3 GB", "responses of 256 samples of 10000000 tokens"],
         ),
         (
             ["actor.engine.micro_batch_tokens=8000000", "data.batch_size=200000"],
@@ -109,13 +109,13 @@ def test_processes_that_cannot_start_in_time_are_refused(judged):
 def test_many_processes_per_core_warn(judged):
     found = not_ok(judged(LAPTOP, "cluster.nproc=16"))
     assert (found.status, found.key) == ("warn", "cluster.nproc")
-    assert "work in turn, which is slow" in found.message
+    assert "take turns, which is slow" in found.message
 
 
 def test_more_processes_than_cores_have_a_note(judged):
     messages = [judged(LAPTOP, f"cluster.nproc={nproc}", "data.batch_size=32")[0].message for nproc in (2, 8)]
     assert messages[0] == "2 processes on 2 cores, no GPU"
-    assert messages[1] == "8 processes on 2 cores, no GPU; they work in turn, and about one per core is quick"
+    assert messages[1] == "8 processes on 2 cores, no GPU; they take turns; about one per core is fast"
 
 
 def test_threads_beyond_the_cores_are_told_in_a_dry_run(judged):
@@ -131,7 +131,7 @@ def test_one_thread_each_is_not_told_to_be_one(judged):
     settings = ["cluster.nproc=4", "cluster.threads=1"]
     found = not_ok(judged(LAPTOP, *settings, starts=False))
     assert found.fix == (
-        "threads cannot be fewer: take fewer processes (cluster.nproc), one per core, or a machine with 4 cores"
+        "threads cannot be lowered: use fewer processes (cluster.nproc), one per core, or a machine with 4 cores"
     )
     teams = ["placement.teams={a: {roles: [actor], devices: 2}, b: {roles: [rollout, reference], devices: 2}}"]
     found = not_ok(judged(LAPTOP, *settings, *teams, starts=False))
@@ -145,7 +145,7 @@ def test_one_process_is_no_processes(judged):
 def test_a_recipe_for_gpus_does_not_start_without_one(judged):
     found = not_ok(judged(LAPTOP, recipe="grpo_qwen3_8b_8gpu"))
     assert (found.status, found.key) == ("fail", "cluster.device_memory_gb")
-    assert "for 8 GPUs, and this machine has none" in found.message
+    assert "needs 8 GPUs, but this machine has none" in found.message
     assert "cluster.device_memory_gb=null" in found.fix
 
 
@@ -158,7 +158,7 @@ def test_its_dry_run_on_a_laptop_only_says_so(judged):
 def test_a_model_too_large_for_the_recipes_gpus_is_refused_in_a_dry_run(judged):
     found = not_ok(judged(LAPTOP, "model.path=Qwen/Qwen3-32B", recipe="grpo_qwen3_8b_8gpu", starts=False))
     assert found.status == "fail"
-    assert "a GPU of 80 GB (cluster.device_memory_gb) holds 80.0" in found.message
+    assert "a GPU of 80 GB (cluster.device_memory_gb) has 80.0" in found.message
     assert "actor gradients" in found.message
 
 
@@ -254,7 +254,7 @@ def test_a_dry_run_of_what_does_not_fit_here_warns(judged):
 
 def test_ray_chooses_the_machines(judged):
     cores, memory = judged(LAPTOP, *BILLION, "cluster.nproc=500", launcher="ray")
-    assert (cores.status, cores.message) == ("skip", "not known: Ray chooses the machines")
+    assert (cores.status, cores.message) == ("skip", "unknown: Ray chooses the machines")
     assert memory.status == "warn"
 
 

@@ -91,8 +91,8 @@ JUDGED = "reward.name=reward_model"
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "this is no classifier"),
-        ({**CLASSIFIER, "id2label": {"0": "a", "1": "b"}}, "gives several numbers"),
+        ({}, "this is not a classifier"),
+        ({**CLASSIFIER, "id2label": {"0": "a", "1": "b"}}, "returns several numbers"),
         ({**CLASSIFIER, "vocab_size": 16}, "reward_model and policy have different vocabularies"),
         ({**CLASSIFIER, "max_position_embeddings": 4}, "fewer tokens than the longest sample"),
     ],
@@ -106,9 +106,9 @@ def test_a_reward_model_that_cannot_score_the_samples_is_refused(failures, folde
 @pytest.mark.parametrize(
     ("overrides", "job", "words"),
     [
-        ([], "train", "asks for a reward model"),
+        ([], "train", "needs a reward model"),
         (["env={name: tools, functions: [game.py:f]}", "reward_model.form=text"], "train", "episodes have turns"),
-        (["data.image_key=images"], "train", "a reward model reads text"),
+        (["data.image_key=images"], "train", "a reward model reads only text"),
         (["sft.steps=4", "data.val_files=[v.jsonl]"], "train", "a cold start comes before the reward model"),
         (["data.val_files=[v.jsonl]"], "sft", "megarl sft has no reward model"),
         (["algorithm.advantage.name=remax"], "train", "samples are judged by their scores"),
@@ -184,4 +184,4 @@ def test_a_job_without_a_graph_has_the_actors_layout_for_all_models(failures, fo
 
 def test_a_named_reward_model_that_nothing_uses_is_doubtful(config_of):
     found = [c for c in check_config(config_of("reward_model.path=org/judge")).items if c.status == "warn"]
-    assert [c.name for c in found if "a reward model is named, and nothing uses it" in c.message] == ["reward model"]
+    assert [c.name for c in found if "a reward model is set, but nothing uses it" in c.message] == ["reward model"]

@@ -133,7 +133,7 @@ SERVED = ("rollout.engine=sglang", "rollout.sglang.colocated=true", "actor.engin
             "rollout.sglang.colocated",
             ["from placement.teams.draw.roles", "train.roles, with its devices, and leave the team draw out"],
         ),
-        (["rollout.sglang.servers=3"], "rollout.sglang.servers", ["team train, which has 2", "at most 2"]),
+        (["rollout.sglang.servers=3"], "rollout.sglang.servers", ["team train, which has only 2", "at most 2"]),
     ],
 )
 def test_servers_on_the_trainers_devices_are_on_those_of_the_actors_team(failures, overrides, key, words):
@@ -197,7 +197,7 @@ def test_an_engine_in_another_team_takes_no_fp8(failures):
 def test_an_engine_in_another_team_takes_weights_in_its_own_dtype(failures, held, sent, refused):
     found = failures(*DRAWS, f"model.dtype={held}", f"sync.dtype={sent}")
     assert [check.key for check in found] == (["sync.dtype"] if refused else [])
-    assert all(f"holds weights in {held}" in str(check.problem()) for check in found)
+    assert all(f"has weights in {held}" in str(check.problem()) for check in found)
 
 
 LENT = (

@@ -162,7 +162,11 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
             ["249 + 8", "256 positions", "at most 7"],
         ),
         (["rollout.sampling.stop_token_ids=[3, 32]"], "rollout.sampling.stop_token_ids", ["[32]", "from 0 to 31"]),
-        (["rollout.sampling={stop: [a], min_new_tokens: 2}"], "rollout.sampling.min_new_tokens", ["a text has none"]),
+        (
+            ["rollout.sampling={stop: [a], min_new_tokens: 2}"],
+            "rollout.sampling.min_new_tokens",
+            ["cannot suppress a stop string"],
+        ),
         (
             ["rollout.sampling={stop: [a], ignore_eos: true}"],
             "rollout.sampling.ignore_eos",
@@ -190,7 +194,7 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
         (["data.train_files=megarl.recipes.arithmetic:make_row"], "data.train_files", ["arithmetic:make_rows?"]),
         (["reward.name=exact_mach"], "reward.name", ["unknown reward", "mean exact_match?"]),
         (["reward.name=missing.py:score"], "reward.name", ["no file missing.py"]),
-        (["reward.name=missing.py"], "reward.name", ["is not named", "missing.py:function"]),
+        (["reward.name=missing.py"], "reward.name", ["is missing", "missing.py:function"]),
         (["trainer.resume=no/such"], "trainer.resume", ["auto, never"]),
         (["reference.path=no/such/model", "algorithm.kl.use=loss"], "reference.path", ["no such model folder"]),
         (["name=a/b"], "name", ["without slashes"]),
@@ -200,22 +204,26 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
         (["algorithm.pipeline=reward_model", "preference={}"], "preference.loss", ["bradley_terry"]),
         ([*PAIRS, "rollout.sampling.temperature=0.5"], "rollout.sampling.temperature", ["1.0"]),
         ([*PAIRS, "rollout.engine=sglang"], "rollout.engine", ["nothing is generated"]),
-        ([*PAIRS, "preference={loss: ipo, label_smoothing: 0.1}"], "preference.label_smoothing", ["does not use it"]),
-        ([*PAIRS, "preference.margin_key=gap"], "preference.margin_key", ["does not use it"]),
+        (
+            [*PAIRS, "preference={loss: ipo, label_smoothing: 0.1}"],
+            "preference.label_smoothing",
+            ["does not use this key"],
+        ),
+        ([*PAIRS, "preference.margin_key=gap"], "preference.margin_key", ["does not use this key"]),
         # model
         (["model.hf_config.model_type=gpt2"], "model.hf_config", ["not supported", "qwen3_moe"]),
         (["model.hf_config.model_type=null"], "model.hf_config", ["no model_type"]),
         (["model.hf_config.hidden_size=0"], "model.hf_config.hidden_size", ["hidden_size is not a size"]),
         (["model.path=/no/such/model", "model.hf_config=null"], "model.path", ["no such model folder"]),
         (["model.hf_config=null"], "model", ["no model is named"]),
-        (["model.hf_config.hiden_size=64"], "model.hf_config.hiden_size", ["change nothing", "mean hidden_size?"]),
+        (["model.hf_config.hiden_size=64"], "model.hf_config.hiden_size", ["has no effect", "mean hidden_size?"]),
         (
             ["model.hf_config.norm_topk_prob=true"],
             "model.hf_config.norm_topk_prob",
             ["qwen3 does not read", "remove it"],
         ),
         (["model.path=Qwen/Qwen3-8B"], "model", ["both model.path and model.hf_config"]),
-        (["model.tokenizer=null"], "model.tokenizer", ["brings no tokenizer"]),
+        (["model.tokenizer=null"], "model.tokenizer", ["needs a tokenizer"]),
         (["model.tokenizer=chars:aba"], "model.tokenizer", ["characters twice: 'a'", "chars:ab"]),
         (["model.tokenizer=words:up down up"], "model.tokenizer", ["twice: 'up'", "words:up down"]),
         (["model.tokenizer=words:"], "model.tokenizer", ["list of words is empty"]),
@@ -477,8 +485,8 @@ def test_data_files_and_folders(write, failures):
     assert failures("data.train_files=[data, data/train.jsonl, org/name@train]") == []
     assert "did you mean data/train.jsonl?" in only(failures("data.train_files=data/trian.jsonl")).fix
     assert "did you mean" not in only(failures("data.train_files=data/a.jsonl")).fix  # only the suffix is shared
-    assert "form is not known" in only(failures("data.train_files=notes/readme.txt")).message
-    assert "holds no data file" in only(failures("data.train_files=notes")).message
+    assert "unknown format" in only(failures("data.train_files=notes/readme.txt")).message
+    assert "has no data file" in only(failures("data.train_files=notes")).message
 
 
 def test_model_folder(write, failures, tmp_path):

@@ -148,7 +148,7 @@ def test_columns_that_a_reward_reads_are_looked_for(check, tmp_path):
         check([{"prompt": chat("1+1="), "answer": "2"}], "reward.name=rewards.py:trl")
     check([GOOD], "reward={name: rewards.py:trl, kwargs: {solution: 2}}")
     with pytest.warns(
-        ConfigWarning, match=r"reward.kwargs.solution: this is the name of a column(?s:.*)call the param"
+        ConfigWarning, match=r"reward.kwargs.solution: this is the name of a column, but(?s:.*)call the param"
     ):
         check([GOOD], "reward={name: rewards.py:trl, kwargs: {solution: answer}}")
     nested = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
@@ -157,7 +157,7 @@ def test_columns_that_a_reward_reads_are_looked_for(check, tmp_path):
     ):
         check([nested], "reward={name: rewards.py:trl, kwargs: {solution: reward_model.ground_truth}}")
     check([{"prompt": "1+1="}], "reward.name=rewards.py:own")  # which reads no answer
-    with pytest.warns(ConfigWarning, match=r"rewards.py:own: samples have values of their own (?s:.*)uid, response"):
+    with pytest.warns(ConfigWarning, match=r"rewards.py:own: samples have their own values (?s:.*)uid, response"):
         check([{**GOOD, "uid": "x7", "response": "3"}], "reward.name=rewards.py:own")
 
 
@@ -373,10 +373,10 @@ def test_prompts_that_are_too_long_for_any_chat_template_are_refused(checked_len
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=" * 2, "answer": "2"}]
     with pytest.raises(DataError, match=r"train.jsonl:2: the prompt is longer(?s:.*)8 tokens without(?s:.*): filter"):
         checked_lengths(rows, *_CHATS, "data.overlong=error")
-    with pytest.raises(DataError, match=r"no prompt is left(?s:.*)4 to 8 tokens without"):
+    with pytest.raises(DataError, match=r"all prompts are longer(?s:.*)4 to 8 tokens without"):
         checked_lengths(rows, *_CHATS, "data.max_prompt_tokens=2")
     monkeypatch.setattr("megarl.checks.rows._SAMPLE", 2)
-    with pytest.raises(DataError, match=r"no prompt is left(?s:.*)4 to 8 tokens without"):
+    with pytest.raises(DataError, match=r"all prompts are longer(?s:.*)4 to 8 tokens without"):
         checked_lengths([*rows, *rows], *_CHATS, "data.max_prompt_tokens=2")
     [text] = checked_lengths([*rows, *rows], *_CHATS)
     assert "2 of 4 prompts of 4 to 8 tokens" in text

@@ -116,7 +116,7 @@ def test_adapters_on_chosen_layers_have_a_plan(capsys):
 def test_a_run_that_generates_nothing_has_no_plan(capsys):
     code, _, complaint = run(capsys, "dpo_quickstart")
     assert code == 2
-    assert "no formulas for a run that generates nothing" in complaint
+    assert "do not cover runs that generate nothing" in complaint
 
 
 def test_an_assumption_changes_the_plan_and_is_said(capsys):

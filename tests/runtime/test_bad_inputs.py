@@ -135,7 +135,7 @@ def train(folder: Path, *arguments: str) -> Ended:
         (["data.train_files=god.jsonl"], ["data.train_files", "no such file", "did you mean good.jsonl?"]),
         (["data.train_files=broken.jsonl"], ["broken.jsonl:2: broken JSON", '{"prompt": "1+', "repair or delete"]),
         (["data.train_files=empty.jsonl"], ["empty.jsonl: there are no rows"]),
-        (["data.train_files=an_empty_folder"], ["data.train_files", "holds no data file", ".jsonl"]),
+        (["data.train_files=an_empty_folder"], ["data.train_files", "has no data file", ".jsonl"]),
         (["data.train_files=misnamed.jsonl"], ["misnamed.jsonl:1: no column 'prompt'", "data.prompt_key to 'promt'"]),
         (["data.val_files=unanswered.jsonl"], ["unanswered.jsonl:2: no column 'answer'", "data.answer_key"]),
         (["data.train_files=good.jsonl", "sft.response_key=solution"], ["good.jsonl:1: no column 'solution'", "sft."]),
@@ -200,7 +200,7 @@ def test_a_missing_package_is_named_with_what_to_do_without_it(
         check=False,
     )
     assert done.returncode == 2
-    assert "which is not installed" in done.stderr
+    assert "is not installed" in done.stderr
     assert f"pip install {package.replace('_', '-')}, or " in done.stderr
     assert not (folder / "runs").exists()
 

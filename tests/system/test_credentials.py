@@ -101,7 +101,7 @@ def test_an_address_whose_secrets_cannot_be_taken_out_is_refused(uri: str) -> No
     config = load_config("grpo_quickstart", [f"tracking.mlflow_uri={uri}", "tracking.mlflow=false"])
     (check,) = [check for check in check_config(config).items if check.key == "tracking.mlflow_uri"]
     assert check.status == "fail"
-    assert "has a secret that would be written" in str(check.problem())
+    assert "contains a secret that would be written" in str(check.problem())
     assert not any(secret in str(check.problem()) for secret in ("=secret", "=x"))
 
 
