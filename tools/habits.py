@@ -92,11 +92,24 @@ def small_helpers(files: Files) -> Iterator[str]:
                 yield f"{place}:{function.lineno} {function.name}"
 
 
+def robot_files(files: Files) -> Iterator[str]:
+    """Yield the files outside megarl/robots and the recipes that name robots: in an identifier, import or text."""
+    for place, tree in files.items():
+        if place.startswith(("megarl/robots/", "recipes/")):
+            continue
+        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        nodes = (node for node in ast.walk(tree) if id(node) not in texts)
+        values = [value for node in nodes for _, value in ast.iter_fields(node)]
+        if any(isinstance(value, str) and "robot" in value.lower() for value in values):
+            yield place
+
+
 HABITS: dict[str, Callable[[Files], Iterator[str]]] = {
     "local variables that name nothing": vague_locals,
     f"functions with more than {PARAMETERS} parameters": long_signatures,
     "asserts that a value is not None": asserted_values,
     f"private functions under {LINES} lines with one caller": small_helpers,
+    "files outside megarl/robots that name robots": robot_files,
 }
 
 

@@ -1,4 +1,4 @@
-"""Sizes of a robot policy's vision part: vision towers, and the projector of their features into the language model.
+"""Sizes of a VLA policy's vision part: vision towers, and the projector of their features into the language model.
 
     pictures -> tower(s): features of each patch -> joined -> projector -> embeddings of the language model
     state    -> state projector -------------------------------------------> one more of these
@@ -17,7 +17,7 @@ from megarl.system.errors import ConfigError
 
 #: Prefix of the tensors of a policy's language model in checkpoints.
 LANGUAGE_MODEL = "language_model."
-#: Prefix of the tensors that embed the robot's state.
+#: Prefix of the tensors that embed the policy's state.
 STATE_PROJECTOR = "proprio_projector."
 _KEYS = ("width", "blocks", "heads", "mlp", "patch", "image", "class_token", "registers", "layer_scale")
 
@@ -88,7 +88,7 @@ class VisionShape:
     Attributes:
         towers: one or two, of equally many patches, for the same pictures in each tower's own normalisation.
         hidden: width of the language model.
-        state: numbers of the robot's own state, which are one more embedding; 0: there is none.
+        state: numbers of the policy's state, which are one more embedding; 0: there is none.
     """
 
     towers: tuple[TowerShape, ...]
@@ -164,7 +164,7 @@ class VisionShape:
 
 
 def state_size(config: Mapping[str, Any], where: str) -> int:
-    """Return the size of the robot's state that a policy takes; 0: it takes none.
+    """Return the size of the policy's state that a policy takes; 0: it takes none.
 
     It is `state_dim`, or `use_proprio` and `proprio_dim` as SimpleVLA-RL writes them, where `use_proprio` is false for
     a policy without a state.
@@ -176,13 +176,13 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
     for key, value in (("state_dim", own), ("proprio_dim", size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ConfigError(
-                "not a size of the robot's state", where=f"{where}.{key}", found=value, allowed="0 or a larger integer"
+                "not a size of the policy's state", where=f"{where}.{key}", found=value, allowed="0 or a larger integer"
             )
     if used not in (None, True, False):
         raise ConfigError("neither true nor false", where=f"{where}.use_proprio", found=used, allowed=[True, False])
     if used and not size and not own:
         raise ConfigError(
-            "the policy takes the robot's state, and its size is not said",
+            "the policy takes the policy's state, and its size is not said",
             where=f"{where}.proprio_dim",
             found=size,
             allowed="numbers of the state, as 8 for LIBERO and 14 for two arms",
@@ -192,7 +192,7 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
         return int(size or 0) if used else 0
     if used is not None and int(own) != (int(size or own) if used else 0):
         raise ConfigError(
-            "two keys say different sizes of the robot's state",
+            "two keys say different sizes of the policy's state",
             where=where,
             found={"state_dim": own, "use_proprio": used, "proprio_dim": size},
             allowed="one of state_dim, and use_proprio with proprio_dim",

@@ -132,7 +132,7 @@ def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShap
     Args:
         names: of all tensors of the checkpoint.
         read: those that the model uses.
-        sight: vision part of a robot policy, whose towers have unused parts.
+        sight: vision part of a VLA policy, whose towers have unused parts.
         where: the folder.
 
     Raises:
@@ -149,7 +149,7 @@ def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShap
         return
     fix = "check that config.json belongs to these files, and that the model is of a supported kind"
     if any(name.startswith(STATE_PROJECTOR) for name in unread):
-        fix = "set use_proprio to true in config.json, and proprio_dim to the numbers of the robot's state"
+        fix = "set use_proprio to true in config.json, and proprio_dim to the numbers of the policy's state"
     raise ConfigError(
         f"the checkpoint has {count(len(unread), 'tensor')} that nothing reads: without them it is another model",
         where=where,

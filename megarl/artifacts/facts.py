@@ -28,8 +28,8 @@ from megarl.architectures.vision_language import DECODERS, VisionEncoder, decode
 from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.artifacts.model_files import no_model
 from megarl.artifacts.pipes import refuse_pipes
+from megarl.artifacts.vla_folder import VLA_TYPE, complete_config
 from megarl.config.model import ModelConfig
-from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, complete_config
 from megarl.system.errors import ConfigError, close_matches
 
 
@@ -161,7 +161,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
     Raises:
         ConfigError: an unsupported architecture, variant, value or quantisation.
     """
-    if raw.get("model_type") == ROBOT_POLICY:
+    if raw.get("model_type") == VLA_TYPE:
         text = {"model_type": "llama", **(raw.get("text_config") or {})}
         facts = facts_from_config(text, f"{source}: text_config")
         return replace(facts, vision=VisionShape.from_config(raw, facts.hidden, source))
@@ -244,7 +244,7 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
     if folder is not None:
         refuse_pipes(folder)
         raw = _read_json(folder / "config.json")
-        known = complete_config(raw, folder) if raw.get("model_type") == ROBOT_POLICY else raw
+        known = complete_config(raw, folder) if raw.get("model_type") == VLA_TYPE else raw
         return known, str(folder / "config.json")
     if not is_hub_name(model.path):
         folder = Path(model.path).expanduser()

@@ -7,11 +7,11 @@ import math
 from megarl.architectures.vision_language import DECODERS, ImageSettings, VisionEncoder
 from megarl.artifacts.facts import ModelFacts, local_folder
 from megarl.artifacts.layout import divisors, image_problems
+from megarl.artifacts.vla_folder import read_preprocessor
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.dag.placement import Placement
-from megarl.robots.artifacts.robot_policy import read_preprocessor
 from megarl.system.compat.cuda import version_in
 from megarl.system.compat.sglang import find_python, install_fix
 from megarl.system.errors import ConfigError

@@ -20,7 +20,7 @@ from megarl.architectures.vision_language import canonical_name
 from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, refuse_unread, weight_files
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.stacked_experts import cuts_of
-from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, complete_config, projector_file, read_projector
+from megarl.artifacts.vla_folder import VLA_TYPE, complete_config, projector_file, read_projector
 from megarl.system.errors import ConfigError
 
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer headers
@@ -54,7 +54,7 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
         if cuts := cuts_of(name, shape, facts.hidden):
             del place[name]
             place |= {matrix: (file, dtype, cut.shape) for matrix, cut in cuts.items()}
-    policy = kind == ROBOT_POLICY
+    policy = kind == VLA_TYPE
     prefix = LANGUAGE_MODEL if policy else ""
     read: set[str] = {VALUE_HEAD.sources[0].name, VALUE_BIAS.sources[0].name} if value_head else set()
     _refuse_other_kind(folder, facts, place)

@@ -81,8 +81,8 @@ class DynamicSamplingConfig(Section):
     )
     metric: Literal["score", "success"] = Field(
         "score",
-        description="the quantity whose values decide whether a group is kept: the score, or the success of a robot's "
-        "episode, which is known before the score",
+        description="the quantity whose values decide whether a group is kept: the score, or the success of an "
+        "episode in a simulator, which is known before the score",
     )
     low: float | None = Field(
         None,
@@ -90,7 +90,7 @@ class DynamicSamplingConfig(Section):
         "within a group are allowed",
     )
     high: float | None = Field(None, description="keep groups whose mean is at most this, such as 0.9")
-    drop_cut: bool = Field(False, description="drop groups in which a robot's episode used all its `max_steps`")
+    drop_cut: bool = Field(False, description="drop groups in which an episode in a simulator used all its `max_steps`")
 
     @property
     def kept_groups(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
@@ -18,7 +19,6 @@ from megarl.models.weight_table import WeightTable
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
 from megarl.models.weights.peft import AdapterReader
-from megarl.robots.artifacts.action_statistics import FILE as STATISTICS
 from megarl.system.device import DTYPES
 from megarl.system.errors import ConfigError
 

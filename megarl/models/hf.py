@@ -25,9 +25,9 @@ from megarl.architectures.vision_language import (
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.model_files import no_model
+from megarl.artifacts.vla_folder import PREPROCESSOR, VLA_TYPE, read_preprocessor
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
-from megarl.robots.artifacts.robot_policy import PREPROCESSOR, ROBOT_POLICY, read_preprocessor
 from megarl.system.compat import transformers
 from megarl.system.errors import ConfigError
 from megarl.system.processes import is_first_process
@@ -52,8 +52,8 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
         ConfigError: nothing to load, no such folder, or an architecture or variant that is not supported.
     """
     raw, where = _raw_config(model, key)
-    if raw.get("model_type") == ROBOT_POLICY:
-        return _robot_policy(raw, where, model, key, follow_files=follow_files)
+    if raw.get("model_type") == VLA_TYPE:
+        return _vla_policy(raw, where, model, key, follow_files=follow_files)
     if raw.get("model_type") in DECODERS:
         return _vision_language(raw, where, model, key)
     if model.path is not None:
@@ -102,7 +102,7 @@ def _raw_config(model: ModelConfig, key: str) -> tuple[dict[str, Any], str]:
         return {}, where
 
 
-def _robot_policy(
+def _vla_policy(
     raw: dict[str, Any], where: str, model: ModelConfig, key: str, *, follow_files: bool
 ) -> PretrainedConfig:
     """Return the configuration of a robot policy, for which transformers has no class.

@@ -13,17 +13,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.components import settings_at
-from megarl.models.hf import vision_of
-from megarl.models.weights.files import resolve_folder
-from megarl.robots.artifacts.action_statistics import (
+from megarl.artifacts.action_statistics import (
     FILE,
     ActionStatistics,
     DatasetStatistics,
     choose_statistics,
     statistics_text,
 )
-from megarl.robots.artifacts.robot_policy import no_statistics, policy_statistics, refuse_other_state
+from megarl.config.components import settings_at
+from megarl.models.hf import vision_of
+from megarl.models.weights.files import resolve_folder
 from megarl.robots.data.demonstration_sources import find_demonstrations
 from megarl.robots.data.pictures import PIPELINES, policy_normalisation
 from megarl.robots.envs import SimulatorPool, SimulatorSettings
@@ -38,6 +37,7 @@ from megarl.robots.rollout.trials import Trials, limited, part_trials, val_sets
 from megarl.robots.rollout.view import View
 from megarl.robots.scores import EpisodeScores
 from megarl.robots.simulators.wire import plain_spec, spec_of
+from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_state
 from megarl.system.device import device, has_cuda
 from megarl.system.errors import ConfigError, choose
 from megarl.system.tracing import keep_beating, phase

@@ -162,7 +162,7 @@ class RobotTask(Task):
 
     def complete_export(self, config: RunConfig, hf: PretrainedConfig, checkpoint: Path) -> None:
         """Put the statistics of actions on `hf`."""
-        from megarl.robots.artifacts.action_statistics import FILE, read_statistics
+        from megarl.artifacts.action_statistics import FILE, read_statistics
         from megarl.robots.setup import model_statistics
 
         file = checkpoint / FILE  # checkpoints of older versions lack this file

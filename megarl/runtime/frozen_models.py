@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megarl.artifacts.checkpoint_files import INDEX, read_config, weight_files
 from megarl.artifacts.run_folder import NEXT_REFERENCE, START_WEIGHTS, drop_start
 from megarl.artifacts.trained import steps_in
+from megarl.artifacts.vla_folder import VLA_TYPE, projector_file
 from megarl.dag.messages import RunStart
 from megarl.dag.stage import Role
 from megarl.models.lora import largest_up
 from megarl.models.weights import export_weights
 from megarl.models.weights.files import resolve_folder
-from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, projector_file
 from megarl.system.errors import ConfigError
 from megarl.system.offload_schedule import ACTOR, CRITIC
 from megarl.system.processes import write_atomically
@@ -420,7 +420,7 @@ def _files_read(folder: Path) -> list[str]:
     """Names of all files of a model that decide what it computes."""
     raw = read_config(folder)
     files = weight_files(folder, raw)
-    projector = projector_file(folder) if raw.get("model_type") == ROBOT_POLICY else None
+    projector = projector_file(folder) if raw.get("model_type") == VLA_TYPE else None
     beside = [file for file in (folder / "config.json", folder / INDEX) if file.is_file()]
     return sorted({str(file.relative_to(folder)) for file in (*files, *beside, *([projector] if projector else ()))})
 

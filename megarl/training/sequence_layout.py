@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
-
-if TYPE_CHECKING:
-    from megarl.models.vlm.model import Images
-    from megarl.robots.models.vla.vision import Seen
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class PackedRows:
     predicts: Tensor
     targets: Tensor
     open_from: Sequence[int] = ()
-    seen: Seen | Images | None = None
+    seen: Any = None
     positions: Tensor | None = None
 
 

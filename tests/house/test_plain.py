@@ -39,7 +39,7 @@ ANY = re.compile(
 #: file: why it may.
 ALLOWED = {
     "launchers/ray.py": "actors of ours answer with numbers and addresses; what a user's code raises stays in them",
-    "megarl/robots/artifacts/robot_policy.py": "a file of a published checkpoint, with weights_only: tensors by name",
+    "megarl/artifacts/vla_folder.py": "a file of a published checkpoint, with weights_only: tensors by name",
     "megarl/disaggregated/buffer/client.py": "the buffer runs no user's code; samples are bytes with JSON inside",
     "megarl/data/wire.py": "how Ray copies a block of bytes: nothing is read",
     "megarl/sync/shared.py": "torch's functions for handles, which travel as JSON",

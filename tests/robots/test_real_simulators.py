@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megarl.artifacts.action_statistics import ActionStatistics, DatasetStatistics, write_statistics
 from megarl.data.tokenizer import character_tokenizer
 from megarl.models.weight_table import WeightTable
-from megarl.robots.artifacts.action_statistics import ActionStatistics, DatasetStatistics, write_statistics
 from megarl.robots.models.vla.config import policy_config
 from megarl.robots.simulators.libero import MESHES
 from tests.robots.models.vla.small import DINO, SIGLIP

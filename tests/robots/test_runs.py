@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import transformers
 
+from megarl.artifacts.action_statistics import read_statistics
 from megarl.config.load import load_config
-from megarl.robots.artifacts.action_statistics import read_statistics
 from megarl.runtime.export import trial_command
 from tests.robots.models.episodes.test_vjepa2 import SMALL
 from tests.robots.recipes import write_robots_recipe

@@ -24,13 +24,13 @@ from megarl.artifacts.checkpoint_files import (
     weight_files,
 )
 from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
+from megarl.artifacts.vla_folder import VLA_TYPE, projector_file, read_projector
 from megarl.models.weight_table import TensorRegion, as_index
-from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, projector_file, read_projector
 from megarl.system.errors import ConfigError
 from megarl.system.tracing import keep_beating
 
 _COMPARED_ROWS = 4096
-#: The last one: parts of robot policies in files of their own, see artifacts/robot_policy.py.
+#: The last one: parts of VLA policies in files of their own, see artifacts/vla_folder.py.
 _FETCHED, _WEIGHTS = ("*.json", "*.txt", "*.model", "*_checkpoint.pt"), ("*.safetensors",)
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
@@ -110,14 +110,14 @@ class CheckpointReader:
                 self._cuts |= cuts
 
     def _add_projector(self, config: Mapping[str, Any]) -> None:
-        """Add the tensors of a robot policy that are in a torch file of their own."""
-        file = projector_file(self.folder) if config.get("model_type") == ROBOT_POLICY else None
+        """Add the tensors of a VLA policy that are in a torch file of their own."""
+        file = projector_file(self.folder) if config.get("model_type") == VLA_TYPE else None
         if file is None:
             return
         tensors = read_projector(file)
         if twice := sorted(tensors.keys() & self._place.keys()):
             raise ConfigError(
-                "the projector of the robot's state is there twice",
+                "the projector of the policy's state is there twice",
                 where=str(self.folder),
                 found=f"{twice[0]} in {self._place[twice[0]][0].name} and in {file.name}",
                 allowed="one of them",
@@ -179,7 +179,7 @@ class CheckpointReader:
 
         Args:
             shapes: of the model's tensors by name. Those of a value head may be missing: it then starts at zero.
-            sight: vision part of a robot policy, whose towers have unused parts.
+            sight: vision part of a VLA policy, whose towers have unused parts.
 
         Raises:
             ConfigError: a tensor is missing, does not have the shape that config.json implies, or is read by nothing.

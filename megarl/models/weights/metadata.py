@@ -19,11 +19,11 @@ import torch
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.values import read_keys
+from megarl.artifacts.action_statistics import FILE, write_statistics
 from megarl.artifacts.facts import hub_snapshot, is_hub_name
 from megarl.artifacts.model_files import TOKENIZER_FILES
+from megarl.artifacts.vla_folder import PREPROCESSOR
 from megarl.models.hf import encoder_of, image_settings, num_experts, value_bias
-from megarl.robots.artifacts.action_statistics import FILE, write_statistics
-from megarl.robots.artifacts.robot_policy import PREPROCESSOR
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.architectures.vision import VisionShape
+from megarl.artifacts.action_statistics import DatasetStatistics, choose_statistics
 from megarl.artifacts.facts import facts_from_config, local_folder, raw_config
+from megarl.artifacts.vla_folder import PREPROCESSOR, read_preprocessor
 from megarl.config.run import RunConfig
-from megarl.robots.artifacts.action_statistics import DatasetStatistics, choose_statistics
-from megarl.robots.artifacts.robot_policy import (
-    PREPROCESSOR,
-    no_statistics,
-    policy_statistics,
-    read_preprocessor,
-    refuse_other_state,
-)
 from megarl.robots.config import RobotConfig
 from megarl.robots.data.demonstration_sources import EXPERTS
+from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_state
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:

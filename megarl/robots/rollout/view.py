@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megarl.robots.artifacts.action_statistics import ActionStatistics
+from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.robots.data.pictures import PicturePipeline
 from megarl.robots.envs import Answer
 from megarl.robots.simulators.protocol import Observation, Outcome, TaskSpec

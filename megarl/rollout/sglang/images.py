@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.artifacts.vla_folder import PREPROCESSOR
 from megarl.data.image_set import ImageSet, pixels_of
 from megarl.data.images import MOST_PIXELS
 from megarl.models.hf import encoder_of, image_settings
 from megarl.rewards.images import png
-from megarl.robots.artifacts.robot_policy import PREPROCESSOR
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.artifacts.action_statistics import FILE, ActionStatistics, DatasetStatistics, write_statistics
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
-from megarl.robots.artifacts.action_statistics import FILE, ActionStatistics, DatasetStatistics, write_statistics
 from tests.robots.recipes import write_robots_recipe
 
 

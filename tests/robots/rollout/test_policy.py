@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.data.batch import Batch, Jagged
-from megarl.robots.artifacts.action_statistics import ActionStatistics
 from megarl.robots.data.pictures import PicturePipeline
 from megarl.robots.envs import Failure
 from megarl.robots.models.vla.actions import ActionCodec, ActionTokens

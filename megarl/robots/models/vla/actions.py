@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megarl.robots.artifacts.action_statistics import ActionStatistics
+from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.system.errors import ConfigError, DataError, choose
 
 Floats = NDArray[np.float32]

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.artifacts.action_statistics import Bounds, DatasetStatistics, StatisticsCollector
 from megarl.data.batch import Batch, Jagged
-from megarl.robots.artifacts.action_statistics import Bounds, DatasetStatistics, StatisticsCollector
 from megarl.robots.data.demonstrations import OpenDemonstration
 from megarl.robots.data.frames import FRAMES
 from megarl.robots.data.pictures import PicturePipeline

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.architectures.vision import VisionShape
+from megarl.artifacts.vla_folder import VLA_TYPE, complete_config, read_preprocessor
 from megarl.config.model import ModelConfig
 from megarl.models.hf import load_hf_config
-from megarl.robots.artifacts.robot_policy import ROBOT_POLICY, complete_config, read_preprocessor
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ def policy_config(
         ConfigError: it is none of a robot policy, or names what is not supported.
     """
     text = config.get("text_config")
-    if config.get("model_type") != ROBOT_POLICY or not isinstance(text, Mapping):
+    if config.get("model_type") != VLA_TYPE or not isinstance(text, Mapping):
         raise ConfigError(
             "not the configuration of a robot policy",
             where=where,
             found=config.get("model_type"),
-            allowed=f"model_type {ROBOT_POLICY!r} with text_config",
+            allowed=f"model_type {VLA_TYPE!r} with text_config",
         )
     hf = load_hf_config(ModelConfig(hf_config={"model_type": "llama", **text}), f"{where}.text_config")
     VisionShape.from_config(config, hf.hidden_size, where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.robots.artifacts.action_statistics import ActionStatistics
+from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.robots.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens, GripperRule, gripper_rule
 from megarl.system.errors import ConfigError, DataError
 

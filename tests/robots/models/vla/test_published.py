@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.architectures.vision import state_size
+from megarl.artifacts.action_statistics import FILE, ActionStatistics, DatasetStatistics, write_statistics
 from megarl.artifacts.facts import facts_from_config, raw_config
+from megarl.artifacts.vla_folder import PREPROCESSOR, complete_config
 from megarl.checks.weights import check_weights
 from megarl.config.load import load_config
 from megarl.config.model import ModelConfig
 from megarl.models.hf import load_hf_config
-from megarl.robots.artifacts.action_statistics import FILE, ActionStatistics, DatasetStatistics, write_statistics
-from megarl.robots.artifacts.robot_policy import PREPROCESSOR, complete_config, policy_statistics, refuse_other_state
+from megarl.robots.statistics import policy_statistics, refuse_other_state
 from megarl.system.errors import ConfigError
 from tests.dist import single_process, world
 from tests.robots.models.vla.small import CONFIG, PROMPTS, save_small
@@ -157,7 +158,7 @@ def test_files_that_fit_nothing_are_refused(tmp_path: Path) -> None:
     file.write_bytes(pickle.dumps(_Code()))
     refused("cannot be read")
     torch.save({"fc1.weight": torch.zeros(4, 2)}, file)
-    refused("not the projector of a robot's state")
+    refused("not the projector of a policy's state")
     publish(tmp_path, own_file=True)
     refused("contradicts", {"use_proprio": False})
     refused("contradicts", {"use_proprio": True, "proprio_dim": 8})

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from megarl.robots.artifacts.action_statistics import (
+from megarl.artifacts.action_statistics import (
     NAMES,
     ActionStatistics,
     DatasetStatistics,

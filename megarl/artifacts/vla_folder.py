@@ -1,4 +1,4 @@
-"""The folder of a robot policy: its files other than config.json and the safetensors files.
+"""The folder of a VLA policy: its files other than config.json and the safetensors files.
 
 OpenVLA-OFT's training writes fully trained parts as separate torch files (`PART--STEP_checkpoint.pt`). SimpleVLA-RL
 reads the state's projector from there; its own checkpoints hold it among their tensors. torch is imported only for such
@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.architectures.vision import STATE_PROJECTOR, state_size
-from megarl.robots.artifacts.action_statistics import FILE, Bounds, DatasetStatistics, parse_statistics, read_statistics
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 #: `model_type` of OpenVLA's and OpenVLA-OFT's policies, whose language model is described by `text_config`.
-ROBOT_POLICY = "openvla"
+VLA_TYPE = "openvla"
 #: The file that describes how pictures become pixels.
 PREPROCESSOR = "preprocessor_config.json"
-#: Key of config.json with the content of dataset_statistics.json, which takes precedence where both exist.
-NORM_STATS = "norm_stats"
 #: Parts of OpenVLA-OFT in separate files with which the rest is another policy.
 _OTHER_PARTS = {
     "action_head": "its actions are numbers of a head of its own, not tokens",
@@ -49,7 +46,7 @@ def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     # `proprio_dim` proves nothing: SimpleVLA-RL writes it for policies without a state, too.
     if declared.keys() - {"proprio_dim"} and declared != {"use_proprio": True} and state_size(raw, where) != size:
         raise ConfigError(
-            "config.json contradicts the projector of the robot's state in a file of its own",
+            "config.json contradicts the projector of the policy's state in a file of its own",
             where=where,
             found=declared,
             allowed=f"a state of {size} numbers, as {file.name} has it",
@@ -62,7 +59,7 @@ def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def projector_file(folder: Path) -> Path | None:
-    """Return the separate file of the robot state's projector, if there is one.
+    """Return the separate file of the state's projector, if there is one.
 
     Raises:
         ConfigError: there are several.
@@ -70,7 +67,7 @@ def projector_file(folder: Path) -> Path | None:
     found = sorted(file for file in folder.glob("*proprio_projector*") if file.is_file())
     if len(found) > 1:
         raise ConfigError(
-            "several projectors of the robot's state",
+            "several projectors of the policy's state",
             where=str(folder),
             found=[file.name for file in found],
             allowed="one file",
@@ -92,7 +89,7 @@ def read_projector(file: Path) -> dict[str, Tensor]:
         held = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken archive, or a pickle of more than tensors
         raise ConfigError(
-            f"the projector of the robot's state cannot be read ({type(error).__name__})",
+            f"the projector of the policy's state cannot be read ({type(error).__name__})",
             where=str(file),
             found=str(error).split("\n", 1)[0][:200],
             allowed=allowed,
@@ -104,7 +101,7 @@ def read_projector(file: Path) -> dict[str, Tensor]:
     shapes = {name: list(one.shape) for name, one in tensors.items()}
     if sorted(named) != sorted(_PROJECTOR_TENSORS) or len(tensors) != len(named) or len(shapes["fc1.weight"]) != 2:
         raise ConfigError(
-            "not the projector of a robot's state",
+            "not the projector of a policy's state",
             where=str(file),
             found=shapes or type(held).__name__,
             allowed=allowed,
@@ -118,10 +115,10 @@ def read_preprocessor(folder: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: it cannot be read.
     """
-    return _read_mapping(folder / PREPROCESSOR)
+    return read_mapping(folder / PREPROCESSOR)
 
 
-def _read_mapping(file: Path) -> dict[str, Any] | None:
+def read_mapping(file: Path) -> dict[str, Any] | None:
     """Return the content of a JSON file; None if there is none."""
     if not file.is_file():
         return None
@@ -134,62 +131,6 @@ def _read_mapping(file: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise ConfigError("not a mapping", where=str(file), found=found, allowed="JSON: a mapping")
     return found
-
-
-def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, DatasetStatistics], str] | None:
-    """Return the statistics of the data sets that a policy learned, by name, and their source; None if there are none.
-
-    They come from dataset_statistics.json, else from `norm_stats` of config.json, as in OpenVLA-OFT and SimpleVLA-RL.
-
-    Raises:
-        DataError: they cannot be read; the message names the place.
-    """
-    file, config = folder / FILE, folder / "config.json"
-    if file.is_file():
-        return read_statistics(file, bounds), str(file)
-    raw = _read_mapping(config)
-    if raw is None or not raw.get(NORM_STATS):
-        return None
-    where = f"{config}: {NORM_STATS}"
-    return parse_statistics(raw[NORM_STATS], where, bounds), where
-
-
-def refuse_other_state(data: DatasetStatistics, state: int) -> None:
-    """Refuse statistics `data` that do not scale the `state` numbers of the robot's state (0: no state).
-
-    Statistics of a new policy scale neither actions nor states.
-
-    Raises:
-        ConfigError: their state has another size, or they have only actions.
-    """
-    if not state:
-        return
-    if data.state is None and data.action.mask.any():
-        raise ConfigError(
-            "the model takes the robot's state, and its statistics are of actions only",
-            where="robot.unnorm_key",
-            found="no 'proprio'",
-            allowed=f"a data set with 'proprio' of {state} numbers",
-            fix="choose another data set, or set robot.statistics=demonstrations",
-        )
-    if data.state is not None and data.state.dim != state:
-        raise ConfigError(
-            "the model takes another robot's state than the statistics are of",
-            where="model: proprio_dim or state_dim",
-            found=state,
-            allowed=str(data.state.dim),
-        )
-
-
-def no_statistics(path: object) -> ConfigError:
-    """Return the error for a policy without statistics of its actions."""
-    return ConfigError(
-        "the statistics of its actions are not beside the model",
-        where="model.path",
-        found=path,
-        allowed=f"a folder with {FILE}, or with {NORM_STATS} in config.json",
-        fix="take the file from where the model comes from, or set robot.statistics=demonstrations",
-    )
 
 
 def _refuse_other_parts(folder: Path) -> None:

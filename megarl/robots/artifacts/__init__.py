@@ -1,1 +1,0 @@
-"""Files of robot policies, read without torch."""
