@@ -42,6 +42,7 @@ def check(numbers: dict[int, dict[str, float]], longest: int, episodes: int = 4)
         assert np.isfinite(found["actor/pg_loss"])
 
 
+@pytest.mark.campaign("libero")  # the simulator as of simulators/test_metaworld.py, cloning as of test_runs.py
 def test_meta_world_is_cloned_and_trained_on(tmp_path) -> None:
     (pinned,) = [line for line in (ROOT / "constraints-metaworld.txt").read_text().split() if "metaworld==" in line]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -297,6 +297,7 @@ def scheduler_of(fleet: Fleet, number: int) -> psutil.Process:
     return max(psutil.Process(fleet._owned[number].pid).children(recursive=True), key=psutil.Process.num_threads)
 
 
+@pytest.mark.campaign("servers")  # as test_sglang_replace.py, and as a run's own in tests/runtime/test_sglang_run.py
 def test_a_server_whose_scheduler_hangs_is_replaced_while_the_other_one_draws(both: Fleet) -> None:
     """Turns come, a few each second, until another server has come in its place, with the weights of now."""
     pid, instance, before = both._owned[1].pid, both._owned[1].instance, both.servers[1].restarts

@@ -61,7 +61,11 @@ def several_updates(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return harness.train(recipe, tmp_path_factory.mktemp("updates"), *UPDATES)
 
 
-@pytest.mark.parametrize("layout", [["cluster.nproc=1"], ["actor.parallel.tp=2"]], ids=["single", "tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(["cluster.nproc=1"], marks=pytest.mark.campaign("teams")), ["actor.parallel.tp=2"]],
+    ids=["single", "tp2"],
+)
 def test_several_updates_per_step_are_the_same_under_every_layout(recipe, several_updates, tmp_path, layout):
     assert_same(harness.train(recipe, tmp_path, *UPDATES, *layout), several_updates)
     steps = [numbers for step, numbers in several_updates.items() if step > 0]

@@ -16,6 +16,8 @@ from tests.sync.receivers import fleet_of, receivers, weight_sync
 from tests.sync.test_updater import SETTINGS, held_by, state_of
 
 pytestmark = pytest.mark.procs
+#: Every element changes, or every fiftieth.
+STEPS = pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.campaign("kills")), 50])
 BUCKETS = 4  # of the model below, with the sizes below, on one sender
 VOCABULARY = 20_000
 DEADLINE_S = 8.0  # for those who hang; the others have to be done by then on a slow machine, too
@@ -171,7 +173,7 @@ def lose_servers(folder: str, run_dir: str, urls: list[str], back: list[str], st
     return found
 
 
-@pytest.mark.parametrize("step", [1, 50])
+@STEPS
 def test_servers_that_fail_during_an_update_do_not_touch_the_other_one(tmp_path, step):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY)
     at = BUCKETS + 2  # the second bucket of the second version
@@ -197,7 +199,7 @@ def test_servers_that_fail_during_an_update_do_not_touch_the_other_one(tmp_path,
         }
 
 
-@pytest.mark.parametrize("step", [1, 50])
+@STEPS
 def test_a_relay_that_missed_the_end_of_an_update_is_sent_it(tmp_path, step):
     """Its only server dies: the sender compares with version 2 from then on, and the relay has half of it."""
     save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY)

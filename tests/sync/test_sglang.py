@@ -258,7 +258,7 @@ def assert_all_verified(run_dir: Path, url: str, runs: list[tuple[int, list]], t
         # 64: on a CPU the server pads the width of experts to a multiple of 32
         ("qwen3_moe", {"moe_intermediate_size": 64}, {2: [{"ep": 2}]}, 39),
         ("qwen2", {"tie_word_embeddings": True}, {2: [VPP2], 4: [TP2_PP2]}, 30),
-        ("llama", {}, {2: [PP2, VPP2]}, 27),
+        pytest.param("llama", {}, {2: [PP2, VPP2]}, 27, marks=pytest.mark.campaign("servers")),
     ],
 )
 def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, parameters):
