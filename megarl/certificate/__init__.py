@@ -1,1 +1,1 @@
-"""The certificate of a machine: `megarl doctor gpu` finds out what works on it, and how fast."""
+"""The certificate of a machine: `megarl doctor gpu` tests what works on it, and how fast."""

@@ -24,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (("--only", "run these sections, in their order"), ("--skip", "leave these sections out")):
         parser.add_argument(name, metavar="A,B", action="append", default=[], help=f"{what}; may be repeated")
     parser.add_argument("--again", action="store_true", help="also repeat sections that have passed")
-    parser.add_argument("--list", action="store_true", help="print the sections, and stop there")
+    parser.add_argument("--list", action="store_true", help="print the sections, and stop")
     parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, default=FOLDER, help=f"of the results (default: {FOLDER})"
+        "--out", metavar="FOLDER", type=Path, default=FOLDER, help=f"folder for the results (default: {FOLDER})"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the sections, show and save what they found; return the exit code."""
+    """Run the sections, print and save their results; return the exit code."""
     from rich.console import Console
 
     from megarl.certificate.catalogue import SECTIONS
@@ -66,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(names: Sequence[str], only: Sequence[str], skip: Sequence[str]) -> list[str]:
-    """Return the sections that `--only` and `--skip` leave, in their order.
+    """Return the sections that `--only` and `--skip` select, in order.
 
     Raises:
-        ConfigError: one of them is no section.
+        ConfigError: a name is not a section.
     """
     wanted = [name for text in only for name in text.split(",")]
     unwanted = [name for text in skip for name in text.split(",")]

@@ -1,4 +1,4 @@
-"""The findings of a section, written line by line: a process that dies leaves what it had found."""
+"""The findings of a section, written line by line, so that a process that dies leaves what it had found."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megarl.artifacts.jsonl import read_jsonl
 
 
 class Skipped(Exception):
-    """A section, or a part of it, cannot run here; the message says why."""
+    """A section, or a part of it, cannot run here; the message is the reason."""
 
 
 def worst(errors: Iterable[float]) -> float:
-    """Return the largest of these errors; NaN, which `max` may pass over, counts as larger than any number."""
+    """Return the largest of these errors; NaN, which `max` may skip, counts as larger than any number."""
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 class Findings:
-    """Checks with a verdict, figures beside what is expected, and facts; each is a JSON line of a file.
+    """Checks with a verdict, measured figures with their expected values, and facts; each is a JSON line of a file.
 
     Args:
-        path: file of the lines; what was in it is lost.
+        path: file of the lines; its previous content is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class Findings:
         return bool(passed)
 
     def within(self, name: str, error: float, limit: float) -> bool:
-        """Record a check of a difference, which passes up to `limit`; NaN fails."""
+        """Record a check that a difference is at most `limit`; NaN fails."""
         return self.check(name, error <= limit, f"{error:.2g}, at most {limit:g}")
 
     def skip(self, name: str, why: object) -> None:
@@ -47,18 +47,18 @@ class Findings:
         self._write("skip", name, detail=str(why))
 
     def part(self, name: str, work: Callable[[], None]) -> None:
-        """Do a part of the section that raises `Skipped` where it cannot run here."""
+        """Run a part of the section, which raises `Skipped` if it cannot run here."""
         try:
             work()
         except Skipped as why:
             self.skip(name, why)
 
     def fact(self, name: str, value: Any) -> None:
-        """Record something to know, without a verdict."""
+        """Record information without a verdict."""
         self._write("fact", name, detail=str(value))
 
     def figure(self, name: str, value: float, unit: str, expected: float | None = None, source: str = "") -> None:
-        """Record a measured number, and what is expected of it with its source."""
+        """Record a measured number, and its expected value with its source."""
         self._write("figure", name, value=value, unit=unit, expected=expected, source=source)
 
     def _write(self, kind: str, name: str, **values: Any) -> None:

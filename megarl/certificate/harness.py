@@ -31,8 +31,8 @@ from megarl.system.machine import visible_gpus
 from megarl.system.processes import ending, has_nvidia_device, write_atomically
 
 Status = Literal["passed", "failed", "skipped"]
-_SECTION_OF = "MEGARL_SECTION_OF"  # a variable of all processes of a section: its folder
-_GRACE_S = 20.0  # for a section that is asked to end, which ends what it has started
+_SECTION_OF = "MEGARL_SECTION_OF"  # environment variable of all processes of a section, with the section's folder
+_GRACE_S = 20.0  # seconds in which a section may end itself and what it has started
 _PACKAGES = (
     *("megarl", "torch", "triton", "megatron-core", "transformers", "transformer-engine", "flash-attn", "liger-kernel"),
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "ray"),
@@ -44,11 +44,11 @@ class CertificateSection:
     """A section of the certificate.
 
     Attributes:
-        name: of the command line.
-        title: what it finds out.
+        name: name on the command line.
+        title: what it tests.
         run: its work, `run(found, folder)`.
         deadline_s: seconds that it may take on GPUs.
-        cpu_deadline_s: the same where there is none.
+        cpu_deadline_s: seconds that it may take without GPUs.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Result:
     """The result of a section.
 
     Attributes:
-        section: its name.
-        status: `failed`: a check failed, or its process did.
+        section: the section's name.
+        status: `failed` if a check failed, or the section's process did.
         reason: why it was skipped or failed.
-        seconds: that it took.
+        seconds: seconds that it took.
         findings: its lines, see `Findings`.
-        machine: versions and devices that it ran with, see `machine_key`.
+        machine: versions and devices of the run, see `machine_key`.
     """
 
     section: str
@@ -80,7 +80,7 @@ class Result:
 
 
 def machine_key() -> dict[str, Any]:
-    """Return commit, versions and devices; a result is of use as long as they are the same. Loads no driver."""
+    """Return commit, versions and devices, for which results are valid. Does not load the GPU driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     gpus: list[str] = []
     if has_nvidia_device():
@@ -101,13 +101,13 @@ def machine_key() -> dict[str, Any]:
 def certify(
     sections: Sequence[CertificateSection], folder: Path, *, again: bool = False, tell: Callable[[str], None] = print
 ) -> list[Result]:
-    """Run sections in turn and return their results, kept ones among them; each is in `folder` when it has ended.
+    """Run sections in turn and return their results, including kept ones; each result is saved in `folder` at once.
 
     Args:
-        sections: in their order.
-        folder: of the results.
-        again: also repeat what has passed.
-        tell: is given a line before and after each section.
+        sections: sections in order.
+        folder: folder of the results.
+        again: also repeat sections that have passed.
+        tell: called with a line before and after each section.
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine, results = machine_key(), []
@@ -126,7 +126,7 @@ def certify(
 
 
 def read_result(folder: Path) -> Result | None:
-    """Return the result of a section in its folder; None: it has none that can be read."""
+    """Return the result saved in a section's folder; None if there is none, or it cannot be read."""
     try:
         return Result(**json.loads((folder / "result.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -134,7 +134,7 @@ def read_result(folder: Path) -> Result | None:
 
 
 def run_section(section: CertificateSection, folder: Path, machine: dict[str, Any]) -> Result:
-    """Run a section in a process of its own until it ends or its deadline has passed; return and keep its result."""
+    """Run a section in its own process until it ends or its deadline passes; return and save its result."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     deadline = section.deadline_s if has_nvidia_device() else section.cpu_deadline_s
@@ -164,7 +164,7 @@ def run_section(section: CertificateSection, folder: Path, machine: dict[str, An
 
 
 def verdict(findings: Sequence[dict[str, Any]], code: int | None, deadline_s: float) -> tuple[Status, str]:
-    """Return (status, reason) from what a section has found and how its process ended; None: not in time."""
+    """Return status and reason from a section's findings and its process's exit code (None: it ran out of time)."""
     failed = [one["name"] for one in findings if one["kind"] == "check" and not one["passed"]]
     done = [one for one in findings if one["kind"] == "check"]
     if code is None:
@@ -185,10 +185,10 @@ def _section_of(process: psutil.Process) -> str | None:
 
 
 def end_family(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End a section's process with all that it has started, also in sessions of their own; wait until they are gone.
+    """Kill a section's process with everything that it started, also in other sessions; wait until all are gone.
 
-    They are known by a variable of their environment, which says the section's `folder`: a process that died has no
-    children any more.
+    They are found by an environment variable with the section's `folder`, since a dead process has no children any
+    more.
     """
     family = [one for one in psutil.process_iter() if one.pid != process.pid and _section_of(one) == str(folder)]
     if process.poll() is None:
@@ -202,5 +202,5 @@ def end_family(process: subprocess.Popen[bytes], folder: Path) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # children that outlived it
+        os.killpg(process.pid, signal.SIGKILL)  # children that outlived the process
     psutil.wait_procs(family, timeout=_GRACE_S)

@@ -1,4 +1,4 @@
-"""Small models with random weights, engines and batches of them, and the loss that sections train on."""
+"""Small models with random weights, their engines and batches, and the losses that sections train on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
 
-_VOCABULARY = 131  # which no tensor-parallel size divides
+_VOCABULARY = 131  # not divisible by any tensor-parallel size
 _COMMON = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
@@ -50,13 +50,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **{key: value for key, value in _COMMON.items() if key != "head_dim"}},
 }
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.0, clip_grad=1.0)
-_SCALE = 4.0  # of random weights, so that every part of the model shows in log-probs
+_SCALE = 4.0  # scale of the random weights, so that every part of the model affects log-probs
 SEED = 3
 _DEADLINE_S = 300.0
 
 
 def single_layout() -> Layout:
-    """Return the layout of this one process."""
+    """Return the layout of this single process."""
     from megarl.config.model import ParallelConfig
     from megarl.system.comm import single_world
     from megarl.training.parallel import init_parallel
@@ -72,7 +72,7 @@ def hf_config(model: str) -> PretrainedConfig:
 
 
 def fill(chunks: list[PolicyModel], hf: PretrainedConfig) -> None:
-    """Fill chunks with random weights, the same under every layout."""
+    """Fill chunks with random weights that are the same under every layout."""
     from megarl.models.weights import init_random
 
     init_random(chunks, hf, SEED)
@@ -81,7 +81,7 @@ def fill(chunks: list[PolicyModel], hf: PretrainedConfig) -> None:
             for parameter in chunk.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(_SCALE)
-            if chunk.has_value_head and chunk.post_process:  # whole on every rank, and zero until here
+            if chunk.has_value_head and chunk.post_process:  # whole on every rank, and zero so far
                 value = torch.randn(chunk.value_weight.shape, generator=torch.Generator().manual_seed(SEED)) * 0.1
                 chunk.value_weight.copy_(value)
 
@@ -94,7 +94,7 @@ def make_engine(
     layers: Form = "local",
     frozen: bool = False,
 ) -> MegatronEngine:
-    """Return an engine of one of `MODELS` under `layout`, with `layers` of this form."""
+    """Return an engine for one of `MODELS` under `layout`, with `layers` of this form."""
     from megarl.training.engine import MegatronEngine
 
     hf = hf_config(model)
@@ -112,7 +112,7 @@ def make_engine(
 
 
 def save_model(model: str, folder: Path, layout: Layout) -> None:
-    """Write one of `MODELS` in float32 as a Hugging Face folder, the whole of it on each rank of `layout`."""
+    """Write one of `MODELS` in float32 as a Hugging Face folder; every rank of `layout` takes part."""
     from megarl.models.weights import export_weights
 
     engine = make_engine(model, layout, torch.float32, frozen=True)
@@ -120,7 +120,7 @@ def save_model(model: str, folder: Path, layout: Layout) -> None:
 
 
 def make_batch(count: int = 16, longest: int = 60, seed: int = 0) -> Batch:
-    """Return samples of uneven lengths with weights of their tokens that sum to about one."""
+    """Return samples of different lengths, with token weights that sum to about one."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest, (count, 2), generator=g).tolist()
     prompts, responses = (
@@ -136,17 +136,17 @@ def make_batch(count: int = 16, longest: int = 60, seed: int = 0) -> Batch:
 
 
 def token_loss(weights: Tensor, logp: Tensor, entropy: Tensor) -> Tensor:
-    """Return a loss that uses everything: weighted log-probs, their squares, entropy."""
+    """Return a loss that depends on all outputs: weighted log-probs, their squares, and entropy."""
     return (weights * logp + weights.abs() * (0.05 * logp.square() - 0.1 * entropy)).sum()
 
 
 def value_loss(weights: Tensor, values: Tensor) -> Tensor:
-    """Return a loss that falls when values rise."""
+    """Return a loss that decreases when values rise."""
     return (weights.abs() * torch.nn.functional.softplus(-values)).sum()
 
 
 def outputs(engine: MegatronEngine, batch: Batch) -> dict[str, Tensor]:
-    """Return the numbers of every response token: log-probs and entropies, or values."""
+    """Return the outputs for every response token: log-probs and entropies, or values."""
     if engine.chunks[0].has_value_head:
         return {"value": engine.values(batch).values}
     logp, entropy = engine.logprobs(batch)

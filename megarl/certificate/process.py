@@ -11,11 +11,11 @@ from megarl.certificate.findings import Findings, Skipped
 from megarl.system.imports import import_callable
 from megarl.system.processes import signals_raise
 
-_BEFORE_S = 5.0  # the deadline: the log then says where a section hangs
+_BEFORE_S = 5.0  # seconds before the deadline at which stacks are written, so that the log shows where a section hangs
 
 
 def main(work: str, folder: Path, deadline_s: float) -> int:
-    """Run the section; return its exit code, which is 0 where checks have failed: they are in its findings."""
+    """Run the section; return its exit code, which is 0 even if checks failed, because the findings record these."""
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(deadline_s - _BEFORE_S, deadline_s / 2))
     found = Findings(folder / "findings.jsonl")

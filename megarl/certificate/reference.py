@@ -1,4 +1,4 @@
-"""The same numbers by transformers and torch.optim in float64 on the CPU: what engines are held against."""
+"""Reference results for engines: the same model by transformers and torch.optim in float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from megarl.data.batch import Batch
 
 
 class Reference:
-    """A model of transformers in float64, with plain AdamW.
+    """A model of transformers in float64, trained with plain AdamW.
 
     Args:
-        folder: of the model.
-        critic: its head gives one value per token.
+        folder: folder of the model.
+        critic: its head has one value per token.
     """
 
     def __init__(self, folder: Path, *, critic: bool = False) -> None:
         from transformers import AutoModelForCausalLM
 
-        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # grouped products take no float64
+        # grouped matrix products do not support float64
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
         self._value: Tensor | None = None
         parameters = list(self._model.parameters())

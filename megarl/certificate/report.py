@@ -1,4 +1,4 @@
-"""The certificate as a table, as JSON and as a page; what the report of a bug needs."""
+"""The certificate as a table, as JSON and as a page; and the text of a bug report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.system.processes import write_atomically
 if TYPE_CHECKING:
     from rich.table import Table
 
-_LAST = 40  # lines of a log
+_LAST = 40  # last lines of a log in a bug report
 _VARIABLES = re.compile(
     r"CUDA|NVIDIA|NCCL|TORCH|PYTORCH|TRITON|SGLANG|MEGARL|OMP_|MASTER_|LD_LIBRARY_PATH$|LD_PRELOAD$|PATH$|PYTHON|UCX|GLOO"
 )
@@ -32,7 +32,7 @@ _STYLE = (
 
 
 def as_table(results: Sequence[Result]) -> Table:
-    """Return a line per section, and below it what failed and every figure."""
+    """Return a line per section, followed by failed checks and all figures."""
     from rich.table import Table
 
     table = Table("section", "", "s", "found", title="megarl doctor gpu", title_justify="left")
@@ -51,7 +51,7 @@ def _notable(result: Result) -> list[str]:
 
 
 def figure_text(line: dict[str, Any]) -> str:
-    """Return a figure with what is expected of it.
+    """Return a figure as text, with its expected value.
 
     >>> figure_text({"name": "copy", "value": 2.0, "unit": "GB/s", "expected": 4.0, "source": "data sheet"})
     'copy: 2 GB/s, 50% of 4 (data sheet)'
@@ -72,7 +72,7 @@ def write_reports(results: Sequence[Result], folder: Path) -> None:
 
 
 def page(results: Sequence[Result], folder: Path, made: str) -> str:
-    """Return the page: a summary, and all findings by section; of a failed one what the report of a bug needs."""
+    """Return the page: a summary, all findings by section, and for failed sections the text of a bug report."""
     e = html.escape
     machine = results[0].machine if results else {}
     parts = ["<!doctype html><meta charset='utf-8'><title>megarl doctor gpu</title>", f"<style>{_STYLE}</style>"]
@@ -104,10 +104,10 @@ def _plain(value: Any) -> str:
 
 
 def bug_report(section: CertificateSection, result: Result, folder: Path) -> str:
-    """Return what the report of a bug needs: versions, command, checks that failed, last lines, environment.
+    """Return the text of a bug report: versions, command, failed checks, last log lines, environment.
 
     Args:
-        folder: of all sections.
+        folder: folder of all sections.
     """
     log = folder / section.name / "log.txt"
     last = log.read_text(errors="replace").splitlines()[-_LAST:] if log.is_file() else []

@@ -23,26 +23,26 @@ from megarl.system.machine import visible_gpus
 from megarl.system.processes import nvidia_devices, write_atomically
 
 RECIPE = "grpo_quickstart"
-#: Only training: no cold start, no validation, nothing written but metrics; a score that differs between samples.
+#: Settings for training only: no cold start, no validation, only metrics are written; scores differ between samples.
 PLAIN = (
     *("sft.steps=0", "validation.before_train=false", "validation.every=0", "trainer.export_hf=false"),
     *("trainer.save_every=0", "tracking.mlflow=false", "tracking.report=false"),
     "reward={name: 'megarl.benchmarks.case:digit_share', kwargs: {}}",
 )
 
-_SHOWN = 300  # characters of the end of an output that names no error
+_SHOWN = 300  # characters from the end of an output that names no error
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that this process may use, without loading their driver."""
+    """Return the number of GPUs that this process may use, without loading the driver."""
     visible = visible_gpus(os.environ)
     return nvidia_devices() if visible is None else min(len(visible), nvidia_devices())
 
 
 def sizes_of(model: str) -> dict[str, Any]:
-    """Return `model.hf_config` with the sizes of a model of the hub, and the special tokens of the quickstart's."""
+    """Return `model.hf_config` with the sizes of a hub model, and the special tokens of the quickstart's."""
     known = raw_config(ModelConfig(path=model))
-    assert known is not None, "the model is one of the known ones"
+    assert known is not None, "the model must be a known one"
     return {**known[0], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -52,10 +52,10 @@ def command(run_dir: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def train(run_dir: Path, overrides: Sequence[str], limit_s: float) -> list[dict[str, Any]]:
-    """Run the command until it ends; return the lines of its training steps.
+    """Run the command until it ends; return the metrics lines of its training steps.
 
     Raises:
-        WorkerError: it failed, or did not end in time; its last output is in the message.
+        WorkerError: it failed, or did not end in time; the message has its last output.
     """
     output, _ = run_program(command(run_dir, overrides), limit_s=limit_s, merged=True)
     (run_dir / "output.txt").write_text(output)
@@ -63,8 +63,7 @@ def train(run_dir: Path, overrides: Sequence[str], limit_s: float) -> list[dict[
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the last error of megarl's own in what a failed run said, with the indented lines below it; the end of all
-    that was said, where there is none."""
+    """Return the last megarl error in a failed run's output with its indented lines, or else the end of the output."""
     lines = str(error).splitlines()
     begins = [
         at for at, line in enumerate(lines) if line.startswith("megarl: ") and not line.startswith("megarl: warning: ")
@@ -76,7 +75,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def steps_in(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of the training steps so far."""
+    """Return the metrics lines of the training steps so far."""
     file = run_dir / "metrics.jsonl"
     return [line for line in read_jsonl(file) if line["stage"] == "train"] if file.is_file() else []
 
@@ -91,12 +90,12 @@ def in_workers(entry: str, overrides: Sequence[str], run_dir: Path) -> list[dict
     config = load_config(find_recipe(RECIPE), list(overrides))
     code = run_workers("local", entry, config, run_dir)
     if code != 0:
-        raise RuntimeError(f"workers ended with exit code {code}; what they and their servers wrote: {run_dir}")
+        raise RuntimeError(f"workers ended with exit code {code}; their output and that of their servers: {run_dir}")
     return [json.loads(_numbers(run_dir, rank).read_text()) for rank in range(config.cluster.nproc)]
 
 
 def write_numbers(run_dir: Path, rank: int, found: object) -> None:
-    """Write the numbers of this worker for `in_workers`."""
+    """Write the numbers of this worker, which `in_workers` returns."""
     write_atomically(_numbers(run_dir, rank), json.dumps(found))
 
 
@@ -105,10 +104,10 @@ def _numbers(run_dir: Path, rank: int) -> Path:
 
 
 def killed(run_dir: Path, overrides: Sequence[str], when: Callable[[], int | None], limit_s: float) -> int:
-    """Run the command, kill -9 the process that `when` names as soon as it names one; return the command's exit code.
+    """Run the command, and send SIGKILL to the process that `when` returns, once it returns one; return the exit code.
 
     Raises:
-        TimeoutError: there was none, or the command did not end after it.
+        TimeoutError: there was no such process, or the command did not end afterwards.
     """
     end = time.monotonic() + limit_s
     with (run_dir.parent / f"{run_dir.name}.txt").open("wb") as log:
@@ -116,12 +115,14 @@ def killed(run_dir: Path, overrides: Sequence[str], when: Callable[[], int | Non
         try:
             while (victim := when()) is None:
                 if process.poll() is not None or time.monotonic() > end:
-                    raise TimeoutError(f"no process to kill; the command says: {Path(log.name).read_text()[-2000:]}")
+                    raise TimeoutError(
+                        f"no process to kill; output of the command: {Path(log.name).read_text()[-2000:]}"
+                    )
                 time.sleep(0.02)
             os.kill(victim, signal.SIGKILL)
             return process.wait(max(end - time.monotonic(), 1.0))
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the command goes on without process {victim}, which was killed") from None
+            raise TimeoutError(f"the command continues without process {victim}, which was killed") from None
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -129,14 +130,14 @@ def killed(run_dir: Path, overrides: Sequence[str], when: Callable[[], int | Non
 
 
 def planned(overrides: Sequence[str], hardware: str | None) -> dict[str, float]:
-    """Return the planner's numbers of the run by name.
+    """Return the planner's numbers for the run, by name.
 
     Args:
-        overrides: of the recipe.
-        hardware: see `megarl plan --hardware`; None: its own choice.
+        overrides: overrides of the recipe.
+        hardware: value of `megarl plan --hardware`; None: its default.
 
     Raises:
-        WorkerError: it cannot be planned.
+        WorkerError: the run cannot be planned.
     """
     chosen = [] if hardware is None else ["--hardware", hardware]
     output, _ = run_program(

@@ -1,7 +1,8 @@
-"""The host of environments: one rank of a replica runs those of all episodes side by side, however long they wait.
+"""The host of environments: one rank of a replica runs the environments of all episodes concurrently, however long they
+wait.
 
 Coroutines share one event loop in a separate thread; plain methods run in a few threads. An error ends only its own
-episode: it is returned as a Reply, and the recipe decides how to go on.
+episode: it is returned as a Reply, and the recipe's `on_error` decides what follows.
 """
 
 from __future__ import annotations
@@ -33,25 +34,26 @@ _THREADS = 16
 #: Exceptions of an environment that end only its own episode.
 _CONTAINED = (Exception, SystemExit, asyncio.CancelledError)
 _Outcome = tuple[Any, BaseException | None]
-#: Names of metrics `env/<name>` that every run writes.
+#: Names of metrics `env/<name>` that every run writes, which environments may not use.
 _TAKEN = ("cached", "cut", "errors", "greedy_errors", "tokens/max", "tokens/mean", "turns/max", "turns/mean")
 
 
 class HostError(MegarlError):
-    """No episode can be answered any more; the message names the environment."""
+    """No episode can get replies any more; the message names the environment."""
 
 
 @dataclass
 class Reply:
-    """The answer of an environment, as plain data.
+    """The reply of an environment, as plain data.
 
     Attributes:
         observation: text, chat messages or token ids; None: the prompt of the data (after `reset`), or nothing more.
-        images: images of the observation; it has the model's text of an image in the place of each.
-        error: why it could not answer.
-        repeats: whether it would fail so again: a line of the environment raised it, or its answer is no valid one.
-        before: where turns were played again, what it said before this: its first observation and an answer to each of
-            them but the last.
+        images: images of the observation, in which the model's image text stands for each.
+        error: why it could not reply.
+        repeats: whether the same error would occur again: the environment's own code raised it, or its reply is
+            invalid.
+        before: if turns were replayed, its earlier replies: the first observation and the reply to each turn but the
+            last.
     """
 
     observation: Any = None
@@ -64,18 +66,18 @@ class Reply:
     before: list[Reply] = field(default_factory=list)
 
     def refuse(self, error: str) -> None:
-        """Note why the answer cannot be used; the environment would give it again."""
+        """Mark the reply as unusable, with the reason; the environment would give it again."""
         self.error, self.repeats = error, True
 
 
 class Host:
-    """Runs the environments of a replica; each `HostSession` has episodes of its own.
+    """Runs the environments of a replica; each `HostSession` has its own episodes.
 
     Args:
-        kind: the environment.
+        kind: class of the environment.
         settings: its validated keys.
-        answer_s: seconds that one call of an environment may take; None: any.
-        images: the way to read images of observations; None: these are text.
+        answer_s: seconds that one call of an environment may take; None: no limit.
+        images: how images of observations are read; None: observations are text.
 
     Raises:
         Exception: whatever `kind.open` raises.
@@ -91,9 +93,11 @@ class Host:
         self._kind, self._settings, self._answer_s, self._images = kind, settings, answer_s, images
         self._shared = kind.open(settings)
         self._threads = ThreadPoolExecutor(_THREADS, "environment")
-        self._free = asyncio.Semaphore(_THREADS)  # a call waits here, not in the pool, so its time starts when it runs
+        # a call waits here, not in the thread pool, so its time starts when it runs
+        self._free = asyncio.Semaphore(_THREADS)
         self._loop = asyncio.new_event_loop()
-        self._asked_at: float | None = None  # time at which the loop was asked for a heartbeat, until it gives one
+        # time at which the loop was asked for a heartbeat; None once it has replied
+        self._asked_at: float | None = None
         self._looping = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._looping.start()
 
@@ -107,7 +111,7 @@ class Host:
         return environment
 
     def start(self, work: Coroutine[Any, Any, Reply]) -> Future[Reply]:
-        """Begin `work`, beside all that environments do."""
+        """Start `work` concurrently with everything else."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
@@ -117,16 +121,16 @@ class Host:
         self._kind.close(self._shared)
 
     def check_loop(self) -> None:
-        """Refuse to wait for coroutines that nobody runs.
+        """Check that the thread of coroutines is running and not blocked.
 
         Raises:
-            HostError: its thread has ended, or a coroutine blocks it.
+            HostError: the thread has ended, or a coroutine blocks it.
         """
         if not self._looping.is_alive():
             raise HostError(
-                f"env.name: the thread of the environment {self._kind.__qualname__} is over, so nothing answers\n"
-                "  found:   a coroutine or method that raised KeyboardInterrupt or stopped the event loop\n"
-                "  fix:     raise an Exception instead"
+                f"env.name: the thread of the environment {self._kind.__qualname__} has ended, so nothing replies\n  "
+                "found:   a coroutine or method that raised KeyboardInterrupt or stopped the event loop\n  fix:     "
+                "raise an Exception instead"
             )
         if self._asked_at is None:
             self._asked_at = time.monotonic()
@@ -150,13 +154,13 @@ class Host:
                 work = self._loop.run_in_executor(self._threads, _contained, method, arguments)
                 result = await self._in_time(work)
             except _Late:
-                self._threads.shutdown(wait=False)  # one of its threads is lost; the others go on
+                self._threads.shutdown(wait=False)  # the thread is lost; the others continue
                 self._threads = ThreadPoolExecutor(_THREADS, "environment")
                 raise
         return await self._in_time(_settled(result)) if inspect.isawaitable(result) else result
 
     async def read_images(self, reply: Reply) -> Reply:
-        """Return the answer with its images read, in a thread where there may be some: it takes long."""
+        """Return the reply with its images read; in a thread if there may be images, because reading takes long."""
         try:
             if self._images is None:
                 reply.observation, _ = taken_apart(reply.observation, None)
@@ -167,12 +171,12 @@ class Host:
         return reply
 
     async def _in_time(self, work: Awaitable[_Outcome]) -> Any:
-        """Return the outcome of `work` within `answer_s`; after that it is abandoned, whether or not it obeys."""
+        """Return the outcome of `work` within `answer_s`; after that it is abandoned, even if it continues."""
         task = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({task}, timeout=self._answer_s)
         if not done:
             task.cancel()
-            raise _Late(f"gave no answer within {self._answer_s:g} s")
+            raise _Late(f"did not reply within {self._answer_s:g} s")
         result, error = task.result()
         if error is not None:
             raise error
@@ -180,7 +184,7 @@ class Host:
 
 
 class HostSession:
-    """Episodes of one call for samples. Environments live until `forget`, whatever is generated meanwhile."""
+    """The episodes of one call for samples. Environments live until `forget`, whatever is generated meanwhile."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -188,25 +192,25 @@ class HostSession:
         self._answers: dict[int, Future[Reply]] = {}
 
     def begin(self, number: int, row: dict[str, Any], seed: int, said: Sequence[Action] = ()) -> None:
-        """Start an episode and play the turns `said` again; `answers` gives what it says then."""
+        """Start an episode and replay the turns `said`; `answers` returns the reply to the last one."""
         self._answers[number] = self._host.start(self._begin(number, row, seed, said))
 
     def step(self, number: int, action: Action) -> None:
-        """Start to answer a turn of an episode; `answers` gives what comes."""
+        """Start the reply to a turn of an episode; `answers` returns it."""
         self._answers[number] = self._host.start(self._step(number, action))
 
     def any_answer(self) -> bool:
-        """Return whether an answer to a started turn is ready.
+        """Return whether the reply to a started turn is ready.
 
         Raises:
-            HostError: nothing can be answered any more.
+            HostError: no replies are possible any more.
         """
         if self._answers:
             self._host.check_loop()
         return any(answer.done() for answer in self._answers.values())
 
     def answers(self, wait_s: float, to: Iterable[int] = ()) -> dict[int, Reply]:
-        """Return the ready answers, after waiting up to `wait_s` seconds for those `to` these episodes, else for any.
+        """Return the ready replies, after waiting up to `wait_s` seconds for the episodes in `to`, or else for any.
 
         Raises:
             HostError: as in `any_answer`.
@@ -218,7 +222,7 @@ class HostSession:
         return self._take({number for number, answer in self._answers.items() if answer.done()})
 
     def all_answers(self) -> dict[int, Reply]:
-        """Return the answers to all started turns, in the order of their starts.
+        """Return the replies to all started turns, in the order of their starts.
 
         Raises:
             HostError: as in `any_answer`.
@@ -229,11 +233,11 @@ class HostSession:
         return self._take(set(self._answers))
 
     def forget(self, number: int) -> None:
-        """Drop an episode that is over."""
+        """Drop an episode that has ended."""
         self._episodes.pop(number, None)
 
     def close(self) -> None:
-        """Drop all episodes; nobody waits for answers any more."""
+        """Drop all episodes; their replies are no longer needed."""
         for answer in self._answers.values():
             answer.cancel()
         self._episodes, self._answers = {}, {}
@@ -276,7 +280,7 @@ def _contained(method: Callable[..., Any], arguments: tuple[Any, ...]) -> _Outco
 
 
 async def _settled(work: Awaitable[Any]) -> _Outcome:
-    """Return the result or exception of a coroutine; a SystemExit that left a task would end everybody's thread."""
+    """Return the result or exception of a coroutine; a SystemExit that left a task would end the thread of all."""
     try:
         return await work, None
     except _CONTAINED as error:
@@ -300,7 +304,7 @@ class _Refused(Exception):
 
 
 class _Late(_Refused):
-    """The environment returned nothing in time."""
+    """The environment did not reply in time."""
 
 
 def _reply_of(value: Any) -> Reply:

@@ -1,11 +1,11 @@
-"""The protocol of an environment: a small class that answers the turns of a policy, one object per episode.
+"""The protocol of an environment: a small class that replies to the turns of a policy, one object per episode.
 
-    reset(row, seed) -> first observation
-    step(action)     -> observation, reward, done, info        after every turn of the policy
+reset(row, seed) -> first observation
+step(action)     -> observation, reward, done, info        after every turn of the policy
 
-An observation is text (tokenised as it is), chat messages (their delimiters come from the chat template), token ids, or
-parts of text and images; the content of a message may be such parts, too (`megarl.data.observations`). Both methods may
-be coroutines: the episodes of a batch run side by side.
+An observation is text (tokenised as it is), chat messages (the chat template adds their delimiters), token ids, or
+parts of text and images; the content of a message may also be such parts (`megarl.data.observations`). Both methods may
+be coroutines, so that the episodes of a batch run concurrently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EnvSettings(Section):
 
     @property
     def longest_s(self) -> float | None:
-        """Seconds within which the environment always answers; None: it keeps no deadline of its own."""
+        """Seconds within which the environment always replies; None: it has no deadline of its own."""
         return None
 
 
@@ -35,11 +35,11 @@ class Action:
     """One turn of the policy.
 
     Attributes:
-        text: of the turn, without special tokens, up to its stop string.
-        raw: of the whole turn, with special tokens.
-        token_ids: as sampled, end token included.
-        finish_reason: `stop`; `length` or `abort` when the limit of tokens or of seconds cut the turn, and nothing
-            can follow.
+        text: text of the turn, without special tokens, up to its stop string.
+        raw: text of the whole turn, with special tokens.
+        token_ids: token ids as sampled, end token included.
+        finish_reason: `stop`; `length` or `abort` when the token or time limit cut the turn, after which no turn
+            follows.
         turn: number of the turn, from 0.
     """
 
@@ -51,13 +51,13 @@ class Action:
 
 
 class Step(NamedTuple):
-    """The answer of an environment to an action.
+    """The reply of an environment to an action.
 
     Attributes:
         observation: next input of the policy; None when the episode is done.
-        reward: of this turn; not read when the recipe's reward function scores (`Environment.scores` is false).
-        done: the episode is over.
-        info: numbers, added up over the turns of an episode; their means over episodes are the metrics `env/<name>`.
+        reward: reward of this turn; ignored when the recipe's reward function scores (`Environment.scores` is false).
+        done: the episode has ended.
+        info: numbers, summed over the turns of an episode; their means over episodes are the metrics `env/<name>`.
     """
 
     observation: Observation | None = None
@@ -98,17 +98,17 @@ class Environment:
 
     @classmethod
     def announcement(cls, settings: Any) -> Announcement:
-        """Return what prompts say about the tools; first rank only."""
+        """Return how prompts announce the tools; called on the first rank only."""
         return Announcement(cls.tools(settings))
 
     @classmethod
     def needs_tool_template(cls, settings: Any) -> bool:
-        """Return whether the chat template has to write tools. Called before a run; starts nothing."""
+        """Return whether the chat template must be able to write tools. Called before a run; must start nothing."""
         return bool(cls.tools(settings))
 
     @classmethod
     def check(cls, settings: Any) -> None:
-        """Raise a ConfigError for settings that cannot work. Called before a run; seconds count."""
+        """Raise a ConfigError for settings that cannot work. Called before a run, so it should be fast."""
         cls.tools(settings)
 
     @classmethod
@@ -134,7 +134,7 @@ class Environment:
         return None
 
     def step(self, action: Action) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
-        """Answer one turn of the policy."""
+        """Reply to one turn of the policy."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Environments by name, the keys of a recipe that each of them takes, and a check before a run, in another process."""
+"""Environments by name, the recipe keys that each accepts, and a check before a run, in another process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _IMPORT_S = 5.0
 
 
 def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
-    """Return the class that section `env` names, and its settings.
+    """Return the class that the section `env` names, and its settings.
 
     Raises:
-        ConfigError: the name is unknown, the class cannot be imported or is no environment, or a key or value is
+        ConfigError: the name is unknown, the class cannot be imported or is not an environment, or a key or value is
             invalid.
     """
     name, on_error, own = env_section(env)
@@ -44,10 +44,10 @@ def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
 
 
 def environment_class(name: Any) -> type[Environment]:
-    """Return the class that `env.name` names; a user's own is imported.
+    """Return the class that `env.name` names; a user's own class is imported.
 
     Raises:
-        ConfigError: the name is unknown, or the class cannot be imported or is no environment.
+        ConfigError: the name is unknown, or the class cannot be imported or is not an environment.
     """
     path = ENVIRONMENTS.get(name, name) if isinstance(name, str) else ""
     if ":" not in path:
@@ -65,10 +65,10 @@ def environment_class(name: Any) -> type[Environment]:
     if not (inspect.isclass(kind) and issubclass(kind, Environment)):
         if inspect.isclass(kind):
             raise ConfigError(
-                f"{class_name} in {module_name} is no environment",
+                f"{class_name} in {module_name} is not an environment",
                 where="env.name",
                 found=name,
-                fix=f"derive it: class {class_name}(megarl.envs.Environment)",
+                fix=f"derive it from the base class: class {class_name}(megarl.envs.Environment)",
             )
         there = [
             key
@@ -76,7 +76,7 @@ def environment_class(name: Any) -> type[Environment]:
             if inspect.isclass(value) and issubclass(value, Environment) and value.__module__ == module.__name__
         ]
         raise ConfigError(
-            f"{module_name} has no environment {class_name!r}",
+            f"{module_name} does not define an environment {class_name!r}",
             where="env.name",
             found=name,
             allowed=there or "a class derived from megarl.envs.Environment",
@@ -95,15 +95,15 @@ def check_longest(longest_s: float | None, answer_s: float) -> None:
     """Refuse a deadline of an environment that exceeds the run's.
 
     Args:
-        longest_s: see `EnvSettings`.
-        answer_s: seconds that a run waits for an answer, half of `cluster.timeout_s`.
+        longest_s: see `EnvSettings.longest_s`.
+        answer_s: seconds that a run waits for a reply, half of `cluster.timeout_s`.
 
     Raises:
-        ConfigError: it exceeds the run's.
+        ConfigError: the environment's deadline exceeds the run's.
     """
     if longest_s is not None and longest_s > answer_s:
         raise ConfigError(
-            f"a turn of the environment may take {longest_s:g} s, and the run waits {answer_s:g} s for it",
+            f"a turn of the environment may take {longest_s:g} s, but the run waits only {answer_s:g} s for it",
             where="cluster.timeout_s",
             found=2 * answer_s,
             allowed=f"at least {2 * longest_s:g}",
@@ -182,8 +182,8 @@ def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigEr
         given = {key: value for key, value in config.reward.model_dump().items() if value != default[key]}
         if scores and given:
             return ConfigError(
-                f"the environment {config.env['name']} scores its episodes itself: what the recipe sets here changes "
-                "nothing",
+                f"the environment {config.env['name']} scores its episodes itself, so this setting of the recipe has "
+                "no effect",
                 where="reward",
                 found=given,
                 fix="remove it (on the command line: reward='!replace {}'), or set scores = False in the class for the "
@@ -195,7 +195,7 @@ def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigEr
 
 
 def check_tool_template(config: RunConfig) -> None:
-    """Refuse a chat template without tools, where it can be read here."""
+    """Refuse a chat template without tools, if the template can be read here."""
     from megarl.data.light_tokenizer import brings_chat_template, chat_template_of  # with numpy
     from megarl.data.render import uses_chat
 
@@ -224,10 +224,10 @@ def _load(env: dict[str, Any]) -> tuple[bool, float | None, bool]:
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
-    """Return the own keys of an environment in section `env`; None: its import takes too long.
+    """Return the keys that an environment accepts in the section `env`; None if its import takes too long.
 
     Raises:
-        ConfigError: it cannot be found.
+        ConfigError: the environment cannot be found.
     """
     if name in ENVIRONMENTS or ":" not in name:
         return _keys(name)

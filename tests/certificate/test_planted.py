@@ -127,8 +127,8 @@ def test_servers_that_are_fed_crosswise_are_found_by_the_servers_section():
     assert [route.receivers for route in crossed.routes] == [(0, 2), (1, 3)]
     gpus = ["0", "1", "2", "3"]
     assert crossings(crossed, gpus, [[gpu] for gpu in gpus]) == [
-        "server 2 on GPU 2 is fed from GPU 0, 1",
-        "server 1 on GPU 1 is fed from GPU 2, 3",
+        "server 2 on GPU 2 gets weights from GPU 0, 1",
+        "server 1 on GPU 1 gets weights from GPU 2, 3",
     ]
     near = [
         Route(route.replica, receivers, route.senders, route.givers)

@@ -80,17 +80,17 @@ def host():
         ("coroutine exits", "step (turn 0) raised SystemExit: 4 ("),
         ("cancelled", "step (turn 0) raised CancelledError ("),
         ("own timeout", "step (turn 0) raised TimeoutError: its own ("),
-        ("late", "step (turn 0) gave no answer within 2 s"),
-        ("hangs", "step (turn 0) gave no answer within 2 s"),
+        ("late", "step (turn 0) did not reply within 2 s"),
+        ("hangs", "step (turn 0) did not reply within 2 s"),
     ],
 )
 def test_whatever_it_does_is_its_episodes_error_and_others_go_on(host, how, error):
-    mine, Rude.over = host(Rude, 2.0 if "gave no" in error else 60.0), threading.Event()
+    mine, Rude.over = host(Rude, 2.0 if "did not reply" in error else 60.0), threading.Event()
     mine.reset({0: ({"how": how}, 0), 1: ({"how": "fine"}, 0)})
     try:
         replies = mine.step({0: ACTION, 1: ACTION})
         assert replies[0].error.startswith(error)
-        assert "gave no" in error or "test_host.py" in replies[0].error
+        assert "did not reply" in error or "test_host.py" in replies[0].error
         assert replies[1].done
         assert mine.step({1: ACTION})[1].done
     finally:
@@ -133,7 +133,9 @@ class Ends(Environment):
         return Step(done=True)
 
 
-@pytest.mark.parametrize(("blocks", "message"), [(False, "thread of .*Ends is over"), (True, "Ends blocks all others")])
+@pytest.mark.parametrize(
+    ("blocks", "message"), [(False, "thread of .*Ends has ended"), (True, "Ends blocks all others")]
+)
 def test_a_loop_that_is_gone_or_blocked_ends_the_run(host, blocks, message):
     mine, Ends.over = host(Ends), threading.Event()
     mine.reset({0: ({}, 0)})

@@ -147,12 +147,12 @@ def test_what_a_model_calls_may_be_functions_and_servers_together():
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        ({}, "a command or a url, one of the two"),
-        ({"command": "x", "url": "http://a/mcp"}, "a command or a url, one of the two"),
+        ({}, "either a command or a url"),
+        ({"command": "x", "url": "http://a/mcp"}, "either a command or a url"),
         ({"url": "ftp://a/mcp"}, "http:// or https://"),
         ({"url": "https://me:password@a/mcp"}, "token_env"),
-        ({"url": "http://a.example/mcp", "token_env": "T"}, "over https:// only"),
-        ({"url": "http://a/mcp", "args": ["x"]}, "are for a command"),
+        ({"url": "http://a.example/mcp", "token_env": "T"}, "only sent over https://"),
+        ({"url": "http://a/mcp", "args": ["x"]}, "are only for a command"),
         ({"command": "x", "token_env": "T"}, "pass_env"),
         ({"comand": "x"}, "comand"),
     ],
@@ -165,11 +165,11 @@ def test_a_server_that_is_described_wrongly_is_refused(server, message):
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        (program(command="/nowhere/to/be/found"), "'one' does not answer[\\s\\S]*FileNotFoundError"),
-        (program(args=["-c", "pass"]), "'one' does not answer[\\s\\S]*start it|'one' does not answer"),
+        (program(command="/nowhere/to/be/found"), "'one' does not reply[\\s\\S]*FileNotFoundError"),
+        (program(args=["-c", "pass"]), "'one' does not reply[\\s\\S]*start it|'one' does not reply"),
         (program(args=["-c", "import time; time.sleep(60)"], start_s=0.5), "nothing within 0.5 s"),
         (program(pass_env=["NOT_THERE"]), "NOT_THERE is not set"),
-        (program(tools=["divide"]), "has no such tool[\\s\\S]*divide[\\s\\S]*multiply"),
+        (program(tools=["divide"]), "does not have this tool[\\s\\S]*divide[\\s\\S]*multiply"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused(server, message):
@@ -196,7 +196,7 @@ def test_a_server_that_does_not_come_back_is_no_answer_of_its_tool(tmp_path):
     text, failed = servers.call("misbehave", {"how": "die"})
     assert (failed, text[:7]) == (True, "error: ")
     for _ in range(20):
-        with pytest.raises(ConfigError, match="'one' does not answer"):
+        with pytest.raises(ConfigError, match="'one' does not reply"):
             servers.call("multiply", {"a": 2, "b": 3})
     servers.close()
 
@@ -204,7 +204,7 @@ def test_a_server_that_does_not_come_back_is_no_answer_of_its_tool(tmp_path):
 def test_a_dry_run_starts_no_server():
     own = {"name": "tools", "mcp": {"one": {"command": "not-there-at-all"}}}
     kind, settings = load_environment(own)
-    with pytest.raises(ConfigError, match=r"no command for the MCP server 'one'[\s\S]*not-there-at-all"):
+    with pytest.raises(ConfigError, match=r"command of the MCP server 'one' does not exist[\s\S]*not-there-at-all"):
         kind.check(settings)
     kind, settings = load_environment({**own, "mcp": {"one": {"command": sys.executable, "args": ["-c", "1 / 0"]}}})
     kind.check(settings)

@@ -49,7 +49,7 @@ def test_the_schema_comes_from_signature_and_docstring():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("untyped", "'a' of the tool 'untyped' has no type"), ("silent", "no docstring")]
+    ("name", "message"), [("untyped", "'a' of the tool 'untyped' has no type"), ("silent", "needs a docstring")]
 )
 def test_functions_that_tell_a_model_too_little_are_refused(name, message):
     with pytest.raises(ConfigError, match=message):
@@ -60,7 +60,7 @@ def test_functions_that_tell_a_model_too_little_are_refused(name, message):
     ("names", "message"),
     [
         ([f"{FILE}:nothing"], "has no function 'nothing'"),
-        ([f"{FILE}:shift", f"{FILE}:shift"], r"two tools have one name[\s\S]*shift"),
+        ([f"{FILE}:shift", f"{FILE}:shift"], r"two tools have the same name[\s\S]*shift"),
         (["shift"], "allowed: file.py:fn, pkg.mod:fn"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Sections of the certificate, one file each: `run(found, folder)` in a process of its own."""
+"""Sections of the certificate, one file each, with a function `run(found, folder)` for a process of its own."""

@@ -1,4 +1,4 @@
-"""Driver, compiler, NCCL of both interpreters, topology, peer access, and memory shared between processes."""
+"""Tests driver, compiler, NCCL of both interpreters, topology, peer access, and memory shared between processes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megarl.system.errors import ConfigError
 from megarl.system.machine import machine_info
 from megarl.system.processes import has_nvidia_device
 
-_WAIT_S = 120.0  # for one command, or one message of the other process
+_WAIT_S = 120.0  # seconds for one command, or one message of the other process
 _SHARED_BYTES = 1 << 20
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Check what everything else stands on."""
+    """Check the environment on which all other sections depend."""
     for name, value in machine_info().items():
         found.fact(name, json.dumps(value))
     found.part("devices", lambda: _devices(found))
@@ -48,7 +48,7 @@ def said(command: list[str]) -> str:
     """Return the output of a program.
 
     Raises:
-        Skipped: it is not there, or fails.
+        Skipped: the program is missing, or fails.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=False)
@@ -80,11 +80,11 @@ def _driver(found: Findings) -> None:
 
 
 def _compiler(found: Findings) -> None:
-    """SGLang and FlashInfer compile kernels at their first use."""
+    """Check the compiler, because SGLang and FlashInfer compile kernels at their first use."""
     if not has_cuda():
         raise Skipped("no GPU")
     try:
-        python = find_python(None, cuda=True)  # servers may have a compiler of their own
+        python = find_python(None, cuda=True)  # servers may have their own compiler
     except ConfigError:
         python = None
     problem, home = toolkit_problem(python=python), toolkit_home(python=python)
@@ -93,11 +93,11 @@ def _compiler(found: Findings) -> None:
 
 
 def nccl(found: Findings, servers: Path | None = None, trainer: Path = Path(sys.executable)) -> None:
-    """Check that trainer and servers have one version of NCCL: of their wheels, or of what their torch has loaded.
+    """Check that trainer and servers have the same version of NCCL, in their wheels or as loaded by their torch.
 
     Args:
-        found: takes the checks.
-        servers: interpreter of the servers; None: the one that a run would find.
+        found: records the checks.
+        servers: interpreter of the servers; None: the one that a run would use.
         trainer: interpreter of the trainer.
 
     Raises:
@@ -117,7 +117,7 @@ def nccl(found: Findings, servers: Path | None = None, trainer: Path = Path(sys.
 
 
 def _peers(found: Findings) -> None:
-    """Copy between all pairs of GPUs, and compare."""
+    """Copy data between all pairs of GPUs, and compare it."""
     count = torch.cuda.device_count() if has_cuda() else 0
     if count < 2:
         raise Skipped(f"{count} GPUs")
@@ -133,7 +133,7 @@ def _peers(found: Findings) -> None:
 
 
 def _shared_memory(found: Findings, owner: torch.device, user: torch.device, hand_overs: int) -> None:
-    """Hand one buffer to another process again and again, as weight synchronisation does for a whole run."""
+    """Hand one buffer to another process many times, as weight updates do during a run."""
     from megarl.sync.shared import handle_of, shared_buffer
 
     code = f"from {__name__} import take; take({str(user)!r})"
@@ -162,7 +162,7 @@ def _shared_memory(found: Findings, owner: torch.device, user: torch.device, han
 
 
 def take(user: str) -> None:
-    """Map each buffer whose handle comes on standard input, copy it to the device `user`, and print the sum."""
+    """Map each buffer whose handle arrives on standard input, copy it to the device `user`, and print the sum."""
     from megarl.sync.shared import open_handle
 
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Embedded generation: captured steps against plain ones, log-probs against the training pass, memory given back."""
+"""Tests embedded generation: captured steps against plain ones, log-probs against the training pass, memory freed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 _MODELS = ("dense", "mixture")
 _EOS = [2]
 _ROUNDS = 3
-_SLACK = 1 << 16  # bytes: a cache of these models has a megabyte
-#: Log-probs of decoding against those of the training pass: other kernels on the same weights. In bf16 a token may go
-#: to another expert: 0.003 on a CPU.
+_SLACK = 1 << 16  # tolerated growth in bytes; a cache of these models has a megabyte
+#: Limits for log-probs of decoding against the training pass, which use different kernels. In bf16 a token may be
+#: routed to another expert: 0.003 on a CPU.
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Generate with every model in every dtype, with and without CUDA graphs."""
+    """Generate with every model and dtype, with and without CUDA graphs."""
     layout = single_layout()
     if not has_cuda():
         found.skip("graphs", "no GPU")
@@ -41,7 +41,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) -> None:
-    """Check samples of one model."""
+    """Check the generated samples of one model."""
     from megarl.rollout.embedded.engine import EmbeddedEngine
     from megarl.rollout.embedded.model import DecoderStage
     from megarl.rollout.embedded.parallel import Mesh
@@ -76,7 +76,9 @@ def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) ->
 
 
 def live_bytes() -> int:
-    """Return the bytes of this process's tensors: of the device's allocator, or, on a CPU, of what Python can reach."""
+    """Return the bytes of this process's tensors: in the device's allocator, or on a CPU those that Python can
+    reach.
+    """
     gc.collect()
     if has_cuda():
         empty_cache()

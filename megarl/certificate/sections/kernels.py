@@ -1,4 +1,4 @@
-"""Attention, log-probs, norm and activation against float64, forwards and backwards."""
+"""Tests attention, log-probs, norm and activation against float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from torch import Tensor
 from megarl.certificate.findings import Findings, worst
 from megarl.system.device import device, has_cuda
 
-#: Norm of the difference over the norm of the result. bf16 keeps 8 bits: an element is off by up to 4e-3, and
-#: probabilities of attention are rounded once more (0.006 on a CPU); float32 is off by 1e-7 per operation, and sums are
-#: in another order (4e-7 on a CPU); TF32 would be off by 1e-3.
+#: Limits for the norm of the difference over the norm of the result. bf16 keeps 8 bits: an element is off by up to
+#: 4e-3, and attention probabilities are rounded once more (0.006 on a CPU). float32 is off by 1e-7 per operation, and
+#: sums have another order (4e-7 on a CPU); TF32 would be off by 1e-3.
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 _LENGTHS = ([37, 512, 5], [1], [1024, 130, 130], [64] * 7)
 _HEADS, _GROUPS, _DIM = 16, 4, 128
 _NOTHING = (
-    1e-3  # share of the upstream gradient's norm below which a gradient is rounding (one token attends to itself)
+    # share of the upstream gradient's norm below which a gradient counts as rounding (a token that attends only to
+    # itself)
+    1e-3
 )
 
 
@@ -45,13 +47,13 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def difference(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of the difference over that of `wanted`, in float64; `floor` is added to the latter."""
+    """Return the norm of the difference over that of `wanted`, in float64; `floor` is added to the denominator."""
     wanted = wanted.detach().double()
     return float((got.detach().double() - wanted).norm() / (wanted.norm() + floor))
 
 
 def _difference_of(got: Tensor | None, wanted: Tensor | None, floor: float) -> float:
-    """Return `difference`; a missing result or gradient is infinitely far away."""
+    """Return `difference`, or infinity for a missing result or gradient."""
     return math.inf if got is None or wanted is None else difference(got, wanted, floor)
 
 
@@ -77,7 +79,9 @@ def _heads(tokens: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) -> float:
-    """Attend as each of the ranks in turn, with keys and values as their all-gather leaves them."""
+    """Compute attention for each rank in turn, with keys and values as its all-gather returns them; return the
+    error.
+    """
     from megarl.models.attention import attend
     from megarl.models.packing import cp_split, pack_stream
 
@@ -97,7 +101,7 @@ def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) ->
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
-    """Return causal attention [t, heads, d] of every sequence to itself, written out."""
+    """Return causal attention [t, heads, d] within each sequence, by explicit formulas."""
     parts, repeat = [], q.shape[1] // k.shape[1]
     for one in zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True):
         a, b, c = (x.transpose(0, 1) for x in one)
@@ -138,8 +142,9 @@ def _head(tokens: int, vocabulary: int, dtype: torch.dtype, temperature: float =
 def _with_gradients(
     ours: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor], nothing: float = 0.0
 ) -> float:
-    """Return the largest difference of result and gradients; `nothing`: share of the upstream gradient's norm that is
-    added to that of each."""
+    """Return the largest difference of result and gradients. `nothing` is the share of the upstream gradient's norm
+    added to the norm of each gradient.
+    """
     mine = [one.clone().requires_grad_() for one in inputs]
     theirs = [one.double().requires_grad_() for one in inputs]
     out, wanted = ours(*mine), exact(*theirs)

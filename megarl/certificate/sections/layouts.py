@@ -1,4 +1,4 @@
-"""Every layout that fits the devices against one process: log-probs, losses and gradient norms of two steps."""
+"""Tests every layout that fits the devices against one process: log-probs, losses and gradient norms of two steps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megarl.config.run import RunConfig
 
 _MODELS = ("dense", "mixture")
 _STEPS = 2
-_LIMIT = 1e-4  # float32: sums run in another order, some 1e-6 of values of size 1 to 10
+_LIMIT = 1e-4  # limit in float32: sums have another order, which changes values of 1 to 10 by about 1e-6
 _DEADLINE_S = 120.0
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Compute the same numbers in one process and in all that there are devices for; two on a CPU."""
+    """Compute the same numbers in one process and on all devices; on a CPU with two processes."""
     processes = gpu_count() or 2
     if processes == 1:
-        found.skip("layouts", "one GPU, and a layout takes two or more")
+        found.skip("layouts", "one GPU, but a layout needs two or more")
         return
     settings = ("cluster.threads=1", f"cluster.timeout_s={_DEADLINE_S}")
     alone, together = (
@@ -40,7 +40,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def differences(expected: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest differences between one process and all ranks, of the numbers of samples and of steps."""
+    """Return the largest differences between one process and all ranks, for the numbers of samples and of steps."""
     errors: dict[str, float] = {}
     for what, rows in expected["samples"].items():
         found = {name: row for rank in ranks for name, row in rank["samples"][what].items()}
@@ -57,7 +57,7 @@ def differences(expected: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[s
 
 
 def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
-    """Yield (name, layout) of each model for so many processes; data parallel has the rest of them."""
+    """Yield (name, layout) of each model for `processes` processes; the rest is data parallel."""
     if processes == 1:
         yield from ((model, ParallelConfig()) for model in _MODELS)
         return
@@ -68,14 +68,14 @@ def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
         for one in sizes:
             layout = ParallelConfig(**one)
             experts = layout.ep * layout.expert_tp * layout.pp if layout.ep > 1 else 1
-            heads = layout.tp <= 2  # groups of queries in the small models
+            heads = layout.tp <= 2  # number of query groups in the small models
             fits = processes % layout.model_parallel_size == 0 and processes % experts == 0 and heads
             if fits and (model == "mixture" or layout.ep == 1):
                 yield f"{model} {' '.join(f'{key} {value}' for key, value in one.items()) or 'dp only'}", layout
 
 
 def work(config: RunConfig, run_dir: Path) -> None:
-    """Compute the numbers of every layout and leave this rank's in a file. Runs in each worker."""
+    """Compute the numbers of every layout and write this rank's to a file. Runs in each worker."""
     from megarl.runtime.setup import init_processes
     from megarl.training.parallel import init_parallel
 

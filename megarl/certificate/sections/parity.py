@@ -1,4 +1,4 @@
-"""Log-probs and hidden states of every architecture against transformers, on the same device."""
+"""Tests log-probs and hidden states of every architecture against transformers, on the same device."""
 
 from __future__ import annotations
 

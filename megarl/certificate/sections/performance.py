@@ -1,4 +1,4 @@
-"""The roof: rates of matrix products, memory, attention and the link to host memory beside the data sheet's."""
+"""Measures the roofline: rates of matrix products, memory, attention and the host link, beside the data sheet's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.planning.hardware import KINDS, Hardware, best_seconds, measure_peak
 from megarl.system.device import DTYPES, device, has_cuda
 
 _SECONDS = 1.0
-_REPEATS = 10  # calls between two looks at the clock: starting a kernel costs the host some microseconds
+_REPEATS = 10  # calls between two readings of the clock, because starting a kernel takes the host microseconds
 
 
 def run(found: Findings, folder: Path) -> None:
@@ -45,7 +45,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def hardware_here() -> Hardware | None:
-    """Return the kind of this machine's GPUs; None: there is none, or it is not among `KINDS`."""
+    """Return the kind of this machine's GPUs; None without GPUs, or if `KINDS` lacks it."""
     if not has_cuda():
         return None
     name = torch.cuda.get_device_name().lower()
@@ -61,7 +61,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _attention(tokens: int, heads: int = 32, groups: int = 8, dim: int = 128) -> tuple[float, float]:
-    """Return FLOP/s of the products under causality, half of all pairs: forwards, and with gradients (3.5 times)."""
+    """Return the FLOP/s of causal attention products (half of all pairs): forward, and with gradients (3.5 times the
+    work).
+    """
     from megarl.models.attention import attend
     from megarl.models.packing import pack_stream
 

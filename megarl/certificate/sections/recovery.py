@@ -1,4 +1,4 @@
-"""Checkpoints and kill -9: a run that lost a worker goes on with the numbers of one that was not disturbed."""
+"""Tests checkpoints and SIGKILL: a run that lost a worker continues with the numbers of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.system.device import has_cuda
 _STEPS, _KILLED_AFTER = 6, 3
 _LIMIT_S = 400.0
 _TIMES = ("timing_s/", "perf/", "team/")
-_CLOSE = 0.05  # of the first step after the kill on a GPU, whose sums of gradients run in another order each time
+_CLOSE = 0.05  # limit for the first step after the kill on a GPU, where gradient sums have another order each time
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Train undisturbed; train, kill a worker and go on; compare."""
+    """Train undisturbed; train, kill a worker and continue; compare."""
     processes = min(gpu_count() or 1, 2)
     settings = [*PLAIN, f"cluster.nproc={processes}", "data.batch_size=8", "rollout.sampling.n=4"]
     settings += [f"trainer.steps={_STEPS}", "trainer.save_every=1"]
@@ -39,12 +39,12 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def numbers_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a step that measure neither time nor memory."""
+    """Return the numbers of a step that do not measure time or memory."""
     return {name: value for name, value in line.items() if name != "time" and not name.startswith(_TIMES)}
 
 
 def _victim(run_dir: Path, rank: int) -> int | None:
-    """Return the process of a rank once enough steps are done."""
+    """Return the process of a rank once enough steps are done, else None."""
     from megarl.runtime.health import read_beat
 
     if not any(line["step"] >= _KILLED_AFTER for line in steps_in(run_dir)):

@@ -1,6 +1,6 @@
-"""SGLang servers, on the trainer's GPUs and on GPUs of their own, with each transport of the weights.
+"""Tests SGLang servers, colocated and on their own GPUs, with each transport of weights.
 
-Checksums of all tensors are compared after every update, and log-probs of what servers generate with the trainer's.
+After every update checksums of all tensors are compared, and log-probs of generated samples with the trainer's.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 TRANSPORTS = ("tensor", "distributed", "disk", "delta")
 _UPDATES = 3
 _PROMPTS = 8
-#: Log-probs of the servers' kernels against the trainer's: 2e-5 in float32 on a CPU; bf16 keeps 8 bits.
+#: Limits for log-probs of the servers' kernels against the trainer's: 2e-5 in float32 on a CPU; bf16 keeps 8 bits.
 _LIMITS = {"fp32": 1e-3, "bf16": 0.2}
-_MODEL = "Qwen/Qwen3-0.6B"  # with random weights: its sizes make the seconds of an update worth reading
+_MODEL = "Qwen/Qwen3-0.6B"  # randomly initialised; large enough for update times to be meaningful
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Start servers for each placement and transport, and update them some times."""
+    """Start servers for each placement and transport, and update them several times."""
     try:
         find_python(None, cuda=has_cuda())
     except ConfigError as error:
@@ -45,17 +45,17 @@ def run(found: Findings, folder: Path) -> None:
         for transport in TRANSPORTS if gpus or not colocated else TRANSPORTS[:1]:
             name = f"{'colocated' if colocated else 'apart'} {transport}"
             if gpus == 1 and not colocated:
-                found.skip(name, "one GPU, and trainer and server take one each")
+                found.skip(name, "one GPU, but trainer and server need one each")
             elif gpus and colocated and transport == "distributed":
-                found.skip(name, "NCCL joins no two processes on one GPU")
+                found.skip(name, "NCCL cannot join two processes on one GPU")
             elif gpus and colocated and transport == "delta":
-                found.skip(name, "weights leave the servers in each update, so that nothing is left to change")
+                found.skip(name, "servers release their weights in each update, so a delta has nothing to change")
             else:
                 _run_and_check(found, name, settings(gpus, transport, colocated=colocated), folder)
 
 
 def settings(gpus: int, transport: str, *, colocated: bool) -> list[str]:
-    """Return what the recipe overrides: all GPUs train and serve, or half of them each; on a CPU one process each."""
+    """Return the recipe's overrides: all GPUs train and serve, or half of them each; on a CPU one process each."""
     dtype = "bf16" if gpus else "fp32"
     trainers, servers = (max(gpus, 1),) * 2 if colocated else (max(gpus // 2, 1), max(gpus - gpus // 2, 1))
     given = [f"cluster.nproc={trainers}", "sft.steps=0", "tracking.mlflow=false", f"model.dtype={dtype}"]
@@ -78,7 +78,7 @@ def _yaml(value: bool) -> str:
 def _run_and_check(found: Findings, name: str, overrides: list[str], folder: Path) -> None:
     try:
         ranks = in_workers(f"{__name__}:work", overrides, folder / name.replace(" ", "_"))
-    except RuntimeError as error:  # the others may work
+    except RuntimeError as error:  # other placements and transports may still work
         found.check(f"{name}: runs", False, str(error))
         return
     _check(found, name, ranks)
@@ -102,12 +102,12 @@ def _check(found: Findings, name: str, ranks: Sequence[dict[str, Any]]) -> None:
 
 
 def crossings(plan: SyncPlan, ranks: Sequence[str], servers: Sequence[Sequence[str]]) -> list[str]:
-    """Return the servers that share GPUs with trainer ranks and get nothing from these.
+    """Return the servers that share GPUs with trainer ranks but get no weights from these.
 
-    Memory of a colocated server may be written from its own GPU only, so that what comes from others takes a detour.
+    Memory of a colocated server can be written only from its own GPU, so weights from other GPUs take a detour.
 
     Args:
-        plan: of the weights.
+        plan: plan of the weight update.
         ranks: name of the GPU of each trainer rank.
         servers: names of the GPUs of each server.
     """
@@ -117,7 +117,7 @@ def crossings(plan: SyncPlan, ranks: Sequence[str], servers: Sequence[Sequence[s
             own = set(servers[receiver])
             if own & set(ranks) and not any(ranks[sender] in own for sender in route.senders):
                 gpus = ", ".join(sorted({ranks[sender] for sender in route.senders}))
-                found.append(f"server {receiver} on GPU {', '.join(sorted(own))} is fed from GPU {gpus}")
+                found.append(f"server {receiver} on GPU {', '.join(sorted(own))} gets weights from GPU {gpus}")
     return found
 
 
@@ -156,7 +156,7 @@ def work(config: RunConfig, run_dir: Path) -> None:
 
 
 def _update(c: RankState, version: int) -> dict[str, float]:
-    """Change all weights, the same on every rank, and publish them; return the numbers of the update."""
+    """Change all weights, equally on every rank, and publish them; return the numbers of the update."""
     from megarl.runtime.generation import publish
     from megarl.system.metrics import Metrics
 
@@ -170,7 +170,7 @@ def _update(c: RankState, version: int) -> dict[str, float]:
 
 
 def _generate(c: RankState) -> tuple[float, list[int]]:
-    """Return the largest difference of log-probs, server against trainer, and the versions that generated."""
+    """Return the largest difference of log-probs between server and trainer, and the weight versions that generated."""
     from megarl.data.batch import Batch, Jagged
     from megarl.rollout.engine import Request
 

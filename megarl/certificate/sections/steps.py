@@ -1,4 +1,5 @@
-"""Steps of GRPO on models with random weights: tokens/s per GPU, MFU by phase, decoding, weight updates, the planner.
+"""Measures GRPO steps of randomly initialised models: tokens/s per GPU, MFU by phase, decoding, weight updates, the
+planner.
 
 0.6B, 1.7B and 8B on all GPUs, with embedded generation and with colocated servers; on a CPU the quickstart's model.
 """
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
     from megarl.planning.hardware import Hardware
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B")
-_STEPS = 4  # the first is not counted
+_STEPS = 4  # the first step is not counted
 _SETTINGS = (*PLAIN, "data.val_files=[]", f"trainer.steps={_STEPS}")  # the last step would validate, and take longer
-_FULL = 0.9  # of a GPU's memory: what a layout may take by the planner's estimate
-RUN_S = 1200.0  # of one of the runs, two for each model
+_FULL = 0.9  # share of a GPU's memory that a layout may need by the planner's estimate
+RUN_S = 1200.0  # seconds for one run; each model has two
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Train every model with every engine that is there, and set the published figures of others beside it."""
+    """Train every model with every available engine, and record published figures of other projects beside the
+    results.
+    """
     from megarl.benchmarks import published
 
     if not has_cuda():
@@ -57,7 +60,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def on_cpu() -> list[str]:
-    """Return the overrides of a small run: it shows that this section works, and its planner's figures are measured."""
+    """Return the overrides of a small run, which shows that this section works and measures the planner's estimates."""
     settings = [*_SETTINGS, "cluster.nproc=1", "data.batch_size=8"]
     return [*settings, "rollout.sampling={n: 4, max_new_tokens: 16, ignore_eos: true}"]
 
@@ -82,7 +85,7 @@ def on_gpus(model: str, engine: str, gpus: int, tp: int, memory_gb: float) -> li
 
 
 def fitting(model: str, engine: str, gpus: int, kind: Hardware | None) -> list[str] | None:
-    """Return the overrides with the least tensor parallelism that fits by the planner's estimate; None: none does."""
+    """Return the overrides with the least tensor parallelism that fits by the planner's estimate; None if none does."""
     import torch
 
     memory = torch.cuda.get_device_properties(0).total_memory / 1e9

@@ -1,4 +1,4 @@
-"""Training of every kind of model against float64, with everything taken off the device and brought back meanwhile."""
+"""Tests training of every kind of model against float64, with all state offloaded and restored between steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _MODELS = ("dense", "tied", "mixture", "critic")
 _STEPS = 4
-#: float32 sums in another order: 5e-7 on a CPU. bf16 keeps 8 bits, over four layers: 0.01 on a CPU.
+#: Limits: float32 sums have another order (5e-7 on a CPU); bf16 keeps 8 bits, over four layers (0.01 on a CPU).
 _NUMBERS = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-#: In bf16 a token may go to another expert than in float64, and its gradient with it: 0.08 on a CPU.
+#: In bf16 a token may be routed to another expert than in float64, which changes its gradient: 0.08 on a CPU.
 _AFTER_STEPS = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 
 
@@ -42,7 +42,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def forms(dtype: torch.dtype) -> tuple[Form, ...]:
-    """Return the forms of layers to train: that of Transformer Engine too, where `auto` takes it."""
+    """Return the forms of layers to train, including Transformer Engine's if `auto` would use it."""
     from megarl.config.training import EngineConfig
     from megarl.models.layer_forms import layer_form
 
@@ -58,7 +58,7 @@ def train(
     exact: dict[str, torch.Tensor],
     steps: list[dict[str, float]],
 ) -> None:
-    """Hold an engine against the reference's numbers before training, and those of its steps."""
+    """Compare an engine's numbers before training, and those of its steps, with the reference's."""
     name = f"{model} {str(dtype).removeprefix('torch.')}{'' if layers == 'local' else ' in Transformer Engine'}"
     engine, batch, limit = make_engine(model, layout, dtype, layers=layers), make_batch(), _NUMBERS[dtype]
     elsewhere = left_on_host(engine)

@@ -1,4 +1,4 @@
-"""Tool use: chat models call functions and continue with the results."""
+"""Tool use: chat models call functions and continue with their results."""
 
 from megarl.envs.tools.environment import Tools, ToolSettings
 

@@ -1,4 +1,5 @@
-"""The environment `tools`: every turn that calls tools is answered with the results; a turn without calls is the last.
+"""The environment `tools`: it replies to every turn that calls tools with the results; a turn without calls is the
+last.
 
 user: 47*85=
 assistant: <tool_call>{"name": "multiply", "arguments": {"a": 47, "b": 85}}</tool_call>
@@ -28,8 +29,8 @@ from megarl.system.errors import ConfigError, count
 from megarl.system.plain import nested_deeper
 
 _DEPTH = 100
-_THREADS = 64  # concurrent calls, including those that wait for a process
-_GIVE_UP_S = 10.0  # beyond a turn's deadline, to end a process
+_THREADS = 64  # most concurrent calls, including those that wait for a process
+_GIVE_UP_S = 10.0  # seconds after a turn's deadline to end a process
 
 
 class ToolSettings(EnvSettings):
@@ -38,32 +39,34 @@ class ToolSettings(EnvSettings):
     tools: list[str] = Field(
         default_factory=list, description="functions that the model may call: file.py:fn, pkg.mod:fn"
     )
-    mcp: dict[str, McpServer] = Field(default_factory=dict, description="MCP servers whose tools it may call, by name")
-    parser: Literal["qwen", "qwen25", "llama3"] = Field("qwen", description="how the model writes a call")
+    mcp: dict[str, McpServer] = Field(
+        default_factory=dict, description="MCP servers whose tools the model may call, by name"
+    )
+    parser: Literal["qwen", "qwen25", "llama3"] = Field("qwen", description="format in which the model writes a call")
     announce: Literal["template", "system", "none"] = Field(
         "template",
-        description="how prompts present the tools. template: by the chat template's `tools`; system: by text in the "
-        "system message; none: not at all",
+        description="how prompts present the tools. template: through the chat template's `tools`; system: as text in "
+        "the system message; none: not at all",
     )
     workers: PositiveInt = Field(1, description="processes per replica that run tools")
-    timeout_s: PositiveFloat = Field(10.0, description="deadline of a call; a later one is answered with an error")
-    max_calls: PositiveInt = Field(
-        16, description="calls of a turn that are made; the others are answered with an error"
-    )
+    timeout_s: PositiveFloat = Field(10.0, description="deadline of a call; a call that takes longer gets an error")
+    max_calls: PositiveInt = Field(16, description="most calls of a turn that are executed; further calls get an error")
     turn_timeout_s: PositiveFloat = Field(
-        120.0, description="deadline of all calls of a turn, with their wait for a free process; later: an error"
+        120.0,
+        description="deadline of all calls of a turn together, including the wait for a free process; later "
+        "calls get an error",
     )
-    memory_mb: PositiveInt = Field(2048, description="address space of a process that runs tools")
-    max_chars: PositiveInt = Field(8192, le=1_000_000, description="characters of a result that the model is shown")
+    memory_mb: PositiveInt = Field(2048, description="most memory (address space) of a process that runs tools")
+    max_chars: PositiveInt = Field(8192, le=1_000_000, description="most characters of a result that the model sees")
 
     @property
     def longest_s(self) -> float:
-        """A turn's deadline, and the time to give up a process."""
+        """A turn's deadline plus the time to end a process."""
         return self.turn_timeout_s + _GIVE_UP_S
 
 
 class Tools(Environment):
-    """An environment that answers calls with messages of the role `tool`, including errors of a call."""
+    """Replies to calls with messages of the role `tool`, including errors of a call."""
 
     Settings = ToolSettings
     scores: ClassVar[bool] = False
@@ -75,9 +78,11 @@ class Tools(Environment):
 
     @classmethod
     def check(cls, settings: ToolSettings) -> None:
-        """Load the functions; servers are not started, which may take long and belongs to the machines of the run."""
+        """Load the functions. Servers are not started, because that may take long and needs the run's machines."""
         if not (settings.tools or settings.mcp):
-            raise ConfigError("no tools", where="env.tools", found=[], fix="name a function, or a server in env.mcp")
+            raise ConfigError(
+                "no tools", where="env.tools", found=[], fix="name a function in env.tools, or a server in env.mcp"
+            )
         load_tools(settings.tools)
         check_servers(settings.mcp)
 
@@ -102,7 +107,7 @@ class Tools(Environment):
 
     @classmethod
     def needs_tool_template(cls, settings: ToolSettings) -> bool:
-        """Return whether the chat template has to write tools."""
+        """Return whether the chat template must be able to write tools."""
         return settings.announce == "template"
 
     @classmethod
@@ -133,12 +138,12 @@ class Tools(Environment):
         shared.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Keep the prompt's images, where a function asks for them."""
+        """Keep the prompt's images if a function uses images."""
         given = (row.get("images") or ()) if self.shared.asks_images else ()
         self._images = [_base64(image) for image in given]
 
     def step(self, action: Action) -> Step:
-        """Run the calls of a turn in order; a truncated turn is the last one, so its calls are not run."""
+        """Run the calls of a turn in order. A truncated turn is the last one, so its calls are not run."""
         if action.finish_reason != "stop":
             return Step(done=True)
         calls = PARSERS[self.settings.parser](action.raw)
@@ -156,7 +161,7 @@ class Tools(Environment):
         return Step(messages, info={"tool_calls": float(len(calls)), "tool_errors": float(failed)})
 
     def _run(self, calls: Sequence[Call]) -> list[Said]:
-        """Return the answers to concurrent calls, in the order of the calls."""
+        """Return the results of concurrent calls, in the order of the calls."""
         deadline = time.monotonic() + self.settings.turn_timeout_s
         work = [
             self._wrong_with(call) or self.shared.begin(call.name, call.arguments, deadline, self._images)
@@ -175,7 +180,7 @@ class Tools(Environment):
         return answers
 
     def _wrong_with(self, call: Call) -> str:
-        """Explain to the model why a call cannot be made; empty: it can."""
+        """Return why a call cannot be made, as text for the model; empty if it can."""
         if call.error:
             return f"error: {call.error}"
         if call.name not in self.shared.names:
@@ -186,20 +191,20 @@ class Tools(Environment):
 
 
 class Caller(Protocol):
-    """A runner of tools: `names` of them, `call(name, arguments, deadline, images)` from any thread."""
+    """Runs tools: `names` lists them, and `call(name, arguments, deadline, images)` may be called from any thread."""
 
     @property
     def names(self) -> list[str]:
         """Names of the tools."""
 
     def call(self, name: str, arguments: dict[str, Any], deadline: float, images: Sequence[str]) -> Said:
-        """Return the tool's answer, or its error as the model is told it, and whether it failed.
+        """Return the tool's result, or its error as text for the model, and whether it failed.
 
         Args:
-            name: of the tool.
+            name: name of the tool.
             arguments: plain JSON.
-            deadline: on the monotonic clock, after which nobody waits for the answer.
-            images: of the episode so far, files in base64.
+            deadline: on the monotonic clock; later results are not used.
+            images: images of the episode so far, as files in base64.
         """
 
     def close(self) -> None:
@@ -210,8 +215,8 @@ class Callers:
     """All tools that the episodes of a replica call.
 
     Attributes:
-        names: of the tools.
-        asks_images: one of them asks for the images of its episode.
+        names: names of the tools.
+        asks_images: some tool uses the images of its episode.
     """
 
     def __init__(self) -> None:
@@ -245,7 +250,7 @@ class Callers:
 def _check_names(functions: Sequence[str], served: Sequence[str]) -> None:
     if twice := sorted(set(functions) & set(served)):
         raise ConfigError(
-            "a function and a tool of an MCP server have one name",
+            "a function and a tool of an MCP server have the same name",
             where="env.tools",
             found=twice,
             fix="rename the function, or choose the server's tools with env.mcp.NAME.tools",
@@ -253,7 +258,7 @@ def _check_names(functions: Sequence[str], served: Sequence[str]) -> None:
 
 
 def _shown(said: str | list[dict[str, str]], most: int) -> str | list[dict[str, str]]:
-    """Return an answer as the content of a message."""
+    """Return a result as the content of a message."""
     if isinstance(said, str):
         return _encodable(said[:most])
     return [{**part, "text": _encodable(part["text"])} if "text" in part else part for part in said]
@@ -265,5 +270,5 @@ def _base64(image: Any) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Return text without halves of surrogate pairs, which JSON can express and no tokenizer takes."""
+    """Return text without unpaired surrogates, which JSON can express but tokenizers cannot encode."""
     return text.encode("utf-8", "replace").decode()

@@ -20,7 +20,7 @@ _KEY = "env.tools"
 _IMAGE_CHARS, _DATA_URL = 8 << 20, "data:image/png;base64,"
 
 
-#: An answer, text or parts of text and images, and whether the call failed.
+#: A result: text or parts of text and images, and whether the call failed.
 Said = tuple[str | list[dict[str, str]], bool]
 
 
@@ -28,7 +28,7 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
     """Return the tools of `file.py:fn` and `pkg.mod:fn`.
 
     Raises:
-        ConfigError: a file or function is missing, does not import, or is no tool, or two have the same name.
+        ConfigError: a file or function is missing, cannot be imported, or is not a tool, or two have the same name.
     """
     tools: list[Tool] = []
     for name in names:
@@ -43,18 +43,18 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
     names_ = [tool.name for tool in tools]
     twice = sorted({name for name in names_ if names_.count(name) > 1})
     if twice:
-        raise ConfigError("two tools have one name", where=_KEY, found=twice, fix="rename one of them")
+        raise ConfigError("two tools have the same name", where=_KEY, found=twice, fix="rename one of them")
     return tools
 
 
 def _read_answer(max_chars: int, value: Any) -> Result:
-    """Read a process's answer to a call: what it `said`, text or parts, and whether it `failed`.
+    """Read a process's reply to a call: the result `said` (text or parts), and whether it `failed`.
 
     Raises:
-        Malformed: the answer has another form.
+        Malformed: the reply has another form.
     """
     if not isinstance(value, dict) or value.keys() != {"said", "failed"}:
-        raise Malformed(f"a result that is no tool's: {short(value)}")
+        raise Malformed(f"an invalid result of a tool: {short(value)}")
     said = value["said"]
     if isinstance(said, list):
         said = [_read_part(part, max_chars) for part in said]
@@ -69,23 +69,23 @@ def _read_part(part: Any, max_chars: int) -> dict[str, str]:
         raise Malformed(f"a part of a result that is neither text nor an image: {short(part)}")
     content = text(part[kind], max_chars if kind == "text" else _IMAGE_CHARS, f"a part of a result ({kind})")
     if kind == "image" and not content.startswith(_DATA_URL):
-        raise Malformed(f"an image that is not in the result: {short(content)}")  # never a path of this machine
+        raise Malformed(f"an image that is not in the result: {short(content)}")  # never a path on this machine
     return {"type": kind, kind: content}
 
 
 class Functions:
-    """A pool of processes that run tools, one call at a time each. Calls come from any thread.
+    """A pool of processes that run tools, one call at a time each. Calls may come from any thread.
 
     Args:
         names: the functions.
         workers: number of processes.
         timeout_s: a call that takes longer ends with an error, and its process is replaced.
         memory_mb: address space of a process.
-        max_chars: of a result; a longer one is cut.
+        max_chars: most characters of a result; a longer one is cut.
 
     Attributes:
-        names: of the tools.
-        seeing: names of those that ask for images.
+        names: names of the tools.
+        seeing: names of those that use images.
 
     Raises:
         ConfigError: a process could not load a tool.
@@ -107,7 +107,7 @@ class Functions:
                 program="megarl.envs.tools.worker",
                 noun="environment",
                 read=functools.partial(_read_answer, max_chars),
-                repeats=False,  # a call may have had an effect
+                repeats=False,  # not repeated, because a call may have had an effect
                 quiet=True,
             )
             for _ in range(workers)
@@ -124,7 +124,7 @@ class Functions:
         left = deadline - time.monotonic()
         seen = {IMAGES: list(images)} if name in self.seeing else {}
         try:
-            # The pool's own deadline is for a restarting process; a call is bounded by `timeout_s`.
+            # The pool's own deadline covers a restarting process; `timeout_s` limits a call.
             outcome = pool.score([{"name": name, "arguments": arguments, **seen}], max(0.0, left), False)[0]
         finally:
             self._free.put(pool)

@@ -32,45 +32,46 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 _KEY = "env.mcp"
-#: Seconds beyond a call's own deadline, which the package keeps: time for its answer to pass the event loop.
+#: Seconds in addition to a call's own deadline, which the package keeps: time for the result to pass the event loop.
 _GRACE_S = 5.0
-#: Seconds within which a server lists its tools again after an error, or its connection is given up.
+#: Seconds within which a server must list its tools again after an error; otherwise its connection is closed.
 _CHECK_S = 5.0
-#: Seconds until a program that was told to end is killed.
+#: Seconds after which a program that was told to end is killed.
 _END_S = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 T = TypeVar("T")
 
 
 class McpServer(Section):
-    """One MCP server: a program that speaks over stdin and stdout, or an address."""
+    """One MCP server: a program that communicates over stdin and stdout, or an address."""
 
     command: str | None = Field(None, description="program to start, once per replica")
-    args: list[str] = Field(default_factory=list, description="its arguments")
-    cwd: str | None = Field(None, description="folder it starts in; null: the run's")
+    args: list[str] = Field(default_factory=list, description="arguments of the command")
+    cwd: str | None = Field(None, description="folder in which the command starts; null: the run's")
     pass_env: list[str] = Field(
-        default_factory=list, description="environment variables it is given; of the others it sees PATH, HOME and USER"
+        default_factory=list,
+        description="environment variables that are passed to the command; of all others it gets PATH, HOME and USER",
     )
-    url: str | None = Field(None, description="address of a server that runs (streamable HTTP)")
+    url: str | None = Field(None, description="address of a running server (streamable HTTP)")
     token_env: str | None = Field(None, description="environment variable with the bearer token for `url`")
-    tools: list[str] | None = Field(None, description="tools that the model may call; null: all that the server has")
-    start_s: PositiveFloat = Field(30.0, description="deadline until the server has told its tools")
+    tools: list[str] | None = Field(None, description="tools that the model may call; null: all tools of the server")
+    start_s: PositiveFloat = Field(30.0, description="deadline for the server to list its tools")
 
     @model_validator(mode="after")
     def _one_way(self) -> McpServer:
         if (self.command is None) == (self.url is None):
-            raise ValueError("a server has a command or a url, one of the two")
+            raise ValueError("a server has either a command or a url")
         if self.url is None and self.token_env:
-            raise ValueError("token_env is for a url; a program is given variables by pass_env")
+            raise ValueError("token_env is only for a url; use pass_env to pass variables to a command")
         if self.url is not None and (self.args or self.cwd or self.pass_env):
-            raise ValueError("args, cwd and pass_env are for a command")
+            raise ValueError("args, cwd and pass_env are only for a command")
         parts = urlsplit(self.url or "")
         if self.url is not None and parts.scheme not in ("http", "https"):
-            raise ValueError("a url begins with http:// or https://")
+            raise ValueError("a url must begin with http:// or https://")
         if parts.password:
-            raise ValueError("credentials do not belong into a url: name a variable with token_env")
+            raise ValueError("a url must not contain credentials: name a variable with token_env")
         if self.token_env and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
-            raise ValueError("a token is sent over https:// only, or to this machine")
+            raise ValueError("a token is only sent over https://, or to this machine")
         return self
 
 
@@ -78,14 +79,14 @@ class McpServers:
     """Connections to servers, with the schemas of their tools.
 
     Args:
-        servers: by their name in messages.
-        timeout_s: a call that takes longer is answered with an error.
+        servers: servers by their name in messages.
+        timeout_s: a call that takes longer gets an error.
 
     Attributes:
-        schemas: of all tools, as chat templates take them.
+        schemas: schemas of all tools, in the form of chat templates.
 
     Raises:
-        ConfigError: the package is missing, a server does not start or answer or lacks a requested tool, or two servers
+        ConfigError: the package is missing, a server does not start or reply or lacks a requested tool, or two servers
             have tools of the same name.
     """
 
@@ -116,13 +117,13 @@ class McpServers:
     ) -> tuple[str, bool]:
         """Run a tool; see `megarl.envs.tools.environment.Caller`.
 
-        A server whose connection has ended is started or connected again first. It is not sent `images`.
+        A server whose connection has ended is first started or connected again. It gets no `images`.
 
         Raises:
-            ConfigError: the server is gone: `env.on_error` decides, since this is no answer of the tool.
+            ConfigError: the server is gone; `env.on_error` decides what follows, since this is not the tool's result.
         """
         connection = self._holder[name]
-        # The package's deadline is for the call itself; a restarting server has its own before that.
+        # The package's deadline is for the call itself; before it a restarting server has its own deadline.
         limit = self._timeout_s + connection.server.start_s + _END_S + _CHECK_S + _GRACE_S
         limit = max(0.0, min(limit, deadline - time.monotonic()))
         try:
@@ -147,7 +148,7 @@ class McpServers:
         wanted = connection.server.tools
         if wanted is not None and (missing := sorted(set(wanted) - set(connection.schemas))):
             raise ConfigError(
-                f"the MCP server {connection.name!r} has no such tool",
+                f"the MCP server {connection.name!r} does not have this tool",
                 where=f"{_KEY}.{connection.name}.tools",
                 found=missing,
                 allowed=sorted(connection.schemas),
@@ -163,7 +164,9 @@ class McpServers:
             self.schemas.append(connection.schemas[name])
 
     def _wait(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """Return the result of `work` in the loop's thread; after `limit_s` cancel it and raise TimeoutError."""
+        """Return the result of `work` in the loop's thread; after `limit_s` seconds cancel it and raise
+        TimeoutError.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(limit_s)
@@ -173,7 +176,7 @@ class McpServers:
 
 
 class _Connection:
-    """The connection to one server. `schemas`: of all its tools, by name."""
+    """The connection to one server. `schemas` holds those of all its tools, by name."""
 
     def __init__(self, name: str, server: McpServer) -> None:
         self.name, self.server = name, server
@@ -181,9 +184,9 @@ class _Connection:
         self._client: Client | None = None
         self._opening = asyncio.Lock()
         self._over = asyncio.Event()
-        self._ready: asyncio.Future[Client]  # of the attempt in `_task`
+        self._ready: asyncio.Future[Client]  # result of the attempt in `_task`
         self._task: asyncio.Task[None] | None = None
-        self._failed: tuple[float, ConfigError] | None = None  # time and reason of the last failed opening
+        self._failed: tuple[float, ConfigError] | None = None  # time and reason of the last failed attempt to connect
 
     async def open(self) -> None:
         """Connect, and request the list of tools.
@@ -202,52 +205,53 @@ class _Connection:
         except Exception as error:  # any exception of a server, the network or the package
             await self.close()
             refusal = ConfigError(
-                f"the MCP server {self.name!r} does not answer",
+                f"the MCP server {self.name!r} does not reply",
                 where=f"{_KEY}.{self.name}",
                 found=self.server.url or " ".join([self.server.command or "", *self.server.args]),
-                fix=f"try it on its own; here it gave {_reason(error, self.server.start_s)}",
+                fix=f"start it by hand to see why; here the error was: {_reason(error, self.server.start_s)}",
             )
             self._failed = time.monotonic(), refusal
             raise refusal from error
         self._client = client
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
-        """Return the tool's answer, and whether it is an error.
+        """Return the tool's result, and whether it is an error.
 
         Raises:
-            TimeoutError: no answer within `timeout_s`.
+            TimeoutError: no result within `timeout_s`.
             ConfigError: the connection was lost, and reconnecting failed.
         """
         async with self._opening:
             if self._client is None:
                 if self._failed is not None and time.monotonic() - self._failed[0] < self.server.start_s:
-                    raise self._failed[1]  # not one attempt of `start_s` for each of the calls that wait
+                    raise self._failed[1]  # waiting calls share one failed attempt of `start_s` seconds
                 await self.open()
             client = self._client
-        assert client is not None, "open() connects or raises"
+        assert client is not None, "open() either connects or raises"
         try:
             async with asyncio.timeout(timeout_s):
                 return _text_of(await client.call_tool(name, arguments))
         except TimeoutError:
             await self._check(client)
             raise
-        except Exception as error:  # errors of the server, the connection or the package are told to the model
+        except Exception as error:  # the model gets errors of the server, the connection or the package
             await self._check(client)
             return f"error: {error}", True
 
     async def close(self) -> None:
-        """Close the connection; a started program is told to end, and killed if it does not."""
+        """Close the connection. A started program is asked to end, and killed if it does not."""
         self._client = None
         self._over.set()
         if self._task is not None:
-            if not self._ready.done():  # it waits for a server that has not answered yet, not for `_over`
+            # the task still waits for a server that has not replied, and does not look at `_over`
+            if not self._ready.done():
                 self._task.cancel()
             await asyncio.wait({self._task}, timeout=_END_S)
             self._task.cancel()
             self._task = None
 
     async def _check(self, client: Client) -> None:
-        """After an error, give up a connection that does not answer any more; the next call makes a new one."""
+        """After an error close a connection that no longer works; the next call makes a new one."""
         try:
             async with asyncio.timeout(_CHECK_S):
                 await _tools_of(client)
@@ -286,7 +290,7 @@ async def _connect(name: str, server: McpServer, stack: AsyncExitStack) -> Clien
 
 @contextlib.contextmanager
 def bounded_errors(name: str) -> Iterator[TextIO]:
-    """Yield a file for the error output of a program, which is printed up to a bound and then dropped."""
+    """Yield a file for a program's error output, which is printed up to a limit and then dropped."""
     reading, writing = os.pipe()
     ProcessOutput(os.fdopen(reading, "rb", buffering=0), name)  # its thread ends when the last writer has closed
     with os.fdopen(writing, "w") as errors:
@@ -307,7 +311,7 @@ async def _tools_of(client: Client) -> dict[str, dict[str, Any]]:
 
 
 def _text_of(result: CallToolResult) -> tuple[str, bool]:
-    """Return a result as text for a model: its texts, else its JSON. Other content is named, not shown."""
+    """Return a result as text for a model: its texts, or else its JSON. Other content is named, not shown."""
     parts = [str(getattr(part, "text", f"[{part.type}]")) for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -342,7 +346,9 @@ def check_servers(servers: Mapping[str, McpServer]) -> None:
     for name, server in servers.items():
         if server.command is not None and shutil.which(server.command, path=os.environ.get("PATH")) is None:
             raise ConfigError(
-                f"there is no command for the MCP server {name!r}", where=f"{_KEY}.{name}.command", found=server.command
+                f"the command of the MCP server {name!r} does not exist",
+                where=f"{_KEY}.{name}.command",
+                found=server.command,
             )
 
 

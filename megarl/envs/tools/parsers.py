@@ -1,4 +1,4 @@
-"""Parsers of a chat model's calls, in the formats of the models' own chat templates; named as in SGLang.
+"""Parsers of a chat model's calls, in the formats of the models' chat templates; the names are SGLang's.
 
 qwen, qwen25   <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>, any number of them
 llama3         {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or not, several separated by ;
@@ -19,7 +19,7 @@ _PART = re.compile(r"</?think>|<tool_call>")
 #: Exceptions that a policy's text can raise in Python's parsers: invalid, nested too deep, too large, unhashable keys.
 _UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError)
 _BETWEEN = re.compile(r"\s*;?\s*")
-_INTEGER_BITS = 1024  # Python writes no integer of any size as digits, and 0xff... is one
+_INTEGER_BITS = 1024  # Python refuses to write very large integers as digits, and 0xff... is one
 _SPECIAL = re.compile(r"<\|(?!python_tag)[^|<>]*\|>")
 
 
@@ -45,7 +45,7 @@ def parse_qwen(text: str) -> list[Call]:
         if part[0] == "<think>":
             over = text.find("</think>", place)
             place = len(text) if over < 0 else over + len("</think>")
-        elif part[0] == "</think>":  # of a thought that the prompt opened
+        elif part[0] == "</think>":  # ends a thought that the prompt opened
             calls.clear()
         else:
             end, other = _next(text, "</tool_call>", place, end), _next(text, "<tool_call>", place, other)
@@ -59,9 +59,9 @@ def parse_qwen(text: str) -> list[Call]:
 
 
 def _next(text: str, tag: str, place: int, last: int) -> int:
-    """Return the first place of `tag` from `place` on, or the text's length. `last`: the result for an earlier place.
+    """Return the first place of `tag` from `place` on, or the text's length. `last` is the result for an earlier place.
 
-    Without `last` every tag of a text without end tags would scan the whole text.
+    With `last` the search is linear; otherwise every tag of a text without end tags would scan the whole text.
     """
     if last >= place:
         return last
@@ -70,7 +70,8 @@ def _next(text: str, tag: str, place: int, last: int) -> int:
 
 
 def parse_llama3(text: str) -> list[Call]:
-    """Return the calls in the order of the text; text that begins neither with the tag nor with a brace is an answer.
+    """Return the calls in the order of the text. Text that begins neither with the tag nor with a brace is not
+    a call.
 
     >>> parse_llama3('{"name": "add", "parameters": {"a": 1}}')
     [Call(name='add', arguments={'a': 1}, error='')]
@@ -106,7 +107,7 @@ def _from_json(body: str) -> Call:
 
 
 def _checked(value: Any, key: str) -> Call:
-    """Return the call in a JSON value; both names of the arguments, and arguments in a string of JSON, are accepted."""
+    """Return the call in a JSON value. Both names of the arguments are accepted, and arguments as a string of JSON."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call(error=f'a call is a JSON object {{"name": ..., "{key}": {{...}}}}')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -153,4 +154,4 @@ def _of_json(value: Any) -> Any:
         return value
     if value is None or isinstance(value, (str, float)):
         return value
-    raise ValueError(f"{type(value).__name__} is no type of JSON")
+    raise ValueError(f"{type(value).__name__} is not a JSON type")

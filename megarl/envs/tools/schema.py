@@ -23,9 +23,9 @@ _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 @dataclass(frozen=True)
 class Tool:
-    """A function, the model of its arguments, and its schema as chat templates take it.
+    """A function, the model of its arguments, and its schema in the form of chat templates.
 
-    `asks_images`: it has a parameter `images`, which the schema leaves out: it is given those of the episode.
+    `asks_images`: the function has a parameter `images`, which gets the episode's images and is not in the schema.
     """
 
     function: Callable[..., Any]
@@ -39,15 +39,15 @@ class Tool:
         return str(self.schema["function"]["name"])
 
     def call(self, arguments: dict[str, Any], images: Sequence[Any] = ()) -> Any:
-        """Return the function's answer: text, or parts of text and images where it has images.
+        """Return the function's result: text, or parts of text and images if it contains images.
 
         Args:
             arguments: plain JSON.
-            images: of the episode, as PIL, for a function that asks for them.
+            images: images of the episode as PIL images, for a function that uses them.
 
         Raises:
-            ValueError: the arguments do not fit; the message is meant for the policy.
-            DataError: an image that no vision encoder takes; so is its message.
+            ValueError: the arguments are invalid; the message is meant for the policy.
+            DataError: an image that vision encoders cannot use; the message is meant for the policy.
         """
         try:
             given = self.arguments.model_validate(arguments)
@@ -82,14 +82,17 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     name = getattr(function, "__name__", repr(function))
     summary, described = _docstring(function)
     if not summary:
-        raise ConfigError(f"the tool {name!r} has no docstring, which tells the model what it does", where="env.tools")
+        raise ConfigError(f"the tool {name!r} needs a docstring, which tells the model what it does", where="env.tools")
     hints = typing.get_type_hints(function)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name == IMAGES:
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"the tool {name!r} takes {parameter}, which no JSON object can give", where="env.tools")
+            raise ConfigError(
+                f"the tool {name!r} has the parameter {parameter}, which a JSON object cannot provide",
+                where="env.tools",
+            )
         if parameter.name not in hints:
             raise ConfigError(f"the argument {parameter.name!r} of the tool {name!r} has no type", where="env.tools")
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -109,15 +112,15 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def parts_of(result: Any) -> list[dict[str, Any]] | None:
-    """Return a result that is or holds images of PIL as parts, with these as data URLs; None: it holds none.
+    """Return a result that is or contains PIL images as parts, with the images as data URLs; None without images.
 
     Raises:
-        DataError: an image that no vision encoder takes.
+        DataError: an image that vision encoders cannot use.
     """
     items = result if isinstance(result, list | tuple) else [result]
     if not any(_is_image(item) for item in items):
         return None
-    from megarl.data.images import open_image  # only here: most processes of tools never see an image
+    from megarl.data.images import open_image  # imported only here, because most processes of tools never use images
 
     return [
         {"type": "image", "image": data_url(open_image(item, None, f"result {number}"))}
@@ -134,7 +137,7 @@ def _is_image(value: Any) -> bool:
 
 
 def data_url(image: Any) -> str:
-    """Return an image of PIL as the URL of a PNG file."""
+    """Return a PIL image as the data URL of a PNG file."""
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
@@ -181,7 +184,7 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _plain(result: Any) -> str:
-    """Return a result as a model reads it: JSON where possible."""
+    """Return a result as text for a model: JSON if possible."""
     try:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""One process that runs tools: `python -m megarl.envs.tools.worker FD`, driven like those of the reward pool.
+"""One process that runs tools: `python -m megarl.envs.tools.worker FD`, controlled like those of the reward pool.
 
 It loads the functions itself after limiting its own memory, so no tool runs in a training process.
 """
@@ -37,7 +37,7 @@ def _tools(setup: dict[str, Any]) -> tuple[Work, bool]:
 
 
 def _cut(said: Any, most: int) -> Any:
-    """Return an answer whose text, or texts together, have up to `most` characters."""
+    """Return a result whose text, or texts together, have at most `most` characters."""
     if isinstance(said, str):
         return said[:most]
     left, found = most, []
@@ -50,10 +50,10 @@ def _cut(said: Any, most: int) -> Any:
 
 
 def _answer(tool: Any, arguments: dict[str, Any], images: Sequence[Any]) -> tuple[Any, bool]:
-    """Return the tool's answer, or its error as the model is told it, and whether it failed."""
+    """Return the tool's result, or its error as text for the model, and whether it failed."""
     try:
         return tool.call(arguments, images), False
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt, which only the tool raises here
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, which only the tool can raise here
         text = text_of(error) if isinstance(error, ValueError | DataError) else describe(error)
         return f"error: {text}".rstrip(": "), True
 
