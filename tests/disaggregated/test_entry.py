@@ -38,5 +38,5 @@ def test_work_without_a_graph_has_one_team_whatever_the_placement():
 def test_a_launcher_that_knows_no_teams_is_refused(monkeypatch):
     monkeypatch.delenv(TEAM, raising=False)
     settings = config(train=["actor", "rollout"], frozen=["reference"])
-    with pytest.raises(ConfigError, match=r"placement: (?s:.*)this launcher starts one(?s:.*)train 1, frozen 1"):
+    with pytest.raises(ConfigError, match=r"placement: (?s:.*)the launcher started only one(?s:.*)train 1, frozen 1"):
         join_run(settings, build_task_graph(settings))

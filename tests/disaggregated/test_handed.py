@@ -35,5 +35,5 @@ def test_handovers_may_go_to_other_teams_and_lack_what_was_not_written():
 
 
 def test_a_team_that_hands_over_nothing_draws_for_nobody():
-    with pytest.raises(AssertionError, match="used by other teams"):
+    with pytest.raises(AssertionError, match="other teams use every generated sample"):
         merge_handovers({})

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megarl.config.rollout import AsyncConfig
 from megarl.config.run import RunConfig, TrainerConfig
+from megarl.config.task import Task
 from megarl.dag.messages import CheckpointTag
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
@@ -73,7 +74,9 @@ def worker(tmp_path, monkeypatch):
         engine = SimpleNamespace(layout=layout, step=7, hf_config=SimpleNamespace(vocab_size=9))
         loader = SimpleNamespace(state_dict=dict, check_state=lambda state: None)
         return SimpleNamespace(
-            config=SimpleNamespace(trainer=trainer, cluster=cluster, async_=AsyncConfig(), model_dump=lambda mode: {}),
+            config=SimpleNamespace(
+                trainer=trainer, cluster=cluster, async_=AsyncConfig(), task=Task(), model_dump=lambda mode: {}
+            ),
             run_dir=tmp_path / "run",
             trained={} if name == "draw" else {name: engine},
             layout=layout,
