@@ -21,6 +21,9 @@ PARAMETERS = 7
 #: A private function that is called once and has fewer lines than this sends its reader away for little.
 LINES = 5
 
+#: Engines of `rollout.engine`; what differs between them is asked of their family (megarl/rollout/family.py).
+ENGINES = {"embedded", "sglang"}
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Files = dict[str, ast.Module]
 
@@ -104,12 +107,22 @@ def robot_files(files: Files) -> Iterator[str]:
             yield place
 
 
+def engine_names(files: Files) -> Iterator[str]:
+    """Yield the comparisons with the name of a generation engine outside the folder of an engine."""
+    for place, tree in files.items():
+        for node in ast.walk(tree):
+            texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            if isinstance(node, ast.Compare) and texts & ENGINES and not place.startswith("megarl/rollout/"):
+                yield f"{place}:{node.lineno}"
+
+
 HABITS: dict[str, Callable[[Files], Iterator[str]]] = {
     "local variables that name nothing": vague_locals,
     f"functions with more than {PARAMETERS} parameters": long_signatures,
     "asserts that a value is not None": asserted_values,
     f"private functions under {LINES} lines with one caller": small_helpers,
     "files outside megarl/robots that name robots": robot_files,
+    "comparisons with the name of an engine": engine_names,
 }
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from urllib.parse import urlsplit
-
 from megarl.config.run import RunConfig, steps_of_epochs
 from megarl.system.errors import ConfigError, count
 
@@ -108,31 +105,4 @@ def _why_not(config: RunConfig) -> str | None:
         return "with dynamic sampling a step takes as many prompts as it needs"
     if config.filter_admits:
         return "with a filter and async.order=as_ready a step takes as many prompts as it needs"
-    return None
-
-
-_CONNECT_S = 2.0
-
-
-def silent_servers(config: RunConfig) -> str | None:
-    """Return a warning about addresses of `rollout.sglang.urls` that accept no connection now; None when all do."""
-    if config.rollout.engine != "sglang":
-        return None
-    servers = config.rollout.sglang
-    silent = [f"{url} ({why})" for url in servers.urls if (why := _refusal(url))]
-    if not silent:
-        return None
-    return (
-        f"rollout.sglang.urls: nothing replies at {', '.join(silent)}; the run starts anyway and waits for its "
-        f"servers when it needs them (rollout.sglang.start_timeout_s = {servers.start_timeout_s:g} s)"
-    )
-
-
-def _refusal(url: str) -> str | None:
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        socket.create_connection((parts.hostname or "", port), _CONNECT_S).close()
-    except OSError as error:
-        return error.strerror or str(error)
     return None

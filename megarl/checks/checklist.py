@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config.base import ConfigErrors
 from megarl.dag.stage import Role
 from megarl.system.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
 
 #: The role of each node of the task graph; None when there is no graph.
 Roles = Set[Role] | None
@@ -60,6 +63,18 @@ class Checklist:
     def skip(self, why: str) -> None:
         """Record a check that could not be made, with the reason."""
         self._add("skip", why)
+
+    def check_deadline(self, key: str, found: float, what: str, config: RunConfig) -> None:
+        """Check a deadline: while one rank waits for `what`, the others wait up to `cluster.timeout_s`."""
+        cluster = config.cluster
+        if cluster.nproc > 1 and found >= cluster.timeout_s:
+            self.fail(
+                key,
+                f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before {what}",
+                found=found,
+                allowed=f"number below {cluster.timeout_s:g}",
+                fix=f"set {key}={cluster.timeout_s / 2:g}, or cluster.timeout_s={2 * found:g}",
+            )
 
     def fail(self, key: str, what: str, *, found: object, allowed: object = None, fix: str | None) -> None:
         """Record a problem that stops the run. `allowed` is a sentence or the legal values."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 import resource
 
 from megarl.checks.checklist import Checklist
-from megarl.checks.layout import devices_key, divides_devices
+from megarl.checks.layout import divides_devices
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.dag.placement import Placement
+from megarl.dag.placement import Placement, devices_key
 from megarl.launchers.common import LAZY_FROM
 
 _OTHERS = 128  # files, pipes, servers, libraries: 17 in a bare process, more with servers and reward processes

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megarl.checks.checklist import Checklist
-from megarl.checks.layout import devices_key
 from megarl.config.run import RunConfig
-from megarl.dag.placement import Placement
+from megarl.dag.placement import Placement, devices_key
 from megarl.dag.shares import USUAL_GPUS
 from megarl.dag.stage import Role
 from megarl.planning.step import occupied

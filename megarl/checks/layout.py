@@ -18,16 +18,11 @@ from megarl.artifacts.layout import (
 from megarl.checks.checklist import Checklist
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.placement import Placement, TeamPlan, devices_key
 from megarl.dag.shares import USUAL_GPUS, settings_of_workers
 from megarl.dag.stage import Role
 from megarl.planning.shards import Sizes, layout_key
 from megarl.system.errors import count
-
-
-def devices_key(config: RunConfig, team: TeamPlan) -> str:
-    """Return the key that sets the number of a team's workers."""
-    return f"placement.teams.{team.name}.devices" if team.name in config.placement.teams else "cluster.nproc"
 
 
 def divides_devices(team: TeamPlan) -> bool:
@@ -96,19 +91,6 @@ def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) 
             "a restarted run continues from its newest checkpoint, but this run saves none before its end",
             found=config.trainer.save_every,
             fix="set trainer.save_every to the number of steps that may be lost",
-        )
-
-
-def check_deadline(key: str, found: float, what: str, config: RunConfig, checks: Checklist) -> None:
-    """Check a deadline: while one rank waits for `what`, the other ranks wait up to `cluster.timeout_s`."""
-    cluster = config.cluster
-    if cluster.nproc > 1 and found >= cluster.timeout_s:
-        checks.fail(
-            key,
-            f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before {what}",
-            found=found,
-            allowed=f"number below {cluster.timeout_s:g}",
-            fix=f"set {key}={cluster.timeout_s / 2:g}, or cluster.timeout_s={2 * found:g}",
         )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from megarl.checks.checklist import Checklist
-from megarl.checks.layout import devices_key
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.placement import Placement, TeamPlan, devices_key
 from megarl.dag.shares import settings_of_workers
 from megarl.launchers.bundles import lends, whole
 from megarl.launchers.seats import seats

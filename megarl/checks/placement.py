@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megarl.checks.checklist import Checklist
-from megarl.checks.layout import devices_key
 from megarl.checks.lent import check_lent, check_request_workers
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.dag.placement import Placement, place, together
+from megarl.dag.placement import Placement, devices_key, place, together
 from megarl.dag.stage import Role
 from megarl.launchers.bundles import lends
+from megarl.rollout.families import family_of
 from megarl.system.errors import ConfigError, count
 
 
@@ -98,35 +98,7 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
     team, servers = placement.of_role(Role.ROLLOUT), config.rollout.servers
     if team is None or Role.ACTOR in team.roles:
         return
-    if config.rollout.engine == "embedded" and config.sync.fp8:
-        checks.fail(
-            "sync.fp8",
-            f"the team {team.name} decodes with an embedded engine, which does not accept FP8 values",
-            found=True,
-            allowed="false, or true with rollout.engine=sglang",
-            fix="set sync.fp8=false",
-        )
-    held = config.model.dtype
-    if config.rollout.engine == "embedded" and config.sync.dtype not in ("model", held):
-        checks.fail(
-            "sync.dtype",
-            f"the team {team.name} decodes with an embedded engine, which has weights in {held} (model.dtype): sent "
-            f"in {config.sync.dtype} they would be rounded, or take more bytes for the same values",
-            found=config.sync.dtype,
-            allowed=f"model or {held}, or another with rollout.engine=sglang",
-            fix="set sync.dtype=model",
-        )
-    here, parallel = config.cluster.nproc // config.cluster.nnodes, team.parallel
-    spread = parallel.ep > 1 or parallel.pp > 1 or parallel.model_parallel_size > here
-    if config.rollout.engine == "embedded" and team.devices > here and spread:
-        checks.fail(
-            devices_key(config, team),
-            f"a replica of the team {team.name}, and replicas that share experts, can receive weights on one machine "
-            f"only, but the ranks of this layout are spread over several machines of {here} workers each",
-            found=team.devices,
-            allowed=f"at most {here}, or a layout with pp 1, ep 1 and tp * cp of at most {here}",
-            fix=f"set {devices_key(config, team)}={here}, or rollout.parallel={{pp: 1, ep: 1}}",
-        )
+    family_of(config).check_receiver(config, team, checks)
     if servers is not None and config.cluster.nnodes > 1 and not servers.urls:
         check_lent(config, placement, team, checks)
     if lends(config, team):

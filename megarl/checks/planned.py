@@ -7,7 +7,6 @@ from megarl.checks.layout import check_cluster, check_layouts
 from megarl.checks.lent import check_lent
 from megarl.checks.placement import check_placement
 from megarl.checks.settings import check_batches, check_sampling
-from megarl.checks.sglang import check_servers
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
@@ -15,6 +14,7 @@ from megarl.dag.placement import place
 from megarl.dag.stage import Role
 from megarl.launchers.bundles import lends
 from megarl.planning.step import model_sizes
+from megarl.rollout.families import family_of
 from megarl.system.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
         check_layouts(config, placement, sizes, checks)
     check_batches(config, placement, checks)
     check_sampling(config, sizes[Role.ACTOR], checks)
-    check_servers(config, placement, sizes[Role.ACTOR], checks, None, here=False)
+    family_of(config).check(config, placement, sizes[Role.ACTOR], checks, None, here=False)
     _raise(checks)
 
 
@@ -62,7 +62,7 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     check_sampling(config, sizes[Role.ACTOR], checks)
     team = placement.of_role(Role.ROLLOUT)
     if config.rollout.servers is not None and not config.rollout.servers.urls:
-        check_servers(config, placement, sizes[Role.ACTOR], checks, None, here=False)
+        family_of(config).check(config, placement, sizes[Role.ACTOR], checks, None, here=False)
         if team is not None and lends(config, team) and config.cluster.nnodes > 1:
             check_lent(config, placement, team, checks)
     _raise(checks, but="validation.")

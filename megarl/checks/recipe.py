@@ -27,7 +27,7 @@ from megarl.checks.files import (
 from megarl.checks.gpus import check_machine_gpus
 from megarl.checks.graph import build, check_graph
 from megarl.checks.images import check_images
-from megarl.checks.layout import check_cluster, check_deadline, check_layouts
+from megarl.checks.layout import check_cluster, check_layouts
 from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
 from megarl.checks.placement import asked_models, check_placement
@@ -40,7 +40,6 @@ from megarl.checks.settings import (
     check_schedules,
     check_watched_metrics,
 )
-from megarl.checks.sglang import check_servers
 from megarl.checks.step_time import check_time
 from megarl.checks.unused import check_unused
 from megarl.config.base import raise_problems
@@ -50,6 +49,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.planning.shards import Sizes
+from megarl.rollout.families import family_of
 from megarl.system.machine import Machine, this_machine
 
 
@@ -122,7 +122,7 @@ def check_config(
         check_sampling(config, facts, checks)
         check_reward_model(config, roles, placement, others.get(Role.REWARD_MODEL), job, checks)
     if job != "sft":
-        check_servers(config, placement, facts, checks, launcher, here=here)
+        family_of(config).check(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
     _check_parts(config, facts, placement, checks)
     check_tasks(config, placement, checks, starts=starts and launcher != "ray")
@@ -183,7 +183,7 @@ def _check_texts(config: RunConfig, facts: ModelFacts | None, job: str, roles: R
     if job != "generate" and not (job == "train" and config.preference is not None):
         check_reward(config, checks)
         check_reward_is_named(config, job, roles, checks)
-        check_deadline("reward.timeout_s", config.reward.timeout_s, "the rewards do", config, checks.of("deadlines"))
+        checks.of("deadlines").check_deadline("reward.timeout_s", config.reward.timeout_s, "the rewards do", config)
 
 
 def validate(

@@ -18,6 +18,7 @@ from megarl.artifacts.records import read_run
 from megarl.artifacts.run_folder import refuse_other_files
 from megarl.artifacts.trained import steps_in
 from megarl.checks import before_start
+from megarl.rollout.families import family_of
 from megarl.system.credentials import mask
 from megarl.system.errors import ConfigError, UserError
 
@@ -174,7 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_trained(arguments.run_dir, arguments.command)
     if arguments.command != "generate":
         warn_of_mlflow(config)
-    if arguments.command != "sft" and (silent := before_start.silent_servers(config)) is not None:
+    if arguments.command != "sft" and (silent := family_of(config).silent_servers(config)) is not None:
         # warn now, since workers would notice it only after the cold start
         warnings.warn(silent, ConfigWarning, stacklevel=2)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.command, inside=arguments.results)

@@ -85,22 +85,6 @@ def _readers(graph: TaskGraph, team: TeamPlan, taken: Handover) -> str:
     return ", ".join(id for id in team.nodes if any(sources[id].get(name) == taken.node for name in taken.fields))
 
 
-def experts_problems(config: RunConfig) -> list[ConfigError]:
-    """Return the problems of `async` if the policy is a mixture of experts, which may be known only when it is
-    loaded."""
-    if config.async_.in_order or not config.rollout.holds_model:
-        return []
-    problem = ConfigError(
-        "a mixture of experts decodes in rounds in an embedded engine, because ranks that share experts wait for each "
-        "other, so that no group is ready before the others",
-        where=ORDER,
-        found=f"{config.async_.order} with a mixture of experts",
-        allowed="in_order with an embedded engine and experts",
-        fix=f"set {ORDER}=in_order {KEY}=1, or rollout.engine=sglang",
-    )
-    return [problem]
-
-
 def _off(config: RunConfig) -> str:
     """Return the overrides to run no step ahead."""
     return f"set {KEY}=0" + (f" {ORDER}=in_order" if not config.async_.in_order else "")

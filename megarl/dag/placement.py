@@ -139,6 +139,11 @@ class Placement:
         return [one for one in self.handovers if team in one.takers]
 
 
+def devices_key(config: RunConfig, team: TeamPlan) -> str:
+    """Return the key that sets the number of a team's workers."""
+    return f"placement.teams.{team.name}.devices" if team.name in config.placement.teams else "cluster.nproc"
+
+
 def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
     """Return the models that a run of this graph holds. There always are an actor, and something that generates
     samples, unless the data have them."""

@@ -151,8 +151,8 @@ class StepFormulas:
     def decoder(self) -> Decoder:
         """The engine that generates responses."""
         config, facts = self.config, self.policy
-        if config.rollout.engine == "sglang":
-            servers = config.rollout.sglang
+        servers = config.rollout.servers
+        if servers is not None:
             return Decoder(facts, config.rollout_dtype, servers.tp_size, 1, servers.ep_size, self.hardware, self.given)
         parallel = self._team(Role.ROLLOUT).parallel
         tp, pp, ep, etp = parallel.tp, parallel.pp, parallel.ep, parallel.expert_tp

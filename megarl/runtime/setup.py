@@ -15,7 +15,6 @@ from megarl.architectures.vision_language import DECODERS
 from megarl.artifacts.layout import image_problems
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig, repeated_problem, steps_text
-from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
 from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.end_tokens import end_tokens
@@ -35,6 +34,7 @@ from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import RolloutEngine, UnopenedEngine
+from megarl.rollout.families import family_of
 from megarl.rollout.stop_strings import check_stop_strings
 from megarl.runtime.context import StepContext
 from megarl.runtime.episodes import Episodes, build_episodes
@@ -274,7 +274,7 @@ class _Source:
 def _refuse_known_late(config: RunConfig, team: TeamContext, hf_config: PretrainedConfig) -> None:
     """Refuse what does not go with the model, of which one on the hub is known now at the earliest."""
     if team.others and any(moe_layers(hf_config)):
-        raise_problems(experts_problems(config))
+        raise_problems(family_of(config).experts_problems(config))
     problem = config.model.freeze_problem(sees=bool(visual_tensors(hf_config)))
     raise_problems([] if problem is None else [problem])
     if encoder_of(hf_config) is not None:

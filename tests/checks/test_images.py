@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from megarl.architectures.vision_language import VisionEncoder
-from megarl.checks import images as image_checks
-from megarl.checks import server_places
-from megarl.checks import sglang as server_checks
 from megarl.checks.checklist import Checklist
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from megarl.config.sglang import SGLangConfig
+from megarl.rollout.sglang import checks as server_checks
+from megarl.rollout.sglang import server_places
 from megarl.system.compat.sglang import TESTED
 from tests.models.vlm_tiny import config_of
 
@@ -67,7 +66,7 @@ def test_a_mixture_has_as_many_features_as_servers_add(blocks: tuple[int, ...], 
     raw = config_of("qwen3_vl_moe", deepstack=list(blocks))
     encoder = VisionEncoder.from_config(raw, 64, "config.json")
     checks = Checklist(name="images")
-    image_checks._check_servers(SGLangConfig(), encoder, checks)
+    server_checks._check_encoder(SGLangConfig(), encoder, checks)
     assert [str(check.key).rpartition(".")[2] for check in checks.items] == keys
 
 

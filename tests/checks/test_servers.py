@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from megarl.checks.before_start import silent_servers
 from megarl.config.rollout import RolloutConfig
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig
+from megarl.rollout.families import family_of
 from megarl.rollout.sglang.start import _addresses_are_the_users
 from megarl.system.errors import ConfigError, ServerError
 
@@ -21,11 +21,11 @@ def config(*urls: str) -> RunConfig:
 def test_an_address_that_refuses_connections_is_said_before_the_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert silent_servers(config(f"http://127.0.0.1:{port}")) is None
-    found = silent_servers(config(f"http://127.0.0.1:{port}/path"))
+        assert family_of(config()).silent_servers(config(f"http://127.0.0.1:{port}")) is None
+    found = family_of(config()).silent_servers(config(f"http://127.0.0.1:{port}/path"))
     assert found is not None
     assert f"http://127.0.0.1:{port}/path (Connection refused)" in found
-    assert silent_servers(RunConfig(name="r")) is None
+    assert family_of(RunConfig(name="r")).silent_servers(RunConfig(name="r")) is None
 
 
 def test_an_address_without_a_server_is_the_users_to_correct() -> None:

@@ -8,12 +8,12 @@ from typing import get_args
 
 import pytest
 
-from megarl.checks import server_places
-from megarl.checks import sglang as server_checks
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from megarl.config.rollout import RolloutConfig
 from megarl.config.sync import SyncConfig
+from megarl.rollout.sglang import checks as server_checks
+from megarl.rollout.sglang import server_places
 from megarl.system.compat import sglang
 from megarl.system.device import DTYPES
 from megarl.system.errors import ConfigError

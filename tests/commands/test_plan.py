@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.checks import server_places, sglang
 from megarl.commands.plan_report import write_recipe
 from megarl.config.load import load_config
 from megarl.recipes.components import COMPONENTS
+from megarl.rollout.sglang import checks as server_checks
+from megarl.rollout.sglang import server_places
 from tests.planning.planned import H100
 from tests.planning.test_search import AHEAD, LARGEST, search
 
@@ -218,7 +219,7 @@ def test_a_search_shows_the_recipes_own_seconds_beside_its_best(capsys):
 
 def test_a_plan_does_not_ask_what_this_machine_has(monkeypatch, capsys):
     """Four GPUs here say nothing of the sixteen that are meant."""
-    for module in (sglang, server_places):
+    for module in (server_checks, server_places):
         monkeypatch.setattr(module, "nvidia_devices", lambda: 4)
     keys = ["rollout.sglang.colocated=false", "rollout.sglang.memory_fraction=null"]
     assert run(capsys, BIG, *keys, "--hardware", "h100x16x1")[0] == 0

@@ -15,11 +15,12 @@ ALLOWANCES = {
     "asserts that a value is not None": 171,
     "private functions under 5 lines with one caller": 346,
     "files outside megarl/robots that name robots": 6,
+    "comparisons with the name of an engine": 2,  # of a protocol of reward servers
 }
 
 BAD = """
 def read(a, b, c, d, e, f, g, h):
-    found = a
+    found = a == "sglang"
     assert found is not None
     return _one(found)
 

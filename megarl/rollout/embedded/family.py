@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.config.engines import ENGINES, EngineFacts
+from megarl.rollout.family import EngineFamily
 
 if TYPE_CHECKING:
+    from megarl.artifacts.facts import ModelFacts
+    from megarl.checks.checklist import Checklist
     from megarl.config.run import RunConfig
+    from megarl.dag.placement import TeamPlan
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.family import EngineHost, WeightLink
-    from megarl.system.comm import WorkerGroup
-    from megarl.training.parallel import Layout
+    from megarl.system.errors import ConfigError
 
 
-class EmbeddedFamily:
+class EmbeddedFamily(EngineFamily):
     """See `EngineFamily`."""
 
     facts: ClassVar[EngineFacts] = ENGINES["embedded"]
@@ -41,6 +44,20 @@ class EmbeddedFamily:
         """Return the rows of the cache."""
         return config.rollout.max_running
 
-    def meeting(self, layout: Layout) -> WorkerGroup:
-        """Return the ranks of the replica."""
-        return layout.mp_group
+    def check_receiver(self, config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
+        """See `EngineFamily`."""
+        from megarl.rollout.embedded.checks import check_receiver
+
+        check_receiver(config, team, checks)
+
+    def check_as_ready(self, config: RunConfig, team: TeamPlan, facts: ModelFacts | None, checks: Checklist) -> None:
+        """See `EngineFamily`."""
+        from megarl.rollout.embedded.checks import check_as_ready
+
+        check_as_ready(config, team, facts, checks)
+
+    def experts_problems(self, config: RunConfig) -> list[ConfigError]:
+        """See `EngineFamily`."""
+        from megarl.rollout.embedded.checks import experts_problems
+
+        return experts_problems(config)

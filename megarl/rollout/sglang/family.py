@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.config.engines import ENGINES, EngineFacts
+from megarl.rollout.family import EngineFamily
 
 if TYPE_CHECKING:
+    from megarl.architectures.vision_language import VisionEncoder
+    from megarl.artifacts.facts import ModelFacts
+    from megarl.checks.checklist import Checklist
     from megarl.config.run import RunConfig
+    from megarl.dag.placement import Placement
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.family import EngineHost, WeightLink
     from megarl.system.comm import WorkerGroup
     from megarl.training.parallel import Layout
 
 
-class SglangFamily:
+class SglangFamily(EngineFamily):
     """See `EngineFamily`. The engine on the trained policy makes way for servers, which start here."""
 
     facts: ClassVar[EngineFacts] = ENGINES["sglang"]
@@ -47,3 +52,30 @@ class SglangFamily:
     def meeting(self, layout: Layout) -> WorkerGroup:
         """Return all ranks of the team: replicas that ask the same servers do so together."""
         return layout.world
+
+    def check(
+        self,
+        config: RunConfig,
+        placement: Placement | None,
+        facts: ModelFacts | None,
+        checks: Checklist,
+        launcher: str | None = None,
+        *,
+        here: bool = True,
+    ) -> None:
+        """See `EngineFamily`."""
+        from megarl.rollout.sglang.checks import check_servers
+
+        check_servers(config, placement, facts, checks, launcher, here=here)
+
+    def check_images(self, config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
+        """See `EngineFamily`."""
+        from megarl.rollout.sglang.checks import check_images
+
+        check_images(config, encoder, checks)
+
+    def silent_servers(self, config: RunConfig) -> str | None:
+        """Return a warning about addresses of `rollout.sglang.urls` that take no connection now."""
+        from megarl.rollout.sglang.checks import silent_servers
+
+        return silent_servers(config)

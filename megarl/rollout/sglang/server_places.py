@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.system.errors import count
 from megarl.system.processes import nvidia_devices
+
+if TYPE_CHECKING:
+    from megarl.checks.checklist import Checklist
 
 NAME = "servers"
 

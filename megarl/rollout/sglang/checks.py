@@ -6,22 +6,26 @@ import math
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+from megarl.architectures.vision_language import VisionEncoder
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
-from megarl.checks.checklist import Checklist
-from megarl.checks.layout import check_deadline
-from megarl.checks.server_places import NAME as _NAME
-from megarl.checks.server_places import check_colocated, check_gpus
 from megarl.config.base import Section
 from megarl.config.run import RunConfig
-from megarl.config.sglang import url_problem
+from megarl.config.sglang import SGLangConfig, url_problem
 from megarl.dag.placement import Placement
+from megarl.rollout.sglang.server_places import NAME as _NAME
+from megarl.rollout.sglang.server_places import check_colocated, check_gpus
 from megarl.system.compat.cuda import check_same_nccl, driver_problem, toolkit_problem, version_in
-from megarl.system.compat.sglang import find_python, sglang_version
+from megarl.system.compat.sglang import find_python, install_fix, sglang_version
 from megarl.system.errors import ConfigError, count
 from megarl.system.imports import installed_version
 from megarl.system.processes import nvidia_devices
+
+if TYPE_CHECKING:
+    from megarl.checks.checklist import Checklist
 
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
 #: Server arguments that megarl sets itself. The last one counts, so setting one again would bypass a check.
@@ -51,15 +55,13 @@ def check_servers(
     *,
     here: bool = True,
 ) -> None:
-    """Check the servers, if the recipe uses any.
+    """Check the servers.
 
     Args:
         facts: sizes of the model; None: unknown.
         here: the run may be on this machine, whose GPUs and packages then count.
     """
     checks = checks.of(_NAME)
-    if config.rollout.engine != "sglang":
-        return
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)
     asking = 0 if placement is None else placement.asking
@@ -434,8 +436,8 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
             allowed=f"integer from {longest}",
             fix="raise it, or set it to null",
         )
-    check_deadline("rollout.sglang.start_timeout_s", servers.start_timeout_s, "a restart does", config, checks)
-    check_deadline("sync.timeout_s", config.sync.timeout_s, "a server that takes no weights does", config, checks)
+    checks.check_deadline("rollout.sglang.start_timeout_s", servers.start_timeout_s, "a restart does", config)
+    checks.check_deadline("sync.timeout_s", config.sync.timeout_s, "a server that takes no weights does", config)
 
 
 def _check_abilities(config: RunConfig, checks: Checklist) -> None:
@@ -542,3 +544,94 @@ def _is_known(name: str) -> bool:
         return bool(socket.getaddrinfo(name, None))
     except (OSError, UnicodeError):  # UnicodeError: an invalid name, such as a..b
         return False
+
+
+#: Length of a Qwen2.5-VL patch that SGLang 0.5.23 takes for pixels; other lengths it takes for features.
+_PATCH_VALUES = 1176
+#: Number of encoder blocks of Qwen3-VL's mixture whose features SGLang 0.5.23 adds to layers.
+_MIXTURE_BLOCKS = 3
+
+
+def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
+    """Check that servers see the images of this vision encoder."""
+    _check_encoder(config.rollout.sglang, encoder, checks)
+    if config.async_.partial:
+        checks.fail(
+            "async.partial",
+            "in an interrupted sample a server would take the image token for another image",
+            found=True,
+            allowed="false if SGLang servers get images",
+            fix="set async.partial=false, or rollout.engine=embedded",
+        )
+    # otherwise the interpreter is on another machine
+    if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:
+        _check_torchvision(config.rollout.sglang, checks)
+
+
+def _check_encoder(servers: SGLangConfig, encoder: VisionEncoder, checks: Checklist) -> None:
+    """Check that SGLang servers support this vision encoder."""
+    tp = servers.tp_size
+    if encoder.model_type == "qwen2_5_vl" and encoder.patch_values != _PATCH_VALUES:
+        checks.fail(
+            "model: vision_config.patch_size",
+            "a server takes patches of this size for finished features",
+            found=encoder.patch,
+            allowed=f"14, {_PATCH_VALUES} numbers of a patch, as published models of Qwen2.5-VL have it",
+            fix="use such a model, or rollout.engine=embedded",
+        )
+    if encoder.model_type == "qwen3_vl_moe" and len(encoder.deepstack) != _MIXTURE_BLOCKS:
+        checks.fail(
+            "model: vision_config.deepstack_visual_indexes",
+            "servers support features of another number of blocks only",
+            found=list(encoder.deepstack),
+            allowed=f"{_MIXTURE_BLOCKS} blocks, as published models of Qwen3-VL have them",
+            fix="use such a model, or rollout.engine=embedded",
+        )
+    if encoder.heads % tp or encoder.ffn % tp:
+        checks.fail(
+            "rollout.sglang.tp_size",
+            "the ranks of a server must be able to divide the heads and the MLP of the vision encoder",
+            found=tp,
+            allowed=divisors(math.gcd(encoder.heads, encoder.ffn)),
+            fix="change tp_size",
+        )
+
+
+def _check_torchvision(servers: SGLangConfig, checks: Checklist) -> None:
+    """Check that the servers' interpreter can read images; other checks report a missing interpreter."""
+    try:
+        python = find_python(servers.python, cuda=None)
+    except ConfigError:
+        return
+    if version_in(python, "torchvision") is None:
+        checks.fail(
+            "rollout.sglang.python",
+            "the servers' interpreter lacks torchvision, which reads images there",
+            found=str(python),
+            fix=install_fix(),
+        )
+
+
+_CONNECT_S = 2.0
+
+
+def silent_servers(config: RunConfig) -> str | None:
+    """Return a warning about addresses of `rollout.sglang.urls` that accept no connection now; None when all do."""
+    servers = config.rollout.sglang
+    silent = [f"{url} ({why})" for url in servers.urls if (why := _refusal(url))]
+    if not silent:
+        return None
+    return (
+        f"rollout.sglang.urls: nothing replies at {', '.join(silent)}; the run starts anyway and waits for its "
+        f"servers when it needs them (rollout.sglang.start_timeout_s = {servers.start_timeout_s:g} s)"
+    )
+
+
+def _refusal(url: str) -> str | None:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), _CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

@@ -1,0 +1,83 @@
+"""Checks of recipes whose samples an embedded engine generates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.config.run import RunConfig
+from megarl.dag.ahead import KEY, ORDER
+from megarl.dag.placement import TeamPlan, devices_key
+from megarl.dag.stage import Role
+from megarl.planning.shards import layout_key
+from megarl.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.checks.checklist import Checklist
+
+
+def check_as_ready(config: RunConfig, team: TeamPlan, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Check an embedded engine with context parallelism: it generates in rounds, so that no group finishes early."""
+    if team.parallel.cp > 1:
+        key = f"{layout_key(config, Role.ROLLOUT, team)}.cp"
+        checks.fail(
+            key,
+            "context-parallel ranks of an embedded engine share the prompts of a step and finish them together, so no "
+            "group is ready before the others",
+            found=team.parallel.cp,
+            allowed=f"1 with {ORDER}=as_ready",
+            fix="give the rollout a layout with cp 1 (rollout.parallel), or set "
+            f"{ORDER}=in_order {KEY}=1, or rollout.engine=sglang",
+        )
+    if facts is not None and facts.is_moe:
+        for problem in experts_problems(config):
+            checks.from_error(problem)
+
+
+def experts_problems(config: RunConfig) -> list[ConfigError]:
+    """Return the problems of `async` if the policy is a mixture of experts, which may be known only when it is
+    loaded."""
+    if config.async_.in_order:
+        return []
+    problem = ConfigError(
+        "a mixture of experts decodes in rounds in an embedded engine, because ranks that share experts wait for each "
+        "other, so that no group is ready before the others",
+        where=ORDER,
+        found=f"{config.async_.order} with a mixture of experts",
+        allowed="in_order with an embedded engine and experts",
+        fix=f"set {ORDER}=in_order {KEY}=1, or rollout.engine=sglang",
+    )
+    return [problem]
+
+
+def check_receiver(config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
+    """Check that the engine of a rollout's team can receive the actor's weights."""
+    if config.sync.fp8:
+        checks.fail(
+            "sync.fp8",
+            f"the team {team.name} decodes with an embedded engine, which does not accept FP8 values",
+            found=True,
+            allowed="false, or true with rollout.engine=sglang",
+            fix="set sync.fp8=false",
+        )
+    held = config.model.dtype
+    if config.sync.dtype not in ("model", held):
+        checks.fail(
+            "sync.dtype",
+            f"the team {team.name} decodes with an embedded engine, which has weights in {held} (model.dtype): sent "
+            f"in {config.sync.dtype} they would be rounded, or take more bytes for the same values",
+            found=config.sync.dtype,
+            allowed=f"model or {held}, or another with rollout.engine=sglang",
+            fix="set sync.dtype=model",
+        )
+    here, parallel = config.cluster.nproc // config.cluster.nnodes, team.parallel
+    spread = parallel.ep > 1 or parallel.pp > 1 or parallel.model_parallel_size > here
+    if team.devices > here and spread:
+        checks.fail(
+            devices_key(config, team),
+            f"a replica of the team {team.name}, and replicas that share experts, can receive weights on one machine "
+            f"only, but the ranks of this layout are spread over several machines of {here} workers each",
+            found=team.devices,
+            allowed=f"at most {here}, or a layout with pp 1, ep 1 and tp * cp of at most {here}",
+            fix=f"set {devices_key(config, team)}={here}, or rollout.parallel={{pp: 1, ep: 1}}",
+        )
