@@ -1,7 +1,7 @@
 """Reserves a run's devices in a Ray cluster.
 
-no servers of its own     one bundle per worker: a GPU where the nodes have any, and a share of their CPUs
-with servers on GPUs      one bundle per machine: its workers', and the GPUs of the servers that are started there
+    no servers of its own     one bundle per worker: a GPU where the nodes have any, and a share of their CPUs
+    with servers on GPUs      one bundle per machine: its workers', and the GPUs of the servers that are started there
 
 Ray does not know the servers, which are started by a worker. Their GPUs are reserved so that Ray gives them to no other
 process. Servers of a rollout team that only sends requests use its workers' GPUs first.

@@ -1,8 +1,8 @@
 """Kubernetes manifests as plain data: this module queries and starts nothing, except in `create`.
 
-ConfigMap   the resolved recipe
-JobSet      one indexed job, a pod per node of the run: `megarl COMMAND --launcher torchrun`; ranks meet at pod 0
-RayJob      a Ray cluster of a pod per node, its head among them: `megarl COMMAND --launcher ray` on the head
+    ConfigMap   the resolved recipe
+    JobSet      one indexed job, a pod per node of the run: `megarl COMMAND --launcher torchrun`; ranks meet at pod 0
+    RayJob      a Ray cluster of a pod per node, its head among them: `megarl COMMAND --launcher ray` on the head
 
 Run folders are on a volume that all pods mount. Secrets are named; their values never appear here.
 """

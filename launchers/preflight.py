@@ -1,7 +1,7 @@
 """Tests a node before a run starts on it: `python -m megarl.launchers.preflight node FOLDER ...`, on every node.
 
-node    by itself: run folder, disk, GPUs, their errors, versions                    -> FOLDER/NODE.json
-links   all nodes together: offsets of clocks, all-reduce with both neighbours       -> FOLDER/links.json
+    node    by itself: run folder, disk, GPUs, their errors, versions                    -> FOLDER/NODE.json
+    links   all nodes together: offsets of clocks, all-reduce with both neighbours       -> FOLDER/links.json
 
 A Slurm job runs both (`megarl.launchers.slurm_job`) and evaluates the results. Each check is `{ok, reason}`. A check
 that the machine does not allow, such as reading the kernel's log, passes with that reason.

@@ -1,7 +1,7 @@
 """Tests the links between nodes: clock offsets, and the speed of an all-reduce with each neighbour.
 
-n0 -- n1 -- n2 -- n3        a ring: first 0-1 and 2-3, then 1-2 and 3-0
- \_________________/
+    n0 -- n1 -- n2 -- n3        a ring: first 0-1 and 2-3, then 1-2 and 3-0
+     \\_________________/
 
 Every pair is a separate world (nccl with GPUs, one process per GPU; else gloo), so that a failing pair does not affect
 others. A node that does not join the first node in time is left out, and named.

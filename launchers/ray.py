@@ -1,9 +1,9 @@
 """Starts workers as Ray actors, one per device, in one placement group.
 
-driver: connect or start Ray -> reserve devices -> actors -> number them team by team, node by node
-        -> rank 0 of every team picks its address, and the buffer between teams starts
-        -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
-later:  a team that may (megarl.launchers.restarts) -> killed -> actors in the same bundles
+    driver: connect or start Ray -> reserve devices -> actors -> number them team by team, node by node
+            -> rank 0 of every team picks its address, and the buffer between teams starts
+            -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
+    later:  a team that may (megarl.launchers.restarts) -> killed -> actors in the same bundles
 
 Run folders must be on a file system that all nodes share. RAY_ADDRESS selects an existing cluster. Without it, and for
 the local launcher, Ray is started on this machine for the length of the run, bound to the loopback device.

@@ -1,7 +1,7 @@
 """Assigns the processes that Ray has placed to the workers of the teams.
 
-machine A   0 1 2 3 4 5 6 7        actor, tp 4, 8 workers:     A0 .. A7
-machine B   0 1 2 3 4 5 6 7        reference, tp 2, 6 workers: B0 .. B5,   critic, 2 workers: B6 B7
+    machine A   0 1 2 3 4 5 6 7        actor, tp 4, 8 workers:     A0 .. A7
+    machine B   0 1 2 3 4 5 6 7        reference, tp 2, 6 workers: B0 .. B5,   critic, 2 workers: B6 B7
 
 Ranks of a team on one machine are in the order of their GPUs.
 """

@@ -1,10 +1,10 @@
 """`megarl plan`: estimate the time and memory of a step on some hardware, by formulas; nothing is started.
 
-megarl plan RECIPE                                          # on H100s, or on this CPU where the recipe is for one
-megarl plan RECIPE --hardware h200x8x4                      # kind x devices of a machine x machines, or a file
-megarl plan RECIPE --hardware h100x8x128 --search           # ranks layouts and placements that fit
-megarl plan RECIPE --search --write faster.yaml             # the best as a recipe that extends this one
-megarl plan RECIPE --assume gemm_share=0.7 actor.parallel.tp=4
+    megarl plan RECIPE                                          # on H100s, or on this CPU where the recipe is for one
+    megarl plan RECIPE --hardware h200x8x4                      # kind x devices of a machine x machines, or a file
+    megarl plan RECIPE --hardware h100x8x128 --search           # ranks layouts and placements that fit
+    megarl plan RECIPE --search --write faster.yaml             # the best as a recipe that extends this one
+    megarl plan RECIPE --assume gemm_share=0.7 actor.parallel.tp=4
 
 Every number names its formula. docs/planning.md explains the formulas, lists the hardware, and says what is not known.
 """

@@ -1,10 +1,10 @@
 """`megarl simulate`: estimate how a run spends its time, by discrete-event simulation on this machine.
 
-megarl simulate RECIPE --gpus 32,64,128                      # formulas: a device and its links are assumed
-megarl simulate RECIPE --run RUN_DIR                         # seconds and lengths as this run measured them
-megarl simulate RECIPE --run RUN_DIR --what-if async.max_staleness=1 --what-if link_times=4
-megarl simulate RECIPE --what-if "rollout.sglang.servers=24 placement.teams.draw.devices=24 cluster.nproc=40"
-megarl simulate RECIPE --assume device_hours=2000 --assume mean_tokens=4000
+    megarl simulate RECIPE --gpus 32,64,128                      # formulas: a device and its links are assumed
+    megarl simulate RECIPE --run RUN_DIR                         # seconds and lengths as this run measured them
+    megarl simulate RECIPE --run RUN_DIR --what-if async.max_staleness=1 --what-if link_times=4
+    megarl simulate RECIPE --what-if "rollout.sglang.servers=24 placement.teams.draw.devices=24 cluster.nproc=40"
+    megarl simulate RECIPE --assume device_hours=2000 --assume mean_tokens=4000
 
 The simulation uses the run's own graph, teams, buffer rules (which groups may begin, which form a step) and times of
 publishing weights. Computing and links are replaced by their seconds. docs/simulating.md lists the assumptions and

@@ -1,7 +1,7 @@
 """The protocol of an environment: a small class that replies to the turns of a policy, one object per episode.
 
-reset(row, seed) -> first observation
-step(action)     -> observation, reward, done, info        after every turn of the policy
+    reset(row, seed) -> first observation
+    step(action)     -> observation, reward, done, info        after every turn of the policy
 
 An observation is text (tokenised as it is), chat messages (the chat template adds their delimiters), token ids, or
 parts of text and images; the content of a message may also be such parts (`megarl.data.observations`). Both methods may

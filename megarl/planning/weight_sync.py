@@ -1,9 +1,9 @@
 """Device memory of weight updates to servers, and of colocated servers in addition to weights and cache.
 
-always, from the first update on     a sender's two buffers, NCCL's connections between ranks that exchange slices
-always, from the start of servers    contexts and graphs of those on the device, and contexts of those on others
-                                     that map memory of this one
-during an update                     a bucket on its way into a server, a tensor that is verified
+    always, from the first update on     a sender's two buffers, NCCL's connections between ranks that exchange slices
+    always, from the start of servers    contexts and graphs of those on the device, and contexts of those on others
+                                         that map memory of this one
+    during an update                     a bucket on its way into a server, a tensor that is verified
 
 The sizes of contexts, graphs and connections are not measured by this project, so none of them count as certain.
 """

@@ -1,9 +1,9 @@
 """Several rewards at once: the score of a sample is the weighted sum of its parts.
 
-reward:
-  parts:
-    accuracy: {name: math, weight: 0.9}
-    form: {name: format, weight: 0.1}
+    reward:
+      parts:
+        accuracy: {name: math, weight: 0.9}
+        form: {name: format, weight: 0.1}
 
 Each function has its own runner, as if the recipe named only that function, and all functions score at the same time. A
 recipe with `reward.name` has one function, whose results are returned unchanged.

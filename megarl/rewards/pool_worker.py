@@ -2,9 +2,9 @@
 
 It loads the reward function itself, so a user's file never runs in a training process. It ends when its parent does.
 
-parent    setup, then chunks: samples, stop_at_failure
-process   ready (whether it asks for images), or refused (text); then per sample: scored (index, result or failure),
-          and idle after a chunk; or refused, where an included reward cannot score as it is configured
+    parent    setup, then chunks: samples, stop_at_failure
+    process   ready (whether it asks for images), or refused (text); then per sample: scored (index, result or failure),
+              and idle after a chunk; or refused, where an included reward cannot score as it is configured
 """
 
 from __future__ import annotations

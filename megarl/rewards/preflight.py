@@ -1,6 +1,6 @@
 """Imports users' code in a separate process before a run, so that a file that cannot be imported is found at once.
 
-python -m megarl.rewards.preflight MODULE:FUNCTION     # arguments as JSON on stdin; result or error on stdout
+    python -m megarl.rewards.preflight MODULE:FUNCTION     # arguments as JSON on stdin; result or error on stdout
 
 Effects of the import (output, threads, loaded packages) stay in that process, and its children end with it. If the
 import takes longer than a few seconds, the check is left to the workers.

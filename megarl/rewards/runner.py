@@ -1,8 +1,8 @@
 """Scores batches in the background.
 
-handle = runner.submit(samples)      # returns at once
-...                                  # compute log-probs
-results = runner.result(handle)      # waits, raises RewardError that names the sample
+    handle = runner.submit(samples)      # returns at once
+    ...                                  # compute log-probs
+    results = runner.result(handle)      # waits, raises RewardError that names the sample
 
 A failing sample stops the run, or scores `reward.on_error` if that is set; it never silently scores 0. An included
 reward that cannot score with its configuration (a key is not set, for example) always stops the run.

@@ -1,9 +1,9 @@
 """Calling conventions of users' reward functions, recognised by the names of the parameters.
 
-def score(samples)                                 # a list of samples, or one with reward.mode: sequential
-def score(prompts, completions, answer, **kwargs)  # TRL: lists, and columns of the data by name
-def score(data_source, solution_str, ground_truth, extra_info=None)  # verl: one sample
-def score(reward_inputs)                           # EasyR1: as the first; reward_input: one sample
+    def score(samples)                                 # a list of samples, or one with reward.mode: sequential
+    def score(prompts, completions, answer, **kwargs)  # TRL: lists, and columns of the data by name
+    def score(data_source, solution_str, ground_truth, extra_info=None)  # verl: one sample
+    def score(reward_inputs)                           # EasyR1: as the first; reward_input: one sample
 
 Each may be `async`, and may take `images`: the images of the sample, or a list of those per sample.
 """

@@ -1,10 +1,10 @@
 """Seconds of a run without measurements: rooflines of a device and its links, from a model's sizes.
 
-training     6 FLOPs per token and parameter that the token uses, at `train_mfu` of the peak; scoring 2
-decoding     reading the weights that a batch uses and the keys and values of all running samples, at `read_share`
-             of the memory's speed, or the FLOPs, whichever is longer; and a fixed part per step
-gradients    a ring: 4 bytes scattered and 2 gathered of a rank's parameters over its link, and a latency per hop
-weights      each server takes all of them over its own link, and a fixed part per server for the calls
+    training     6 FLOPs per token and parameter that the token uses, at `train_mfu` of the peak; scoring 2
+    decoding     reading the weights that a batch uses and the keys and values of all running samples, at `read_share`
+                 of the memory's speed, or the FLOPs, whichever is longer; and a fixed part per step
+    gradients    a ring: 4 bytes scattered and 2 gathered of a rank's parameters over its link, and a latency per hop
+    weights      each server takes all of them over its own link, and a fixed part per server for the calls
 
 This is one implementation of `megarl.simulation.seconds.Seconds`; measurements (megarl.simulation.calibrate) are
 another.

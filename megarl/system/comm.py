@@ -1,7 +1,7 @@
 """Communication between ranks: a `WorkerGroup` is a set of ranks with the collectives between them, without pickle.
 
-team (one torch.distributed world)       world = team_world(deadline_s)
-replicas, shards, stages of it           a WorkerGroup each, see `megarl.training.parallel.Layout`
+    team (one torch.distributed world)       world = team_world(deadline_s)
+    replicas, shards, stages of it           a WorkerGroup each, see `megarl.training.parallel.Layout`
 
 Nothing outside this module uses torch's default group: code that communicates gets a group as argument. Plain data
 (JSON values, bytes, metrics) travel in CPU tensors, so the group's backend must serve the CPU

@@ -1,8 +1,8 @@
 """Files that killed processes left in the system's temporary folder and in shared memory.
 
-/tmp       megarl-XXXXXXXX (sockets of a server, or the folder of a Ray, which may also be in RAY_TMPDIR),
-           megarl-command-*, torchelastic_*, torch-shm-dir-*
-/dev/shm   torch_PID_*, and files of servers with the run's name
+    /tmp       megarl-XXXXXXXX (sockets of a server, or the folder of a Ray, which may also be in RAY_TMPDIR),
+               megarl-command-*, torchelastic_*, torch-shm-dir-*
+    /dev/shm   torch_PID_*, and files of servers with the run's name
 
 Only files of this user count that no process has open or mapped, or names in its environment or command line.
 """

@@ -1,8 +1,8 @@
 """Ends a child when one of its parents ends, even if that was before the child began; its environment names the
 parents.
 
-parent   environment of the child: MEGARL_PARENTS=PID:BEGAN[,PID:BEGAN...]
-child    end_with_parents()     at once, and then every second: has one of them ended?
+    parent   environment of the child: MEGARL_PARENTS=PID:BEGAN[,PID:BEGAN...]
+    child    end_with_parents()     at once, and then every second: has one of them ended?
 
 `os.getppid` would return the adopting process if the parent was killed while the child started.
 """

@@ -1,6 +1,6 @@
 """Messages of processes that run foreign code: JSON and bytes with stated sizes; nothing in them is ever executed.
 
-length of the header | length of the body | header (a JSON object) | body
+    length of the header | length of the body | header (a JSON object) | body
 
 Code that a model wrote can write anything into the connection of its process. So a reader states limits, and a larger,
 deeper or invalid message raises `Malformed`; the reader never waits for the rest of a message. It validates the fields

@@ -1,6 +1,6 @@
 """A guardian process that ends a process with foreign code and all its descendants, in any group or session.
 
-trainer -> guardian (this file: runs nothing foreign) -> worker -> what its code starts
+    trainer -> guardian (this file: runs nothing foreign) -> worker -> what its code starts
 
 The guardian adopts orphaned descendants. When the worker ends, SIGTERM arrives, or the trainer is gone, it kills all
 descendants and exits with the worker's status. Linux only: elsewhere a process has no guardian.

@@ -1,6 +1,6 @@
 """Trackers in addition to MLflow: W&B, TensorBoard, trackio, or the user's own class.
 
-tracking: {loggers: [wandb, tensorboard, my_loggers.py:Chat], project: maths}
+    tracking: {loggers: [wandb, tensorboard, my_loggers.py:Chat], project: maths}
 
 Each tracker is called in its own thread, so that a slow service delays no step. A tracker that cannot be started ends
 the run at the next step. A call that fails later is logged once and counted, because metrics.jsonl has every number.

@@ -21,7 +21,7 @@ _BYTES_PER_GROUP = 4096  # bytes of a handover per group: headers of a block, an
 def handover_bytes(config: RunConfig, handover: Handover) -> int:
     """Return the approximate bytes of one handover in a step whose samples all have the maximum length.
 
-    samples of a step x (`token_bytes` of all fields x tokens of the longest sample + 256) + groups x 4096
+        samples of a step x (`token_bytes` of all fields x tokens of the longest sample + 256) + groups x 4096
 
     Text columns count like tokens. Images and other inputs of vision models, and transcripts with more text than the
     sample's tokens, are not included.
