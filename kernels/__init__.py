@@ -1,1 +1,1 @@
-"""Kernels, each with its torch reference."""
+"""Kernels, each with a torch reference."""

@@ -1,7 +1,7 @@
-"""Compiles a kernel file for this machine and checks the library once against its reference before anyone uses it.
+"""Compiles a kernel file for this machine and checks the library against its reference before its first use.
 
-Libraries lie in ~/.cache/megarl (or XDG_CACHE_HOME), one for each source, compiler and processor, and beside each the
-verdict of its check: compilers have made wrong code of right sources for one kind of processor and not for another.
+Libraries are in ~/.cache/megarl (or XDG_CACHE_HOME), one for each source, compiler and processor, with the verdict of
+the check next to each: compilers have produced wrong code from correct sources for some processors.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _COMPILE_SECONDS = 120
 _AGREES = "agrees with its reference"
 
 Check = Callable[[ctypes.CDLL], str | None]
-"""Runs a library on random input; says what differs from the reference, None where nothing does."""
+"""Runs a library on random input; returns what differs from the reference, or None."""
 
 
 def compiled(source: Path, check: Check) -> ctypes.CDLL | None:
-    """Return the library made of a C++ file.
+    """Compile a C++ file and return the library.
 
     Returns:
-        None where there is no compiler; where it cannot be compiled; where `check` found that it computes something
-        else than its reference. The last two come with a warning.
+        None if there is no compiler; or, with a warning, if compiling fails or `check` finds that the library computes
+            something else than its reference.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -44,43 +44,47 @@ def compiled(source: Path, check: Check) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"CPU kernels are not used, generation and training are slower: {detail.strip()[:500]}", stacklevel=2
+            f"CPU kernels are not available, so generation and training are slower: {detail.strip()[:500]}",
+            stacklevel=2,
         )
         return None
     verdict = _verdict(library, path, check)
     if verdict == _AGREES:
         return library
     warnings.warn(
-        f"{source.name}: what {compiler} makes of it on this machine differs from the reference ({verdict}). The "
-        "reference is used instead, which is slower. Another compiler may do better: set CXX to its path",
+        f"{source.name}: the library that {compiler} builds here differs from the reference ({verdict}), so the slower "
+        "reference is used. Another compiler may work: set CXX to its path",
         stacklevel=2,
     )
     return None
 
 
 def compile_to(target: Path, source: Path, compiler: str, flags: list[str], folder: Path) -> None:
-    """Make a library of `source`, with `folder` for what lies in between.
+    """Compile `source` to the library `target`, with intermediate files in `folder`.
 
     Raises:
         subprocess.SubprocessError: the compiler failed or took too long.
     """
-    made, built = str(folder / "made.o"), str(folder / "made.so")
-    # -fopenmp is left out of the link on purpose: the symbols come from torch's OpenMP, not from a second one.
-    for command in ([compiler, *flags, "-c", str(source), "-o", made], [compiler, "-shared", made, "-o", built]):
+    compiled_object, built = str(folder / "made.o"), str(folder / "made.so")
+    # Link without -fopenmp: the symbols must come from torch's OpenMP, not from a second one.
+    for command in (
+        [compiler, *flags, "-c", str(source), "-o", compiled_object],
+        [compiler, "-shared", compiled_object, "-o", built],
+    ):
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
     os.replace(built, target)
 
 
-def difference(found: Tensor, expected: Tensor, tolerance: float) -> float | None:
-    """Return the difference of `found` and `expected` relative to the largest element; None within `tolerance`. NaN is
-    far."""
+def difference(result: Tensor, expected: Tensor, tolerance: float) -> float | None:
+    """Return the largest difference relative to the largest expected element; None if within `tolerance`. NaN never
+    is."""
     largest = max(float(expected.abs().max()), 1e-6)
-    distance = float((found.double() - expected).abs().max()) / largest
+    distance = float((result.double() - expected).abs().max()) / largest
     return None if distance <= tolerance else distance
 
 
 def _build(source: Path, compiler: str) -> Path:
-    """Return the path of the shared library for a source, compiler and processor."""
+    """Compile a source if needed and return the library's path, which depends on source, compiler and processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     key = _hash(source.read_text(), version, *FLAGS, _processor())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
@@ -88,36 +92,36 @@ def _build(source: Path, compiler: str) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"compiling {source.name} for this processor, once per version (kept in {folder})", flush=True)
-    # Ranks may compile side by side: each in its own folder, and the last rename wins.
+    print(f"compiling {source.name} for this processor, once per version (cached in {folder})", flush=True)
+    # Ranks may compile at the same time: each in its own folder, and the last rename wins.
     with tempfile.TemporaryDirectory(dir=folder) as work:
         compile_to(target, source, compiler, FLAGS, Path(work))
     return target
 
 
 def _verdict(library: ctypes.CDLL, path: Path, check: Check) -> str:
-    """Return the result of `check` for a library when it was first used on this machine."""
+    """Return the result of `check` for a library, cached from its first use on this machine."""
     checks = _hash(*(file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))))
-    kept = path.with_name(f"{path.stem}-{checks}.verdict")
+    cached = path.with_name(f"{path.stem}-{checks}.verdict")
     with contextlib.suppress(FileNotFoundError):
-        return kept.read_text()
+        return cached.read_text()
     with _one_thread():
         verdict = check(library) or _AGREES
-    # A cache that cannot be written to costs every process its own check, and nothing else.
+    # If the cache is not writable, every process runs the check.
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as work:
         written = Path(work) / "verdict"
         written.write_text(verdict)
-        os.replace(written, kept)
+        os.replace(written, cached)
     return verdict
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run OpenMP regions of this thread on one thread: ranks check side by side, and waiting for each other is slow.
+    """Run OpenMP regions of this thread on one thread: ranks check at the same time and would wait for each other.
 
-    Not by torch.set_num_threads, which changes settings of MKL for good.
+    torch.set_num_threads would change MKL's settings for good.
     """
-    openmp = ctypes.CDLL(None)  # that of torch
+    openmp = ctypes.CDLL(None)  # torch's OpenMP
     before = openmp.omp_get_max_threads()
     openmp.omp_set_num_threads(1)
     try:
@@ -131,7 +135,7 @@ def _hash(*parts: str) -> str:
 
 
 def _processor() -> str:
-    """Return the processor that -march=native depends on."""
+    """Return a description of the processor, on which -march=native depends."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor() + platform.machine()

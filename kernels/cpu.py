@@ -1,8 +1,8 @@
-"""CPU kernels: the work of decoding and training between their matmuls, in one pass each, with torch references.
+"""CPU kernels for the work of decoding and training between matmuls, in one pass each, with torch references.
 
-cpu.cpp is compiled with the machine's own instruction set on first use and kept in ~/.cache/megarl. It has a
-plain C interface and takes OpenMP from the runtime that torch has already loaded. Without a C++ compiler, or with sizes
-that are no multiple of 16, callers use torch operations instead; results agree to rounding.
+cpu.cpp is compiled for the machine's instruction set on first use and cached in ~/.cache/megarl. It has a plain C
+interface and uses the OpenMP runtime that torch has loaded. Without a C++ compiler, or for sizes that are no multiple
+of 16, callers use torch operations; results agree to rounding.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CpuKernels:
 
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int, *widths: int) -> bool:
-        """Tell whether these sizes can be computed: head size, and hidden and MLP widths."""
+        """Return whether the kernels support these sizes: head size, and hidden and MLP widths."""
         return dtype in (torch.float32, torch.bfloat16) and head_dim in HEAD_SIZES and not any(w % 16 for w in widths)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -68,8 +68,8 @@ class CpuKernels:
         rows, width = x.shape
         dx, threads = torch.empty_like(x), torch.get_num_threads()
         parts = torch.zeros(threads, width)
-        given = _pointers(x, grad, weight, dx, parts)
-        self._norm_backward(x.dtype == torch.bfloat16, *given, rows, width, threads, eps)
+        pointers = _pointers(x, grad, weight, dx, parts)
+        self._norm_backward(x.dtype == torch.bfloat16, *pointers, rows, width, threads, eps)
         return dx, parts.sum(0)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -98,13 +98,13 @@ class CpuKernels:
         scale: float,
         eps: float,
     ) -> Tensor:
-        """Return the norm and rotate new heads, append keys and values to the cache, attend. Scores and sums are fp32.
+        """Norm and rotate new heads, append keys and values to the cache, and attend. Scores and sums are fp32.
 
         Args:
-            qkv: [n, G, q + 2, D], of each group its q query heads, its key and its value.
-            norm: [2, D], weights of the RMS norms of query and key heads; None without them.
+            qkv: [n, G, q + 2, D], for each group its q query heads, its key and its value.
+            norm: [2, D], weights of the RMS norms of query and key heads; None: no norms.
             rope: cos and sin, [n, D / 2] each.
-            keys, values: caches [rows >= n, G, L, D], written at positions.
+            keys, values: caches [rows >= n, G, L, D], written at `positions`.
             positions: int64 [n], below L.
             window: newest positions that a query sees, itself included; None for all.
 
@@ -113,16 +113,16 @@ class CpuKernels:
         """
         n, groups, heads, size = qkv.shape
         out = qkv.new_empty(n, groups * (heads - 2) * size)
-        given = _pointers(qkv, norm, *rope, keys, values, positions, out)
+        pointers = _pointers(qkv, norm, *rope, keys, values, positions, out)
         sizes = (n, groups, heads - 2, size, keys.shape[2], window or 0)
-        failed = self._attend(qkv.dtype == torch.bfloat16, *given, *sizes, scale, eps)
+        failed = self._attend(qkv.dtype == torch.bfloat16, *pointers, *sizes, scale, eps)
         assert not failed, "callers check supports()"
         return out
 
     def causal_forward(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the causal attention of each sequence of a packed stream to itself.
+        """Compute causal attention of each sequence of a packed stream to itself.
 
         Args:
             q: [t, heads, D].
@@ -131,7 +131,7 @@ class CpuKernels:
             longest: tokens of the longest sequence.
 
         Returns:
-            Context like `q`, and float32 [t, heads]: log of the sum of exp of each query's scores.
+            Context like `q`, and float32 [t, heads], logsumexp of each query's scores.
         """
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         self._run_stream((q, k, v, out, None, None, None, None), lse, starts, longest, scale)
@@ -149,7 +149,7 @@ class CpuKernels:
         longest: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, from what `causal_forward` took and gave and the gradient of its
+        """Return the gradients of q, k and v, from inputs and outputs of `causal_forward` and the gradient of its
         context."""
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         self._run_stream((q, k, v, out, grad, dq, dk, dv), lse, starts, longest, scale)
@@ -169,14 +169,13 @@ class CpuKernels:
 
 
 def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    """Return where the tensors' data lies; None for none."""
+    """Return the data pointers of the tensors; None for None."""
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
 @functools.cache
 def load() -> CpuKernels | None:
-    """Return the kernels, compiled if they are not in the cache; None where they cannot be (a warning says why,
-    once)."""
+    """Return the kernels, compiled if they are not cached; None, with one warning, if that fails."""
     from megarl.kernels.cpu_check import check  # it imports this module
 
     library = compiled(_SOURCE, check)
@@ -184,12 +183,12 @@ def load() -> CpuKernels | None:
 
 
 def kernels_for(x: Tensor, width: int) -> CpuKernels | None:
-    """Return the kernels, where they are there and can take rows of `width` numbers like those of `x`."""
+    """Return the kernels if they are available and support rows of `width` numbers like those of `x`, else None."""
     if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16) or width % 16:
         return None
     return load()
 
 
 def rows(x: Tensor) -> Tensor:
-    """Return `x` [..., n] as the contiguous matrix that the kernels take; a copy only where it has to be."""
+    """Return `x` [..., n] as a contiguous matrix for the kernels; copies only if necessary."""
     return x.reshape(-1, x.shape[-1]).contiguous()

@@ -1,4 +1,4 @@
-"""The check of cpu.cpp on random input against float64: every function, dtype and head size."""
+"""Check of cpu.cpp on random input against float64: every function, dtype and head size."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from megarl.kernels.build import difference
 from megarl.kernels.cpu import HEAD_SIZES, CpuKernels
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Of the largest element. Rounding stays below a tenth of it; a wrong lane is as far off as the numbers are large."""
+"""Relative to the largest element. Rounding errors are below a tenth of it; a wrong lane is off by whole numbers."""
 
 _EPS = 1e-6
 _Draw = Callable[..., Tensor]
 
 
 def check(library: ctypes.CDLL, sizes: Sequence[int] = HEAD_SIZES) -> str | None:
-    """Return the differences from the reference, None where there are none. `sizes`: head sizes that the library
-    has."""
+    """Return what differs from the reference, or None; `sizes` are the head sizes to check."""
     kernels, generator = CpuKernels(library), torch.Generator("cpu").manual_seed(1)
     for dtype, tolerance in _TOLERANCE.items():
 
         def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
-        for name, found, expected in _cases(kernels, draw, sizes):
-            distance = difference(found, expected, tolerance)
+        for name, result, expected in _cases(kernels, draw, sizes):
+            distance = difference(result, expected, tolerance)
             if distance is not None:
                 return f"{name} in {dtype} by {distance:.1g} of the largest number"
     return None
 
 
 def _cases(kernels: CpuKernels, draw: _Draw, sizes: Sequence[int]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, the library's result, the right one in float64) of each output."""
+    """Yield (name, the library's result, the correct result in float64) for each output."""
     yield from _norm(kernels, draw)
     yield from _gate(kernels, draw)
     for size in sizes:
@@ -71,7 +70,7 @@ def _gate(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Tenso
 
 
 def _attend(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    groups, heads, length, scale = 2, 7, 40, size**-0.5  # 7 heads go as 4, 2 and 1
+    groups, heads, length, scale = 2, 7, 40, size**-0.5  # 7 heads are processed as 4, 2 and 1
     positions = torch.tensor([0, 17, 39], device="cpu")
     for window, norm in ((None, draw(2, size)), (5, None)):
         qkv, n = draw(3, groups, heads + 2, size), len(positions)
@@ -118,7 +117,7 @@ def _stream(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, 
         slope = weights * (up @ vs.mT - (up * context).sum(-1, keepdim=True)) * scale
         expected = slope @ ks, (slope.mT @ queries).sum(1, True), (weights.mT @ up).sum(1, True)
         for name, x, right in zip(("queries", "keys", "values"), slopes, expected, strict=True):
-            # A single token's softmax has no slope: the rest is rounding, which no scale of its own can bound.
+            # A single token's softmax has a zero gradient; only rounding remains, which has no scale to compare with.
             if length > 1 or name == "values":
                 yield f"gradient of {name} with heads of {size}", by_group(x), right
 
@@ -129,6 +128,6 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the rotary embedding of heads [..., D]."""
+    """Apply the rotary embedding to heads [..., D]."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -1,14 +1,15 @@
-"""Triton kernels of a decode step on a GPU, with the interface of the CPU's (`megarl.kernels.cpu.CpuKernels`).
+"""Triton kernels of a decode step on a GPU, with the interface of the CPU kernels (`megarl.kernels.cpu.CpuKernels`).
 
     add_norm   adds to the residual stream and norms it
-    attend     norms and rotates new heads, appends to the cache, attends to the positions that a row has
-    draw       takes one token per row from its logits, with its log-prob
+    attend     norms and rotates new heads, appends to the cache, attends to the positions of each row
+    draw       samples one token per row from its logits, with its log-prob
 
-Attention is bound by the memory: it reads keys and values up to each row's own position, where a product over the cache
-reads as far as the longest row, rounded up to what a graph was captured for. Rows are cut into chunks of positions, one
-program each, whose results a second kernel joins, so that a few long rows fill the GPU, too. The bits of a row's
-context depend neither on the other rows nor on their number. `draw` reads a logit once (4 bytes) and computes the noise
-of its race (some 40 integer operations) where torch would write and read it a dozen times.
+Attention is bound by memory: it reads keys and values up to each row's own position, while a product over the cache
+would
+read up to the longest row, rounded up to the captured graph's size. Rows are cut into chunks of positions, one program
+each, and a second kernel joins their results, so that a few long rows also fill the GPU. The bits of a row's context do
+not depend on other rows. `draw` reads a logit once (4 bytes) and computes its noise (some 40 integer operations), where
+torch would write and read the noise a dozen times.
 
 Sums are float32; results are rounded once, where training rounds: norm, rotation, context.
 """
@@ -20,12 +21,12 @@ from torch import Tensor
 
 from megarl.kernels.layers_gpu import swiglu
 
-#: Positions of a program, positions that are read at once, warps, stages of the pipeline that reads them.
+#: Positions per program, positions read at once, warps, stages of the read pipeline.
 ATTENTION = (512, 64, 4, 3)
-WIDE_ATTENTION = (512, 32, 4, 2)  # heads of over 256 bytes, so that what is on its way fits into shared memory
-#: Logits of a program of `draw`, logits that are read at once, warps.
+WIDE_ATTENTION = (512, 32, 4, 2)  # for heads of over 256 bytes, so that reads in flight fit into shared memory
+#: Logits per program of `draw`, logits read at once, warps.
 DRAWING = (8192, 1024, 4)
-_LEAST = 16  # rows of the smallest product of matrices
+_LEAST = 16  # rows of the smallest matrix product
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -33,9 +34,9 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
     out = torch.empty_like(hidden)
     rows, width = hidden.shape
     block = triton.next_power_of_2(width)
-    given = hidden if delta is None else delta
+    addend = hidden if delta is None else delta
     warps = min(16, max(1, block // 512))
-    _add_norm[(rows,)](hidden, given, weight, out, width, eps, block, delta is not None, num_warps=warps)
+    _add_norm[(rows,)](hidden, addend, weight, out, width, eps, block, delta is not None, num_warps=warps)
     return out
 
 
@@ -57,9 +58,9 @@ def attend(
     eps: float,
     launch: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """See `CpuKernels.attend`. A row at a position below 0 is idle: it keeps nothing, reads nothing and gives zeros.
+    """See `CpuKernels.attend`. A row with a negative position is idle: it writes and reads nothing and returns zeros.
 
-    `launch`: as `ATTENTION`; None: what fits heads of this size and dtype.
+    `launch`: as `ATTENTION`; None: by the heads' size and dtype.
     """
     n, groups, heads, size = qkv.shape
     per, length = heads - 2, keys.shape[2]
@@ -97,22 +98,23 @@ def draw(
     greedy: bool,
     launch: tuple[int, int, int] = DRAWING,
 ) -> Tensor:
-    """Return the winners of the race (`megarl.models.noise`) in every part of the vocabulary.
+    """Return the winners of the race (`megarl.models.noise`) in each part of the vocabulary.
 
     Args:
-        logits: float32 [n, V], of this rank's vocabulary.
+        logits: float32 [n, V], over this rank's vocabulary.
         seeds, index: int64 [n], see `noise.race`.
         start: vocabulary id of the first column.
-        inverse_temperature: what logits are multiplied by.
-        greedy: the largest logit wins, without a race.
+        inverse_temperature: factor of the logits.
+        greedy: the largest logit wins, without noise.
 
     Returns:
-        float64 [parts, n, 4]: score of the winner, its vocabulary id, its logit, and the log of the sum of exp of all
-        logits of the part. Float64 holds ids exactly.
+        float64 [parts, n, 4]: the winner's score, vocabulary id and logit, and logsumexp of the part's logits. Float64
+        is
+            exact for ids.
     """
     n, columns = logits.shape
     share, at_once, warps = launch
-    parts = max(1, triton.cdiv(columns, share))  # a rank may have nothing but padding of the vocabulary
+    parts = max(1, triton.cdiv(columns, share))  # a rank may only have vocabulary padding
     out = logits.new_empty(parts, n, 4, dtype=torch.float64)
     _draw[(n, parts)](
         logits, seeds, index, out, columns, logits.stride(0), start, inverse_temperature, share, at_once,
@@ -125,7 +127,7 @@ def draw(
 def _add_norm(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
     hidden, delta, weight, out, width, eps, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):
-    """One row."""
+    """Process one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -158,24 +160,24 @@ def _prepare(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """One head of a row: the queries of a group, its key, its value."""
+    """Process one head of a row: a query head of a group, its key, or its value."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) // (per + 2)
     head = tl.program_id(1) % (per + 2)
     at = tl.arange(0, BLOCK)
     inside = at < size
-    own = qkv + ((row * groups + group) * (per + 2) + head) * size
+    source = qkv + ((row * groups + group) * (per + 2) + head) * size
     position = tl.load(positions + row)
     cached = ((row * groups + group) * length + position) * size
-    kept = inside & (position >= 0)
+    stored = inside & (position >= 0)
     if head == per + 1:
-        tl.store(values + cached + at, tl.load(own + at, mask=inside, other=0.0), mask=kept)
+        tl.store(values + cached + at, tl.load(source + at, mask=inside, other=0.0), mask=stored)
     else:
         half = size // 2
         first = at < half
         partner = tl.where(first, at + half, at - half)
-        x = tl.load(own + at, mask=inside, other=0.0)
-        y = tl.load(own + partner, mask=inside, other=0.0)
+        x = tl.load(source + at, mask=inside, other=0.0)
+        y = tl.load(source + partner, mask=inside, other=0.0)
         if NORM:
             weight = norm + tl.where(head == per, size, 0)
             wide = x.to(tl.float32)
@@ -189,7 +191,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         turned = x.to(tl.float32) * c + y.to(tl.float32) * tl.where(first, -s, s)
         turned = turned.to(qkv.dtype.element_ty)
         if head == per:
-            tl.store(keys + cached + at, turned, mask=kept)
+            tl.store(keys + cached + at, turned, mask=stored)
         else:
             tl.store(queries + ((row * groups + group) * per + head) * size + at, turned, mask=inside)
 
@@ -243,7 +245,7 @@ def _attend(  # type: ignore[no-untyped-def]
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, -float("inf"))
             new = tl.maximum(peak, tl.max(scores, 1))
-            shift = tl.where(new == -float("inf"), 0.0, new)  # nothing seen so far: no difference of infinities
+            shift = tl.where(new == -float("inf"), 0.0, new)  # avoids inf - inf while nothing was seen
             weights = tl.exp(scores - shift[:, None])
             factor = tl.exp(peak - shift)
             total = total * factor + tl.sum(weights, 1)
@@ -260,7 +262,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def _join(  # type: ignore[no-untyped-def]
     parts, peaks, sums, positions, out, heads, size, chunks, window, SIZE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Join the context of one head of a row from those of its chunks."""
+    """Join the contexts of a head's chunks."""
     row = tl.program_id(0).to(tl.int64)
     place = row * heads + tl.program_id(1)
     at = tl.arange(0, SIZE)
@@ -271,10 +273,10 @@ def _join(  # type: ignore[no-untyped-def]
     total = tl.zeros((), tl.float32)
     context = tl.zeros((SIZE,), tl.float32)
     for chunk in range(oldest // CHUNK, (last + CHUNK) // CHUNK):
-        own = tl.load(peaks + place * chunks + chunk)
-        new = tl.maximum(peak, own)
+        chunk_peak = tl.load(peaks + place * chunks + chunk)
+        new = tl.maximum(peak, chunk_peak)
         before = tl.exp(peak - new)
-        factor = tl.exp(own - new)
+        factor = tl.exp(chunk_peak - new)
         total = total * before + tl.load(sums + place * chunks + chunk) * factor
         part = tl.load(parts + (place * chunks + chunk) * size + at, mask=inside, other=0.0)
         context = context * before + part * factor
@@ -285,7 +287,7 @@ def _join(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix64(x):  # type: ignore[no-untyped-def]
-    """See `megarl.models.noise._mix64`; uint64."""
+    """`megarl.models.noise._mix64` for uint64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -293,7 +295,7 @@ def _mix64(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix32(x):  # type: ignore[no-untyped-def]
-    """See `megarl.models.noise._mix32_`; uint32."""
+    """`megarl.models.noise._mix32_` for uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -301,12 +303,12 @@ def _mix32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_times(low, high, ids):  # type: ignore[no-untyped-def]
-    """See `megarl.models.noise.race`: uint32 keys and ids -> log E, float32."""
+    """`megarl.models.noise.race`: uint32 keys and ids -> log E, float32."""
     counter = ids * 0x9E3779B9
     bits = _mix32(_mix32(counter ^ low) + high) & 0x7FFFFFFF
     u = (bits.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
     u = tl.minimum(u, 1.0 - 5.960464477539063e-08)  # 2^-24
-    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))  # log near 1 would lose small numbers
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))  # log near 1 would lose precision
     return tl.log(tl.where(u < 0.00390625, series, -tl.log(1.0 - u)))
 
 
@@ -324,7 +326,7 @@ def _draw(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     RACE: tl.constexpr,
 ):
-    """One part of a row: blocks in turn, each lane with its best so far."""
+    """Process one part of a row: blocks in turn, each lane with its best candidate so far."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     key = _mix64(_mix64(tl.load(seeds + row).to(tl.uint64) + 0x9E3779B97F4A7C15) + tl.load(index + row).to(tl.uint64))
@@ -340,7 +342,7 @@ def _draw(  # type: ignore[no-untyped-def]
         column = begin + lane
         x = tl.load(logits + row * stride + column, mask=column < columns, other=-float("inf")) * inverse_temperature
         new = tl.maximum(peak, tl.max(x, 0))
-        shift = tl.where(new == -float("inf"), 0.0, new)  # nothing but -inf so far
+        shift = tl.where(new == -float("inf"), 0.0, new)  # only -inf so far
         total = total * tl.exp(peak - shift) + tl.sum(tl.exp(x - shift), 0)
         peak = new
         score = x

@@ -1,6 +1,6 @@
-"""CPU kernels of deltas: find the changes between two versions of a tensor, and apply them to a copy, in one pass each.
+"""CPU kernels for deltas: find the changes between two versions of a tensor, and apply them, in one pass each.
 
-delta.cpp is compiled like cpu.cpp; without a compiler, or where its code differs from them, `diff_reference` and
+delta.cpp is compiled like cpu.cpp. Without a compiler, or if the library's results differ, `diff_reference` and
 `patch_reference` do the same with numpy.
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megarl.kernels.build import compiled
 
-FAR = 255  # the largest distance between two written elements
+FAR = 255  # largest distance between two written elements
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _LINE = 64  # bytes that the kernels compare at a time
-_BLOCK = 1 << 17  # bytes compared at a time by the reference, so that verdicts are still in the cache when counted
+_BLOCK = 1 << 17  # bytes that the reference compares at a time, so that results stay in the cache
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
@@ -48,34 +48,35 @@ class DeltaKernels:
         n = len(base) // itemsize
         pointers = base.data_ptr(), n, distances.data_ptr(), values.data_ptr()
         if self._patch(itemsize, *pointers, len(distances)) < 0:
-            raise ValueError("a changed element lies outside of its tensor")
+            raise ValueError("a changed element is outside of the tensor")
 
 
 def diff(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, Tensor] | None:
-    """Bring `base` to `new` and tell what changed.
+    """Update `base` to `new` in place and return what changed.
 
     Args:
         base, new: uint8 [n * itemsize], contiguous on the CPU.
         itemsize: bytes of an element: 1, 2 or 4.
-        room: elements that may be written at most.
+        room: largest number of elements that may be written.
 
     Returns:
-        distances, uint8 [m], from one written element to the next, the first from element -1; and their new values,
-        uint8 [m * itemsize]. Where two changed elements are further apart than a distance can say, elements between
-        them are written that did not change. None when `room` is not enough; `base` is then neither of both.
+        distances, uint8 [m], from each written element to the next (the first from element -1), and their new values,
+        uint8
+            [m * itemsize]. If two changed elements are too far apart for one distance, unchanged elements between them
+            are written. None if `room` is not enough; `base` is then partly updated.
     """
     kernels = _load()
     return (diff_reference if kernels is None else kernels.diff)(base, new, itemsize, room)
 
 
 def patch(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> None:
-    """Write what `diff` found into `base`, uint8 [n * itemsize] on the CPU.
+    """Write the result of `diff` into `base`, uint8 [n * itemsize] on the CPU.
 
     Raises:
-        ValueError: an element would lie outside.
+        ValueError: an element is outside of `base`.
     """
     if len(values) != len(distances) * itemsize:
-        raise ValueError(f"{len(distances)} distances and {len(values)} bytes of values")
+        raise ValueError(f"number of distances ({len(distances)}) does not match the values ({len(values)} bytes)")
     kernels = _load()
     (patch_reference if kernels is None else kernels.patch)(base, distances, values, itemsize)
 
@@ -84,16 +85,16 @@ def diff_reference(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple
     """See `diff`."""
     dtype = _WORDS[itemsize]
     old_words, new_words = base.view(dtype).numpy(), new.view(dtype).numpy()
-    step, found = _BLOCK // itemsize, [np.empty(0, np.int64)]
+    step, changed = _BLOCK // itemsize, [np.empty(0, np.int64)]
     for start in range(0, len(new_words), step):
         part = slice(start, start + step)
-        found.append(np.flatnonzero(old_words[part] != new_words[part]) + start)
-    at = np.concatenate(found)
+        changed.append(np.flatnonzero(old_words[part] != new_words[part]) + start)
+    at = np.concatenate(changed)
     gaps = np.diff(at, prepend=-1)
-    between = (gaps - 1) // FAR  # elements written on the way
+    between = (gaps - 1) // FAR  # unchanged elements written in between
     if len(at) + between.sum() > room:
         return None
-    last = np.cumsum(between + 1) - 1  # where the changed elements come to stand
+    last = np.cumsum(between + 1) - 1  # indices of the changed elements
     distances = np.full(len(at) + between.sum(), FAR, np.uint8)
     distances[last] = gaps - between * FAR
     written = np.cumsum(distances, dtype=np.int64) - 1
@@ -105,30 +106,30 @@ def patch_reference(base: Tensor, distances: Tensor, values: Tensor, itemsize: i
     """See `patch`."""
     at = positions(distances)
     if len(at) and (int(distances.min()) == 0 or int(at[-1]) * itemsize >= len(base)):
-        raise ValueError("a changed element lies outside of its tensor")
+        raise ValueError("a changed element is outside of the tensor")
     dtype = _WORDS[itemsize]
     base.view(dtype)[at] = values.view(dtype)
 
 
 def positions(distances: Tensor) -> Tensor:
-    """Return the numbers of the written elements, int64."""
+    """Return the indices of the written elements, int64."""
     return distances.to(torch.int64).cumsum(0) - 1
 
 
 def check(library: ctypes.CDLL) -> str | None:
-    """Return the differences from the references on random input, None where there are none."""
+    """Return what differs from the references on random input, or None."""
     kernels, generator = DeltaKernels(library), torch.Generator("cpu").manual_seed(1)
     for itemsize, n, share in itertools.product(_WORDS, (1, 15, 64, 65, 257, 5003), (0.002, 0.1, 1.0)):
-        # Wrong positions lie up to a line after the end: that memory is ours, and seen when it changes.
+        # Wrong positions are at most a line past the end; this memory is allocated and checked for changes.
         room = n * itemsize + _LINE
         base = torch.randint(0, 256, (room,), generator=generator, dtype=torch.uint8, device="cpu")
         changed = torch.rand(room, generator=generator, dtype=torch.float32, device="cpu") < share / itemsize
         new, end = base + changed, n * itemsize
         old, then, right = base.clone(), base.clone(), base.clone()
         expected = diff_reference(right[:end], new[:end], itemsize, n)
-        found = kernels.diff(old[:end], new[:end], itemsize, n)
+        result = kernels.diff(old[:end], new[:end], itemsize, n)
         assert expected is not None  # there is room for all
-        if found is None or not all(map(torch.equal, (*found, old), (*expected, right))):
+        if result is None or not all(map(torch.equal, (*result, old), (*expected, right))):
             return f"diff of {n} elements of {itemsize} bytes"
         if len(expected[0]) and kernels.diff(base.clone()[:end], new[:end], itemsize, len(expected[0]) - 1) is not None:
             return f"diff of {n} elements of {itemsize} bytes with too little room"

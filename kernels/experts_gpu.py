@@ -1,8 +1,8 @@
-"""A Triton kernel of a GPU that adds up rows for each token: what experts made of it, or the gradients of its copies.
+"""A Triton kernel that sums rows for each token: outputs of experts, or gradients of a token's copies.
 
-torch's `scatter_add_` and the gradient of `index_select` add with atomics, which round a token's sum once for each of
-its rows, in another order in each run. Here one program has a token: it reads each of the token's rows once, adds them
-in float32 in a fixed order, and rounds once. `python -m megarl.benchmarks.layers` times the block sizes on a GPU.
+torch's `scatter_add_` and the gradient of `index_select` use atomics, which round a token's sum once per row, in a
+different order in each run. Here one program per token reads its rows once, adds them in float32 in a fixed order, and
+rounds once. `python -m megarl.benchmarks.layers` times the block sizes on a GPU.
 """
 
 import torch
@@ -10,16 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns of a program, and its warps.
+#: Columns per program, and its warps.
 SUM = (2048, 8)
 
 
 def sum_rows(rows: Tensor, places: Tensor, launch: tuple[int, int] = SUM) -> Tensor:
-    """Return [n, h], dtype of `rows`: for each i the sum of rows[places[i, j]], in float32 and in the order of j.
+    """Return [n, h] in the dtype of `rows`: sums over j of rows[places[i, j]], in float32 and in the order of j.
 
     Args:
         rows: [m, h], contiguous; float32, bfloat16 or float16.
-        places: int32 or int64 [n, k], contiguous; below zero: no row.
+        places: int32 or int64 [n, k], contiguous; negative: no row.
     """
     (count, each), width = places.shape, rows.shape[1]
     out = torch.empty(count, width, dtype=rows.dtype, device=rows.device)
@@ -39,7 +39,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]  # of Triton, which reads annotat
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some columns of one token."""
+    """Process some columns of one token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -1,5 +1,4 @@
-"""The Triton kernels of a GPU, where there is Triton: `layers_gpu.py`, `experts_gpu.py`, `logits_gpu.py`,
-`decode_gpu.py`."""
+"""Access to the Triton kernels, if Triton is installed: layers_gpu, experts_gpu, logits_gpu and decode_gpu."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 class Kernels(NamedTuple):
-    """The modules, or None in place of each."""
+    """The kernel modules; None without Triton."""
 
     layers: ModuleType | None = None
     logits: ModuleType | None = None
@@ -25,33 +24,34 @@ class Kernels(NamedTuple):
 
 @functools.cache
 def triton_kernels() -> Kernels:
-    """Return the kernels; none of them, with a warning, where there is no Triton."""
+    """Return the kernels; without Triton none of them, with a warning."""
     try:
         from megarl.kernels import decode_gpu, experts_gpu, layers_gpu, logits_gpu
     except ImportError as error:
-        what = "torch operations compute layers, log-probs and decode steps, which is slower"
-        warnings.warn(f"{what}: {error}", stacklevel=2)
+        effect = "torch operations compute layers, log-probs and decode steps, which is slower"
+        warnings.warn(f"{effect}: {error}", stacklevel=2)
         return Kernels()
     return Kernels(layers_gpu, logits_gpu, decode_gpu, experts_gpu)
 
 
 def layer_kernels(*tensors: Tensor) -> ModuleType | None:
-    """Return the kernels for `tensors` of one layer; None: torch operations, as for float64, which the kernels would
-    round, and for tensors of several dtypes, whose result has the wider one."""
+    """Return the kernels for `tensors` of one layer; None to use torch operations.
+
+    Float64, which the kernels would round, and tensors of several dtypes use torch."""
     return triton_kernels().layers if _fit(*tensors) else None
 
 
 def expert_kernels(rows: Tensor) -> ModuleType | None:
-    """Return the kernels that add up `rows`; None: torch operations, as for float64."""
+    """Return the kernels that sum `rows`; None to use torch operations, as for float64."""
     return triton_kernels().experts if _fit(rows) else None
 
 
 def decode_kernels(dtype: torch.dtype) -> ModuleType | None:
-    """Return the kernels of a decode step in `dtype` on a GPU; None: torch operations, as for float64."""
+    """Return the kernels of a decode step in `dtype` on a GPU; None to use torch operations, as for float64."""
     return triton_kernels().decode if dtype in _DTYPES else None
 
 
 def _fit(*tensors: Tensor) -> bool:
-    """Tell whether the kernels take these."""
+    """Return whether the kernels support these tensors."""
     dtypes = {x.dtype for x in tensors}
     return tensors[0].is_cuda and len(dtypes) == 1 and dtypes <= _DTYPES

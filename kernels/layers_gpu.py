@@ -1,13 +1,15 @@
-"""Triton kernels of a GPU for SwiGLU, RoPE and RMSNorm; their torch references are in `megarl/models`.
+"""Triton kernels for SwiGLU, RoPE and RMSNorm; their torch references are in `megarl/models`.
 
-    swiglu, swiglu_backward        3 and 5 numbers of memory for each number of the result, with factors of rows, too
-    rope                           2 for each number, and the tables
-    rms_norm, rms_norm_backward    2 and 3 for each number
+    swiglu, swiglu_backward        3 and 5 numbers of memory traffic per number of the result, also with row factors
+    rope                           2 per number, and the tables
+    rms_norm, rms_norm_backward    2 and 3 per number
 
-All are bound by the memory: each reads its inputs once and writes its results once. Tensors are float32, bfloat16 or
-float16, and of one dtype in a call; arithmetic is in float32, and a result is rounded once. The gradient of a norm's
-weight is summed by `PROGRAMS` programs, each over its own rows, and over these: in an order that the shape decides, so
-that the same tensors give the same bits. `python -m megarl.benchmarks.layers` times the block sizes on a GPU.
+All are bound by memory: each reads its inputs once and writes its results once. Tensors are float32, bfloat16 or
+float16,
+with one dtype per call; arithmetic is in float32, and results are rounded once. `PROGRAMS` programs sum the gradient
+of a
+norm's weight, each over its own rows, in an order that depends only on the shape, so equal tensors give equal bits.
+`python -m megarl.benchmarks.layers` times the block sizes on a GPU.
 """
 
 import torch
@@ -17,29 +19,30 @@ from torch import Tensor
 
 from megarl.kernels.logits_gpu import fitting
 
-#: Numbers of a block and warps of a program. Blocks of RoPE are pairs of numbers; a norm's row is in one block.
+#: Numbers per block and warps per program. Blocks of RoPE are pairs of numbers; a norm's row is in one block.
 SWIGLU, SWIGLU_BACKWARD, ROPE, NORM, NORM_BACKWARD = (2048, 4), (2048, 8), (1024, 4), (2048, 4), (1024, 4)
 SCALED_SWIGLU_BACKWARD = (1024, 4)
-#: Programs that share the rows of a norm's backward pass: eight for each of an H100's 132 multiprocessors.
+#: Programs of a norm's backward pass: eight for each of an H100's 132 multiprocessors.
 PROGRAMS = 8 * 132
-_WIDEST = 16_384  # a row of a norm: 32 numbers for each thread of 16 warps
+_WIDEST = 16_384  # longest row of a norm: 32 numbers per thread of 16 warps
 _MOST_WARPS = 16
 
 
 def swiglu(x: Tensor, scale: Tensor | None = None, launch: tuple[int, int] = SWIGLU) -> Tensor:
-    """Return silu(gate) * up [n, f] of `x` [n, 2f], contiguous, gate and up side by side; each row times its `scale`
-    [n], if there is one, before the rounding."""
+    """Return silu(gate) * up [n, f] of `x` [n, 2f], contiguous, gate and up side by side.
+
+    With `scale` [n], each row is multiplied by its scale before rounding."""
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
     if out.numel():
         block, warps = fitting(width, launch)
-        given = x, x if scale is None else scale, out, width  # x: a pointer that is not used
-        _swiglu[(rows, triton.cdiv(width, block))](*given, block, scale is not None, num_warps=warps)
+        inputs = x, x if scale is None else scale, out, width  # x is an unused pointer
+        _swiglu[(rows, triton.cdiv(width, block))](*inputs, block, scale is not None, num_warps=warps)
     return out
 
 
 def swiglu_backward(x: Tensor, grad: Tensor, launch: tuple[int, int] = SWIGLU_BACKWARD) -> Tensor:
-    """Return the gradient [n, 2f] of `x` [n, 2f] from that of the result, `grad` [n, f]; both contiguous."""
+    """Return the gradient [n, 2f] of `x` from the gradient `grad` [n, f] of the result; both contiguous."""
     rows, width = grad.shape
     dx = torch.empty_like(x)
     if dx.numel():
@@ -51,23 +54,22 @@ def swiglu_backward(x: Tensor, grad: Tensor, launch: tuple[int, int] = SWIGLU_BA
 def scaled_swiglu_backward(
     x: Tensor, grad: Tensor, scale: Tensor, launch: tuple[int, int] = SCALED_SWIGLU_BACKWARD
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` [n, 2f] and of `scale` [n], float32, from that of the result, `grad` [n, f]; all
-    contiguous."""
+    """Return the gradients of `x` [n, 2f] and of `scale` [n] (float32) from `grad` [n, f]; all contiguous."""
     count, width = grad.shape
     dx, dscale = torch.empty_like(x), torch.zeros(count, dtype=torch.float32, device=x.device)
     if dx.numel():
         rows, block, warps = _tile(min(width, launch[0]), launch)
-        given = x, grad, scale, dx, dscale, count, width
-        _scaled_swiglu_backward[(triton.cdiv(count, rows),)](*given, rows, block, num_warps=warps)
+        inputs = x, grad, scale, dx, dscale, count, width
+        _scaled_swiglu_backward[(triton.cdiv(count, rows),)](*inputs, rows, block, num_warps=warps)
     return dx, dscale
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, sign: float, launch: tuple[int, int] = ROPE) -> Tensor:
-    """Return `x` [t, heads, d] with the halves of each head rotated against each other, contiguous.
+    """Rotate the two halves of each head of `x` [t, heads, d] against each other; the result is contiguous.
 
     Args:
-        x: its last dimension is copied if it is not contiguous, the others may have any strides.
-        cos, sin: [t, d / 2]; copied if they are not contiguous, as tables of positions with three numbers.
+        x: copied if its last dimension is not contiguous; other dimensions may have any strides.
+        cos, sin: [t, d / 2]; copied if they are not contiguous, as for positions with three numbers.
         sign: 1 for the rotation, -1 for its gradient.
     """
     x = x if x.stride(2) == 1 else x.contiguous()
@@ -83,7 +85,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, sign: float, launch: tuple[int, in
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, launch: tuple[int, int] = NORM) -> Tensor:
-    """Return x / rms(x) * weight of the rows of `x` [n, width], contiguous, width up to 16,384."""
+    """Return x / rms(x) * weight for the rows of `x` [n, width], contiguous, width up to 16,384."""
     count, width = x.shape
     out = torch.empty_like(x)
     if out.numel():
@@ -101,11 +103,11 @@ def rms_norm_backward(
     of_weight: bool = True,
     launch: tuple[int, int] = NORM_BACKWARD,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of `x` [n, width] and `weight` [width] from that of the result, `grad` [n, width].
+    """Return the gradients of `x` [n, width] and `weight` [width] from the gradient `grad` [n, width] of the result.
 
     Args:
         x, grad: contiguous.
-        of_weight: False: that of the weight is not computed, and None.
+        of_weight: False: the weight's gradient is not computed, and None.
     """
     count, width = x.shape
     dx = torch.empty_like(x)
@@ -114,19 +116,19 @@ def rms_norm_backward(
     rows, block, warps = _tile(width, launch)
     programs = min(PROGRAMS, triton.cdiv(count, rows))
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device) if of_weight else None
-    kept = dx if partial is None else partial  # a pointer that is not used
-    given = x, grad, weight, dx, kept, count, width, eps
-    _rms_norm_backward[(programs,)](*given, rows, block, of_weight, num_warps=warps)
+    sums = dx if partial is None else partial  # dx is an unused pointer
+    inputs = x, grad, weight, dx, sums, count, width, eps
+    _rms_norm_backward[(programs,)](*inputs, rows, block, of_weight, num_warps=warps)
     return dx, None if partial is None else partial.sum(0).to(weight.dtype)
 
 
 def fits(width: int) -> bool:
-    """Tell whether a norm's rows of `width` numbers are few enough for one block."""
+    """Return whether a norm's rows of `width` numbers fit into one block."""
     return width <= _WIDEST
 
 
 def _tile(width: int, launch: tuple[int, int]) -> tuple[int, int, int]:
-    """Return rows and columns of a block that has whole rows, and its warps: more of them for longer rows."""
+    """Return rows and columns of a block of whole rows, and its warps: more of them for longer rows."""
     size, warps = launch
     block = triton.next_power_of_2(width)
     rows = max(1, size // block)
@@ -142,13 +144,13 @@ def _swiglu(  # type: ignore[no-untyped-def]  # of Triton, which reads annotatio
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """One block of a row: gate * sigmoid(gate) * up."""
+    """Process one block of a row: gate * sigmoid(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    own = x + row * 2 * width
-    gate = tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(own + width + column, mask=inside, other=0.0).to(tl.float32)
+    source = x + row * 2 * width
+    gate = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + width + column, mask=inside, other=0.0).to(tl.float32)
     product = gate * tl.sigmoid(gate) * up
     if SCALED:
         product *= tl.load(scale + row)
@@ -163,18 +165,18 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads 
     width,
     BLOCK: tl.constexpr,
 ):
-    """One block of a row, of gate and of up, with s = sigmoid(gate): g up s (1 + gate (1 - s)), and g gate s."""
+    """Process one block of a row, of gate and up, with s = sigmoid(gate): g up s (1 + gate (1 - s)), and g gate s."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    own = row * 2 * width + column
-    gate = tl.load(x + own, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + own + width, mask=inside, other=0.0).to(tl.float32)
+    source = row * 2 * width + column
+    gate = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + source + width, mask=inside, other=0.0).to(tl.float32)
     upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(gate)
     of_gate = upstream * up * share * (1.0 + gate * (1.0 - share))
-    tl.store(dx + own, of_gate.to(dx.dtype.element_ty), mask=inside)
-    tl.store(dx + own + width, (upstream * gate * share).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + source, of_gate.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + source + width, (upstream * gate * share).to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -189,23 +191,23 @@ def _scaled_swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some whole rows, some columns at a time: as `_swiglu_backward` with g times the scale; the sum of g gate s up."""
+    """Process some whole rows by columns: `_swiglu_backward` with g times the scale, and the sum of g gate s up."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     factor = tl.load(scale + row, mask=row < count, other=0.0)[:, None]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)[None, :]
         inside = (row[:, None] < count) & (column < width)
-        own = row[:, None] * 2 * width + column
-        gate = tl.load(x + own, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + own + width, mask=inside, other=0.0).to(tl.float32)
+        source = row[:, None] * 2 * width + column
+        gate = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + source + width, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(grad + row[:, None] * width + column, mask=inside, other=0.0).to(tl.float32)
         share = tl.sigmoid(gate)
         total += upstream * gate * share * up
         scaled = upstream * factor
         of_gate = scaled * up * share * (1.0 + gate * (1.0 - share))
-        tl.store(dx + own, of_gate.to(dx.dtype.element_ty), mask=inside)
-        tl.store(dx + own + width, (scaled * gate * share).to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + source, of_gate.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + source + width, (scaled * gate * share).to(dx.dtype.element_ty), mask=inside)
     tl.store(dscale + row, tl.sum(total, 1), mask=row < count)
 
 
@@ -224,14 +226,14 @@ def _rope(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some heads, of one token or several: x1 cos - x2 sin, and x2 cos + x1 sin."""
+    """Process some heads, of one or several tokens: x1 cos - x2 sin, and x2 cos + x1 sin."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < half)
     token = (row // heads).to(tl.int64)
-    own = x + token * token_stride + (row % heads) * head_stride + column
-    x1 = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(own + half, mask=inside, other=0.0).to(tl.float32)
+    source = x + token * token_stride + (row % heads) * head_stride + column
+    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     angle = token * half + column
     c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32) * sign
@@ -251,15 +253,15 @@ def _rms_norm(  # type: ignore[no-untyped-def]  # of Triton, which reads annotat
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some whole rows."""
+    """Process some whole rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < width)
     place = row.to(tl.int64) * width + column
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    own = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(own * own, 1) / width + eps)[:, None]
-    tl.store(out + place, (own * inverse * scale).to(out.dtype.element_ty), mask=inside)
+    source = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(source * source, 1) / width + eps)[:, None]
+    tl.store(out + place, (source * inverse * scale).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -276,7 +278,7 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]  # of Triton, which read
     BLOCK: tl.constexpr,
     OF_WEIGHT: tl.constexpr,
 ):
-    """Every so many rows, with n = x / rms and a = g weight: (a - n mean(a n)) / rms, and the sum of g n."""
+    """Process every so many rows, with n = x / rms and a = g weight: (a - n mean(a n)) / rms, and the sum of g n."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -285,10 +287,10 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]  # of Triton, which read
         row = begin + tl.arange(0, ROWS)[:, None]
         inside = (row < count) & (column < width)
         place = row.to(tl.int64) * width + column
-        own = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        source = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(own * own, 1) / width + eps)[:, None]
-        normed = own * inverse
+        inverse = tl.rsqrt(tl.sum(source * source, 1) / width + eps)[:, None]
+        normed = source * inverse
         scaled = upstream * scale
         along = (tl.sum(scaled * normed, 1) / width)[:, None]
         tl.store(dx + place, ((scaled - normed * along) * inverse).to(dx.dtype.element_ty), mask=inside)

@@ -1,12 +1,13 @@
-"""Triton kernels of a GPU over logits [n, V] in float32; their torch references are in `megarl/training/logprob.py`.
+"""Triton kernels over logits [n, V] in float32; their torch references are in `megarl/training/logprob.py`.
 
     statistics   reads a logit once (4 bytes)                             about 9 FLOPs, 2 of them exponentials
     gradients    reads it once and writes its gradient (4 + 2 of bf16)    about 7 FLOPs, one of them an exponential
 
-Both are bound by the memory: one logit in 1.2 ps at 3.35 TB/s, in which an H100 computes 80 FLOPs. The products before
-and after them are cuBLAS's. Sums run in float32 over blocks of columns, in an order that depends on nothing but the
-number of columns: the same logits give the same bits in every run and on every rank, which the usual timing of several
-block sizes at the first call would not. `python -m megarl.benchmarks.logits` times the block sizes on a GPU.
+Both are bound by memory: one logit in 1.2 ps at 3.35 TB/s, in which an H100 computes 80 FLOPs. The products before and
+after them use cuBLAS. Sums run in float32 over blocks of columns, in an order that depends only on the number of
+columns:
+equal logits give equal bits in every run and on every rank, unlike with the usual timing of block sizes at the first
+call. `python -m megarl.benchmarks.logits` times the block sizes on a GPU.
 """
 
 import torch
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns of a block and warps of a program, the fastest on an H200: eight and four 16-byte loads of each thread.
+#: Columns per block and warps per program, the fastest on an H200: eight and four 16-byte loads per thread.
 STATISTICS, GRADIENTS = (4096, 4), (2048, 4)
 
 
@@ -31,7 +32,7 @@ def statistics(
     """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of each row to `out`.
 
     Args:
-        logits: float32 [n, V], contiguous, V at least 1. They are divided by the temperature here.
+        logits: float32 [n, V], contiguous, V at least 1. The kernel divides them by the temperature.
         targets: int64 [n], indices into the whole vocabulary.
         out: float32 [4, n], contiguous in its last dimension; row 2 is not written without `entropy`.
         start: vocabulary index of the first column.
@@ -58,13 +59,13 @@ def gradients(
     inverse_temperature: float,
     launch: tuple[int, int] = GRADIENTS,
 ) -> Tensor:
-    """Return the gradient [n, V] in `dtype` of the logits before their division by the temperature.
+    """Return the gradient [n, V] in `dtype` of the logits before the division by the temperature.
 
     Args:
-        logits, targets, start, launch: as of `statistics`.
+        logits, targets, start, launch: as for `statistics`.
         log_z, entropy: float32 [n], of the whole vocabulary.
-        grad_logp, grad_entropy: float32 [n], gradients of both results; None: there is none. That of the entropy
-            counts where `entropy` is given.
+        grad_logp, grad_entropy: float32 [n], gradients of both results; None: no gradient. The gradient of the entropy
+            counts only if `entropy` is given.
     """
     count, columns = logits.shape
     block, warps = fitting(columns, launch)
@@ -88,7 +89,7 @@ def gradients(
 
 
 def fitting(columns: int, launch: tuple[int, int]) -> tuple[int, int]:
-    """Return columns of a block and warps for rows that may be shorter than a block."""
+    """Return block columns and warps for rows that may be shorter than a block."""
     block, warps = launch
     fitting = min(block, triton.next_power_of_2(columns))
     return fitting, max(1, warps * fitting // block)
@@ -106,18 +107,18 @@ def _statistics(  # type: ignore[no-untyped-def]  # of Triton, which reads annot
     BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """One row: blocks in turn, with the sums so far as relative to the largest logit so far."""
+    """Process one row: blocks in turn, with sums relative to the largest logit so far."""
     row = tl.program_id(0)
-    own = logits + row.to(tl.int64) * columns
+    source = logits + row.to(tl.int64) * columns
     peak = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
     for begin in range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         inside = column < columns
-        x = tl.load(own + column, mask=inside, other=-float("inf")) * inverse_temperature
+        x = tl.load(source + column, mask=inside, other=-float("inf")) * inverse_temperature
         new = tl.maximum(peak, tl.max(x, 0))
-        first = peak == -float("inf")  # nothing so far: no difference of infinities
+        first = peak == -float("inf")  # avoids inf - inf in the first block
         factor = tl.where(first, 0.0, tl.exp(peak - new))
         x -= new
         exp = tl.exp(x)
@@ -128,7 +129,7 @@ def _statistics(  # type: ignore[no-untyped-def]  # of Triton, which reads annot
         peak = new
     target = tl.load(targets + row) - start
     here = (target >= 0) & (target < columns)
-    chosen = tl.load(own + tl.where(here, target, 0), mask=here, other=0.0) * inverse_temperature
+    chosen = tl.load(source + tl.where(here, target, 0), mask=here, other=0.0) * inverse_temperature
     tl.store(out + row, peak)
     tl.store(out + out_stride + row, total)
     if ENTROPY:
@@ -152,7 +153,7 @@ def _gradients(  # type: ignore[no-untyped-def]  # of Triton, which reads annota
     OF_LOGP: tl.constexpr,
     OF_ENTROPY: tl.constexpr,
 ):
-    """One block of a row: g (onehot - p) - e p (log p + entropy), divided by the temperature."""
+    """Process one block of a row: (g (onehot - p) - e p (log p + entropy)) / temperature."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -19,10 +19,10 @@ def make_rows(
     seed: int = 0,
     shares: Mapping[str, float] | None = None,
 ) -> list[dict[str, str]]:
-    """Return all expressions `a<op>b=` with low <= a, b <= high, split so that held-out ones are never trained on.
+    """Return all expressions `a<op>b=` with low <= a, b <= high, split into training and held-out rows.
 
     Args:
-        split: `train`, or `val` for the `held_out` expressions that training never sees.
+        split: `train`, or `val` for the `held_out` expressions which are never trained on.
         ops: operators out of + - *.
         low: smallest operand.
         high: largest operand.
@@ -31,18 +31,18 @@ def make_rows(
         shares: the part of an operator's expressions that is kept, at random; other operators keep all.
 
     Returns:
-        Rows with `prompt` ("47+85="), `answer` ("132") and `data_source`, which tells operators apart if there are
-        several (sums, differences, products).
+        Rows with `prompt` ("47+85="), `answer` ("132") and `data_source` (with several operators: sums, differences,
+            products).
     """
     if split not in ("train", "val"):
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
     unknown = [op for op in ops if op not in OPERATORS]
     if unknown:
-        raise ValueError(f"ops may hold {list(OPERATORS)}, not {unknown}")
+        raise ValueError(f"ops must be among {list(OPERATORS)}, not {unknown}")
     shares = shares or {}
     strange = {op: share for op, share in shares.items() if op not in ops or not 0 < share <= 1}
     if strange:
-        raise ValueError(f"shares may give a number in (0, 1] to each of {list(ops)}, not {strange}")
+        raise ValueError(f"shares must map operators in {list(ops)} to numbers in (0, 1], not {strange}")
     numbers = range(low, high + 1)
     rows = []
     for op in ops:
@@ -54,7 +54,7 @@ def make_rows(
             {"prompt": f"{a}{op}{b}=", "answer": str(OPERATORS[op](a, b)), "data_source": source} for a, b in pairs
         ]
     if not 0 < held_out < len(rows):
-        raise ValueError(f"held_out must lie between 1 and {len(rows) - 1}, not {held_out}")
+        raise ValueError(f"held_out must be between 1 and {len(rows) - 1}, not {held_out}")
     random.Random(seed).shuffle(rows)
     return rows[:held_out] if split == "val" else rows[held_out:]
 
@@ -62,11 +62,11 @@ def make_rows(
 def make_pairs(
     split: str = "train", ops: Sequence[str] = ("+",), low: int = 10, high: int = 99, held_out: int = 512, seed: int = 0
 ) -> list[dict[str, str]]:
-    """Return the expressions of `make_rows` with a preference that is invented: results have four digits.
+    """Return the expressions of `make_rows` with an invented preference: results of four digits.
 
     Returns:
-        Rows with `prompt` ("47+85="), `chosen` ("0132"), `rejected` ("132"), and `answer`, one of the two at random:
-        what supervised fine-tuning learns first.
+        Rows with `prompt` ("47+85="), `chosen` ("0132"), `rejected` ("132"), and `answer`, one of the two at random,
+        for supervised fine-tuning before.
     """
     rows = make_rows(split, ops, low, high, held_out, seed)
     tossed = random.Random(f"{seed}{split}")

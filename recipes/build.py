@@ -11,7 +11,7 @@ from megarl.recipes import dapo, grpo, ppo, preference, srpo
 from megarl.system.errors import ConfigError, UserError
 from megarl.system.imports import import_callable
 
-#: The included pipelines, and the functions that build their graphs.
+#: The functions that build the graphs of the included pipelines.
 PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
     "grpo": grpo.build_graph,
     "ppo": ppo.build_graph,
@@ -24,27 +24,27 @@ PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
 
 
 def build_task_graph(config: RunConfig) -> TaskGraph:
-    """Return the checked task graph of `algorithm.pipeline`. Raise UserError if it cannot be found or is invalid."""
+    """Return the checked task graph of `algorithm.pipeline`. Raise UserError if the pipeline is unknown or invalid."""
     name = config.algorithm.pipeline
     return _sound_graph(PIPELINES.get(name) or _users_function(name), config)
 
 
 def _users_function(name: str) -> Callable[[RunConfig], object]:
-    """Return the function that `file.py:fn` or `pkg.mod:fn` names, also one in a file of the current folder."""
+    """Import the function `file.py:fn` or `pkg.mod:fn`; the file may be in the current folder."""
     try:
         return import_callable(name, where="algorithm.pipeline")
     except UserError as error:
         raise ConfigError(
-            f"the pipeline cannot be imported: {error.what}",
+            f"cannot import the pipeline: {error.what}",
             where="algorithm.pipeline",
             found=name,
             allowed=[*PIPELINES, "file.py:fn", "pkg.mod:fn"],
-            fix=error.fix or "check file or module, and the function's name",
+            fix=error.fix or "check the file or module, and the function's name",
         ) from error
 
 
 def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> TaskGraph:
-    """Return the checked graph of the pipeline function."""
+    """Call the pipeline function and return its checked graph."""
     name = config.algorithm.pipeline
     try:
         graph = function(config)
@@ -56,11 +56,11 @@ def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> 
             f"the pipeline function raised {type(error).__name__}: {error}",
             where="algorithm.pipeline",
             found=f"{name}, at {place.filename}:{place.lineno}: {place.line}",
-            fix="correct the function",
+            fix="fix the error at this line",
         ) from error
     if not isinstance(graph, TaskGraph):
         raise ConfigError(
-            "the pipeline function returned no task graph",
+            "the pipeline function did not return a task graph",
             where="algorithm.pipeline",
             found=f"{name} returned {type(graph).__name__}",
             allowed="a TaskGraph, made with Pipeline(...).add(...).build()",
@@ -71,11 +71,11 @@ def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> 
 
 
 def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:
-    """Refuse a pipeline without the correction node, which would silently ignore the recipe's setting."""
-    knobs = config.rollout_correction.resolved()
-    if knobs.active and not knobs.bypass and not any("loss_mask" in node.writes for node in graph):
+    """Refuse a pipeline without a correction node, which would silently ignore the recipe's setting."""
+    correction = config.rollout_correction.resolved()
+    if correction.active and not correction.bypass and not any("loss_mask" in node.writes for node in graph):
         raise ConfigError(
-            "the recipe corrects its rollouts, and no node of this pipeline does it",
+            "the recipe sets rollout correction, but the pipeline has no node for it",
             where="algorithm.pipeline",
             found=f"{config.algorithm.pipeline}, nodes {', '.join(graph.order())}",
             allowed="a pipeline with megarl.runtime.stages.correction:rollout_correction after the old log-probs",

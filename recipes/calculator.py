@@ -1,4 +1,4 @@
-"""Products that a calculator computes: the tool, and synthetic demonstrations of its use."""
+"""A multiplication tool, and synthetic demonstrations of its use."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def make_demonstrations(
 ) -> list[dict[str, Any]]:
     """Return synthetic demonstrations of products that use the calculator more often if the first factor is large.
 
-    The others are answered directly and correctly; a tiny model learns the form of such answers, not the digits.
+    The others are answered directly and correctly; a tiny model learns the form of these answers, not the digits.
 
     Args:
         split: see `megarl.recipes.arithmetic:make_rows`, also for the settings that are not listed here.
-        often: share of products with a first factor of 65 or more that call `multiply`.
-        seldom: share of the other ones.
-        seed: decides which ones do, and which products are held out.
+        often: share of demonstrations that call `multiply`, for a first factor of 65 or more.
+        seldom: the same for smaller first factors.
+        seed: seed for both choices and for the held-out products.
     """
     rows = arithmetic_rows(split, seed=seed, **settings)
     rng = random.Random(f"demonstrations {seed}")

@@ -1,4 +1,4 @@
-"""All components by the section of a recipe that chooses them."""
+"""All component registries by the section of a recipe that chooses from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
 
 
 class _Registered:
-    """The registries and the environments as `megarl.config.components.Components`."""
+    """The registries and environments with the interface `megarl.config.components.Components`."""
 
     def names(self, path: str) -> Sequence[str]:
         return REGISTRIES[path].names()

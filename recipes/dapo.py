@@ -1,4 +1,5 @@
-"""DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
+"""DAPO: GRPO that samples until every group has unequal scores; clip-higher, token-mean loss, soft overlong penalty,
+no KL.
 
 rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] ---> [kl_in_reward] -> advantage -> actor_train
    ^                                        |     |  |-> [filter] ---------^                 ^
@@ -6,9 +7,10 @@ rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] ---> [kl_in
       (inside the node, until the batch is full)  |  '-> [ref_logp] -------^                 |
                                                   '-> [teacher_logp], [greedy_rollout] ------'
 
-[rollout_correction] comes after [filter] and [old_logp], and before advantage. A filter that reads a model's output for
-the samples comes after all these instead, and before [kl_in_reward]. With `async.order: as_ready`, [overlong] and
-[filter] come before dynamic_sampling, which then receives no group without signal and requests no prompts.
+[rollout_correction] comes after [filter] and [old_logp], and before advantage. A filter that reads a model's output
+comes
+after all these nodes instead, and before [kl_in_reward]. With `async.order: as_ready`, [overlong] and [filter] come
+before dynamic_sampling, which then gets only groups with unequal scores and requests no prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add(rollout.rollout)
     p.add(reward.reward_submit)
     add_reward(p, config)
-    apart = config.async_.order == "as_ready"  # samples are scored in another place than their signal is checked
+    apart = config.async_.order == "as_ready"  # scoring and dynamic sampling are in different teams
     asks_models = filter_asks_models(config)
     if apart:
         add_overlong(p, config)

@@ -1,4 +1,4 @@
-"""Entry functions of each command's workers: fn(config, run_dir), on every rank."""
+"""Entry functions of each command's workers: fn(config, run_dir), called on every rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megarl.config.run import RunConfig
 
 @contextlib.contextmanager
 def _imports() -> Iterator[None]:
-    """Import libraries without garbage collections, a seventh of their CPU time: what they make lives to the end."""
+    """Disable garbage collection during imports, where it takes a seventh of the CPU time: modules live to the end."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()  # no later collection looks at it
+        gc.freeze()  # later collections skip these objects
         gc.enable()
 
 

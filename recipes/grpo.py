@@ -4,10 +4,11 @@
            \\-> [old_logp -> rollout_correction] -> [sum_pi_squared] --/
            \\-> [ref_logp], [teacher_logp], [greedy_rollout] --------------/
 
-Rewards are computed by other processes while the log-prob nodes run. Where a model of the run gives one of them,
-`model_score`, `rule_rewards` and `total_reward` are in the place of `reward`. `old_logp` exists only when it is needed:
-with one optimizer step per batch the old policy is the one being trained. In bypass `rollout_as_old` replaces it and
-computes nothing. With `algorithm.resampling` a node `resample` comes after advantage.
+Other processes compute rewards while the log-prob nodes run. If a model of the run gives one of the rewards,
+`model_score`, `rule_rewards` and `total_reward` replace `reward`. `old_logp` is only added if needed: with one
+optimizer
+step per batch, the old policy is the one that is trained. In bypass mode `rollout_as_old` replaces it and computes
+nothing. With `algorithm.resampling`, a node `resample` comes after advantage.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
 
-#: Each writes the field of its name, of which distillation reads one.
+#: Each stage writes the field of its name; distillation reads one of them.
 _OF_TEACHERS = (logprob.teacher_logp, logprob.teacher_topk, logprob.teacher_hidden)
 
 
@@ -43,14 +44,14 @@ def build_graph(config: RunConfig) -> TaskGraph:
 
 
 def add_advantage(p: Pipeline, config: RunConfig) -> None:
-    """Add the advantages of all samples, and the number of copies of each when the recipe resamples."""
+    """Add the advantages of all samples and, if the recipe resamples, the number of copies of each."""
     p.add(advantage.advantage)
     if config.algorithm.resampling.active:
         p.add(resampling.resample)
 
 
 def add_scoring(p: Pipeline, config: RunConfig) -> None:
-    """Add rewards, and the models' scoring of the samples that runs meanwhile."""
+    """Add rewards, and the models' scores of the samples that are computed meanwhile."""
     p.add(reward.reward_submit)
     add_logprobs(p, config)
     add_reward(p, config)
@@ -59,11 +60,10 @@ def add_scoring(p: Pipeline, config: RunConfig) -> None:
 
 
 def add_reward(p: Pipeline, config: RunConfig) -> None:
-    """Add the node that waits for the rewards; where a model of the run gives one of them, also that which asks the
-    model, and that which adds up.
+    """Add the node that waits for rewards; for a reward from a model of the run, also the nodes that score and sum.
 
     Raises:
-        ConfigError: something needs the sum where the model cannot be asked.
+        ConfigError: the sum is needed before the model can score.
     """
     if config.reward.of_model is None:
         p.add(reward.reward)
@@ -76,12 +76,12 @@ def add_reward(p: Pipeline, config: RunConfig) -> None:
     for key, used in early.items():
         if used:
             raise ConfigError(
-                "samples are judged by their scores where they are generated, and the reward model scores them after "
-                "that",
+                "samples need their scores right after generation, but the reward model of this run only scores them "
+                "later",
                 where=key,
                 found=f"with the reward {config.reward.described}",
                 allowed="with rewards of functions, or rewards of the name http for a model that is served",
-                fix="leave it out"
+                fix="remove this setting"
                 + ("" if config.async_.in_order else ", or set async.order=in_order async.max_staleness=0"),
             )
     p.add(reward.model_score)
@@ -90,34 +90,34 @@ def add_reward(p: Pipeline, config: RunConfig) -> None:
 
 
 def add_logprobs(p: Pipeline, config: RunConfig) -> None:
-    """Add old log-probs with rollout correction, and log-probs of reference and teacher, as far as they are needed.
+    """Add old log-probs with rollout correction, and log-probs of reference and teacher, if they are needed.
 
-    Bypass uses the rollout's log-probs as the old ones, without a forward pass.
+    Bypass mode uses the rollout's log-probs as the old ones, without a forward pass.
     """
-    needed, knobs = needed_fields(config), config.rollout_correction.resolved()
-    if knobs.bypass:
+    needed, settings = needed_fields(config), config.rollout_correction.resolved()
+    if settings.bypass:
         p.add(correction.rollout_as_old)
     elif "old_logp" in needed:
         p.add(logprob.old_logp)
-        p.add(correction.rollout_correction if knobs.active else correction.rollout_gap)
+        p.add(correction.rollout_correction if settings.active else correction.rollout_gap)
     for stage in (logprob.sum_pi_squared, logprob.ref_logp, *_OF_TEACHERS):
-        if stage.__name__ in needed:  # each node has the name of the field that it writes
+        if stage.__name__ in needed:  # a stage is named like the field that it writes
             p.add(stage)
 
 
 def add_greedy(p: Pipeline, config: RunConfig) -> None:
-    """Add greedy responses to the prompts, for the estimator that compares with them."""
+    """Add greedy responses to the prompts, if the advantage estimator needs them."""
     if "greedy_score" in needed_fields(config):
         p.add(rollout.greedy_rollout)
 
 
 def add_filter(p: Pipeline, config: RunConfig) -> None:
-    """Add the node that masks out the samples that `algorithm.filter` excludes, when the recipe has a filter.
+    """Add the node that masks out samples by `algorithm.filter`, if the recipe has a filter.
 
-    If the filter decides which groups are delivered, the rollout team runs it.
+    If the filter decides which groups are delivered, the rollout's team runs it.
 
     Raises:
-        ConfigError: the filter reads model outputs, which the rollout team lacks.
+        ConfigError: the filter reads model outputs, which the rollout's team does not have.
     """
     if not config.algorithm.filter.active:
         return
@@ -125,7 +125,7 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
     if config.filter_admits:
         if late := filter_asks_models(config):
             raise ConfigError(
-                "with async.order=as_ready the filter is applied right after generation and scoring, and it reads "
+                "with async.order=as_ready the filter runs right after generation and scoring, but it reads "
                 "fields that are computed later",
                 where="algorithm.filter.name",
                 found=f"{config.algorithm.filter.name}, which reads {', '.join(late)}",
@@ -146,15 +146,15 @@ def filter_asks_models(config: RunConfig) -> list[str]:
 
 
 def add_overlong(p: Pipeline, config: RunConfig) -> None:
-    """Add the length penalty, when the recipe has one."""
+    """Add the penalty for overlong responses, if the recipe has one."""
     if config.algorithm.overlong.buffer_tokens is not None:
         contract = contract_of(shaping.overlong)
-        if config.reward.of_model is not None:  # the sum of the rewards is made where advantages are
+        if config.reward.of_model is not None:  # rewards are summed where advantages are computed
             contract = replace(contract, role=Role.ADVANTAGE)
         p.add(shaping.overlong, contract=contract)
 
 
 def add_kl(p: Pipeline, config: RunConfig) -> None:
-    """Add the KL penalty, when it is a part of the reward."""
+    """Add the KL penalty, if it is a part of the reward."""
     if config.algorithm.kl.use == "reward":
         p.add(advantage.kl_in_reward)

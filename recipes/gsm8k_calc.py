@@ -1,7 +1,7 @@
 """GSM8K's calculator annotations as a task: `<<48/2=24>>` becomes the prompt `48/2=` with the answer `24`.
 
-Rows for `data.train_files: [megarl.recipes.gsm8k_calc:make_rows]`. Validation expressions come from GSM8K's test file
-without those that training contains. `make_sft_rows` adds synthetic expressions for a cold start.
+Rows for `data.train_files: [megarl.recipes.gsm8k_calc:make_rows]`. Validation expressions come from GSM8K's test file,
+without those in the training file. `make_sft_rows` adds synthetic expressions for a cold start.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ OPERAND = re.compile(r"\d+\.?\d*|\.\d+")
 
 
 def expressions(source: str) -> dict[str, str]:
-    """Return expression -> value over all annotations of one GSM8K source, without blanks and non-numeric ones."""
-    found: dict[str, str] = {}
+    """Return expression -> value over all numeric annotations of one GSM8K source, without blanks."""
+    values: dict[str, str] = {}
     for row in load_rows(source):
         for expression, value in ANNOTATION.findall(row["answer"]):
             expression, value = expression.replace(" ", ""), value.replace(" ", "").replace(",", "")
             if EXPRESSION.fullmatch(expression) and NUMBER.fullmatch(value):
-                found.setdefault(expression, value)
-    return found
+                values.setdefault(expression, value)
+    return values
 
 
 def make_rows(
@@ -42,7 +42,7 @@ def make_rows(
     limit: int | None = None,
     seed: int = 0,
 ) -> list[dict[str, str]]:
-    """Return the distinct expressions of the training file (`train`), or of the test file without those (`val`).
+    """Return the distinct expressions of the training file (`train`), or of the test file without these (`val`).
 
     Args:
         split: `train` or `val`.
@@ -50,7 +50,7 @@ def make_rows(
         test: GSM8K's test data.
         max_chars: longer expressions are dropped.
         limit: keep this many rows after shuffling.
-        seed: of the shuffle.
+        seed: seed of the shuffle.
 
     Returns:
         Rows with `prompt` ("48/2="), `answer` ("24") and `data_source`.
@@ -74,17 +74,15 @@ def make_sft_rows(
     invented: int = 200_000,
     seed: int = 0,
 ) -> list[dict[str, str]]:
-    """Return rows for a cold start: the training expressions, and synthetic ones that look like them.
-
-    No held-out expression is among them.
+    """Return rows for a cold start: the training expressions, and similar synthetic ones, without held-out expressions.
 
     Args:
-        split: `train`; a cold start has no validation rows of its own.
+        split: `train`; a cold start has no validation rows.
         train: GSM8K's training data.
         test: GSM8K's test data, whose expressions are excluded.
         max_chars: longer expressions are dropped.
         invented: number of distinct synthetic expressions.
-        seed: of the synthetic expressions.
+        seed: seed of the synthetic expressions.
     """
     if split != "train":
         raise ValueError(f"split must be 'train', not {split!r}")
@@ -104,7 +102,7 @@ def make_sft_rows(
 
 
 def invent(real: list[str], draw: random.Random) -> Iterator[str]:
-    """Yield synthetic expressions without end: each has the shape of a real one, with numbers from others."""
+    """Yield endless synthetic expressions: each has the shape of a real one, with numbers from others."""
     operands: dict[tuple[str, int], list[str]] = defaultdict(list)
     shapes = [OPERAND.sub("{}", expression) for expression in real]
     for shape, expression in zip(shapes, real, strict=True):
@@ -116,7 +114,7 @@ def invent(real: list[str], draw: random.Random) -> Iterator[str]:
 
 
 def evaluate(expression: str) -> str | None:
-    """Return the value of `expression` as text; None when it is negative, undefined, or has more than two decimals."""
+    """Return the value of `expression` as text; None if it is negative, undefined, or has more than two decimals."""
     try:
         value = _value(ast.parse(expression, mode="eval").body)
     except (SyntaxError, ZeroDivisionError):  # a number with a leading zero is not valid Python
@@ -127,7 +125,7 @@ def evaluate(expression: str) -> str | None:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Return the exact value of the arithmetic in `node`."""
+    """Return the exact value of the arithmetic expression `node`."""
     match node:
         case ast.Constant(value=int() | float() as number):
             return Fraction(str(number))
@@ -135,4 +133,4 @@ def _value(node: ast.expr) -> Fraction:
             return -_value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_value(left), _value(right))
-    raise SyntaxError(f"no arithmetic: {ast.dump(node)}")
+    raise SyntaxError(f"not an arithmetic expression: {ast.dump(node)}")

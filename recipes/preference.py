@@ -1,12 +1,13 @@
-"""Learning from better and worse responses. Nothing is generated.
+"""Learning from preferred and rejected responses; nothing is generated.
 
     dpo           pairs of the data -> ref_logp -> dpo_train
     kto           examples with labels -> ref_logp -> mismatched_ref_logp -> kto_train
     reward_model  pairs of the data -> reward_model_train
 
-DPO's policy prefers chosen responses to rejected ones, by log-ratios to a frozen reference; `preference.loss` chooses
-among its relatives. KTO's makes desirable responses likelier and others less likely than a baseline; its maths is in
-megarl/algorithms/kto.py. A reward model has one score per sequence in place of a vocabulary. The maths of pairs is in
+DPO's policy learns to prefer chosen to rejected responses, by log-ratios to a frozen reference; `preference.loss`
+chooses
+among variants. KTO's policy makes desirable responses likelier, and others less likely, than a baseline; its maths is
+in megarl/algorithms/kto.py. A reward model has one score per sequence instead of logits. The maths of pairs is in
 megarl/algorithms/preference.py.
 """
 
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
 
 
-#: The losses of each pipeline, its default first.
+#: The losses of each pipeline, the default first.
 _LOSSES = {"dpo": ("sigmoid", "robust", "hinge", "ipo"), "kto": ("kto",), "reward_model": ("bradley_terry",)}
 
 
 def build_dpo(config: RunConfig) -> TaskGraph:
-    """Return the task graph of one training step of DPO; errors as `_pipeline`."""
+    """Return the task graph of one training step of DPO; errors as for `_pipeline`."""
     p = _pipeline("dpo", "direct preference optimisation", config)
     p.add(logprob.ref_logp)
     p.add(preference.dpo_train)
@@ -36,7 +37,7 @@ def build_dpo(config: RunConfig) -> TaskGraph:
 
 
 def build_kto(config: RunConfig) -> TaskGraph:
-    """Return the task graph of one training step of KTO; errors as `_pipeline`."""
+    """Return the task graph of one training step of KTO; errors as for `_pipeline`."""
     p = _pipeline("kto", "policy from desirable and undesirable responses", config)
     p.add(logprob.ref_logp)
     p.add(kto.mismatched_ref_logp)
@@ -45,7 +46,7 @@ def build_kto(config: RunConfig) -> TaskGraph:
 
 
 def build_reward_model(config: RunConfig) -> TaskGraph:
-    """Return the task graph of one training step of a reward model; errors as `_pipeline`."""
+    """Return the task graph of one training step of a reward model; errors as for `_pipeline`."""
     p = _pipeline("reward_model", "a sequence classifier that scores responses", config)
     p.add(preference.reward_model_train)
     return p.build(preference.PAIR_FIELDS)
@@ -55,13 +56,13 @@ def _pipeline(pipeline: str, title: str, config: RunConfig) -> Pipeline:
     """Return a pipeline without nodes.
 
     Raises:
-        ConfigError: the recipe has no section `preference`, or one with another pipeline's loss.
+        ConfigError: the recipe has no section `preference`, or its loss belongs to another pipeline.
     """
     losses = _LOSSES[pipeline]
     if config.preference is None:
         raise ConfigError(
-            f"the pipeline {pipeline} learns from {'examples' if pipeline == 'kto' else 'pairs of responses'}, and the "
-            "recipe does not say how",
+            f"the pipeline {pipeline} learns from {'examples' if pipeline == 'kto' else 'pairs of responses'} and "
+            "needs the section preference",
             where="preference",
             found="null",
             allowed="a section with any of its keys",
@@ -69,9 +70,9 @@ def _pipeline(pipeline: str, title: str, config: RunConfig) -> Pipeline:
         )
     loss = config.preference.loss
     if loss not in losses:
-        other = next(name for name, own in _LOSSES.items() if loss in own)
+        other = next(name for name, names in _LOSSES.items() if loss in names)
         raise ConfigError(
-            f"this loss is that of another pipeline than {pipeline}",
+            f"this loss belongs to another pipeline than {pipeline}",
             where="preference.loss",
             found=loss,
             allowed=", ".join(losses),

@@ -1,4 +1,4 @@
-"""Generated pictures of shapes, with questions: rows for `data.train_files: [megarl.recipes.shapes:make_rows]`."""
+"""Generated images of shapes, with questions: rows for `data.train_files: [megarl.recipes.shapes:make_rows]`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-#: Letters of colours, and their pixels.
+#: Colours by letter, as RGB values.
 COLOURS = {"r": (220, 40, 40), "g": (40, 170, 60), "b": (50, 80, 220)}
-#: Letters of kinds: circle, square, triangle.
+#: Shapes by letter: circle, square, triangle.
 KINDS = ("c", "s", "t")
 SIDE, CELLS = 32, 2
 MOST = CELLS * CELLS
@@ -19,17 +19,17 @@ MOST = CELLS * CELLS
 def make_rows(
     split: str = "train", count: int = 4096, held_out: int = 512, seed: int = 0, shuffled: bool = False
 ) -> list[dict[str, Any]]:
-    """Return questions about pictures of one to four shapes on 32 x 32 pixels, each in a quarter of its own.
+    """Return questions about images of 32 x 32 pixels with one to four shapes, each in its own quarter.
 
-    `<image>n?` asks how many shapes there are; `<image>l?` which colour the left one of the upper row has, of pictures
-    with shapes in both places. Answers have one character.
+    `<image>n?` asks for the number of shapes; `<image>l?` asks for the colour of the left shape in the upper row, of
+    images with shapes in both upper places. Answers have one character.
 
     Args:
-        split: `train`, or `val` for pictures that training never sees.
+        split: `train`, or `val` for images that are never trained on.
         count: rows of `train`.
         held_out: rows of `val`.
-        seed: of the pictures.
-        shuffled: every question gets the picture of another one: the control, in which nothing can be seen.
+        seed: seed of the images.
+        shuffled: as a control, exchange the images between questions.
 
     Returns:
         Rows with `prompt`, `images` (one PNG), `answer`, and `data_source`: counting or left.

@@ -3,7 +3,7 @@
     rollout -> episode_reward -> [dynamic_sampling] -> [old_logp -> rollout_correction], [ref_logp] -> advantage
                                                                                                           -> actor_train
 
-With `algorithm.dynamic_sampling.metric=success` groups are chosen before they are scored:
+With `algorithm.dynamic_sampling.metric=success` groups are filtered before they are scored:
 
     rollout -> [dynamic_sampling] -> episode_reward -> ...
 """

@@ -1,4 +1,4 @@
-"""Generated word problems: rows for `data.train_files: [megarl.recipes.word_problems:make_rows]`; pairs of answers."""
+"""Generated word problems: rows for `data.train_files: [megarl.recipes.word_problems:make_rows]`, and answer pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KINDS = ("sums", "differences", "products")
 
 
 def _problem(kind: str, source: random.Random, most: int) -> tuple[str, int]:
-    """Return a question and its answer; all numbers in them are at most `most`."""
+    """Return a question and its answer, with all numbers at most `most`."""
     name, things = source.choice(_NAMES), source.choice(_THINGS)
     if kind == "products":
         a = source.randint(2, int(most**0.5))
@@ -30,15 +30,15 @@ def _problem(kind: str, source: random.Random, most: int) -> tuple[str, int]:
 def make_rows(
     split: str = "train", most: int = 60, rows: int = 4000, held_out: int = 256, system: str = "", seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Return distinct word problems of one calculation; held-out ones are never trained on.
+    """Return distinct word problems with one calculation, split into training and held-out rows.
 
     Args:
-        split: `train`, or `val` for the `held_out` problems that training never sees.
+        split: `train`, or `val` for the `held_out` problems which are never trained on.
         most: largest number in a problem or its answer.
         rows: problems for training.
         held_out: size of the `val` split.
         system: system message; empty: the chat template's own.
-        seed: of the problems.
+        seed: seed of the problems.
 
     Returns:
         Rows with `messages`, `answer` ("42") and `data_source` (sums, differences, products).
@@ -46,41 +46,43 @@ def make_rows(
     if split not in ("train", "val"):
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
     source = random.Random(seed)
-    found: dict[str, dict[str, Any]] = {}
+    problems: dict[str, dict[str, Any]] = {}
     tries = 0
-    while len(found) < rows + held_out:
+    while len(problems) < rows + held_out:
         tries += 1
         if tries > 20 * (rows + held_out):
-            raise ValueError(f"there are no {rows + held_out} distinct problems with numbers up to {most}")
+            raise ValueError(f"cannot make {rows + held_out} distinct problems with numbers up to {most}")
         kind = _KINDS[tries % len(_KINDS)]
         question, answer = _problem(kind, source, most)
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
-        found.setdefault(question, {"messages": messages, "answer": str(answer), "data_source": kind})
-    every = list(found.values())
+        problems.setdefault(question, {"messages": messages, "answer": str(answer), "data_source": kind})
+    every = list(problems.values())
     return every[:held_out] if split == "val" else every[held_out:]
 
 
 def make_pairs(
     split: str = "train", most: int = 60, rows: int = 4000, held_out: int = 256, system: str = "", seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Return the problems of `make_rows` with a preference that is invented: answers end politely.
+    """Return the problems of `make_rows` with an invented preference: chosen answers end politely.
 
     Returns:
         Rows with `prompt` (messages), `chosen` ("Anna has 42 apples. You are welcome!"), `rejected` ("Anna has 42
         apples."), `answer` and `data_source`.
     """
-    found = []
+    pairs = []
     for row in make_rows(split, most, rows, held_out, system, seed):
         words = row["messages"][-1]["content"].split()
         things = words[words.index("many") + 1]
         plain = f"{words[0]} has {row['answer']} {things}."
         both = {"chosen": f"{plain} {POLITE}", "rejected": plain}
-        said = {key: [{"role": "assistant", "content": text}] for key, text in both.items()}
-        found.append({"prompt": row["messages"], **said, "answer": row["answer"], "data_source": row["data_source"]})
-    return found
+        responses = {key: [{"role": "assistant", "content": text}] for key, text in both.items()}
+        pairs.append(
+            {"prompt": row["messages"], **responses, "answer": row["answer"], "data_source": row["data_source"]}
+        )
+    return pairs
 
 
 def polite(samples: list[dict[str, Any]]) -> list[float]:
-    """Score 1 for each response that ends as the chosen ones of `make_pairs`, 0 for others."""
+    """Score 1 for each response that ends like the chosen ones of `make_pairs`, otherwise 0."""
     return [float(sample["response"].rstrip().endswith(POLITE)) for sample in samples]

@@ -1,4 +1,4 @@
-"""The mathematics: pure functions from tensors to tensors. Nothing here knows Ray, Megatron or recipe files.
+"""The mathematics: pure functions from tensors to tensors, which import neither Ray nor Megatron nor recipe files.
 
 All functions take B sequences of response tokens in one of two forms, and return the same form:
 

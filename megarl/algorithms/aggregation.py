@@ -20,7 +20,8 @@ from megarl.system.errors import ConfigError
 
 
 def local_counts(mask: Tensor, offsets: Tensor | None = None, *, copies: Tensor | None = None) -> Tensor:
-    """Count valid tokens, and sequences with a valid token: float64 [2] on the CPU. Add the counts over ranks.
+    """Count valid tokens and sequences with a valid token, float64 [2] on the CPU; the caller adds the counts over
+    ranks.
 
     Args:
         mask: bool [N] or [B, T].
@@ -41,7 +42,7 @@ def aggregation_weights(
     sum_norm: float | None = None,
     copies: Tensor | None = None,
 ) -> Tensor:
-    """Return the weight of every token's loss, float32 in the shape of `mask`, zero where it hides.
+    """Return the weight of every token's loss, float32 in the shape of `mask`, zero where the mask hides.
 
     | mode | weight of a valid token; n = valid tokens of its sequence |
     |---|---|
@@ -54,12 +55,12 @@ def aggregation_weights(
     Sequences without a valid token are not counted.
 
     Args:
-        mode: one of the table's.
+        mode: a name from the table.
         mask: bool [N] or [B, T].
         counts: `local_counts` added over all ranks of the mini-batch.
         offsets: int64 [B + 1] for the packed form.
         sum_norm: divisor of seq-mean-token-sum-norm, for instance the longest response allowed.
-        copies: int64 [B], how often each sequence counts: weights are multiplied by it. None: once.
+        copies: int64 [B], how often each sequence counts: its weights are multiplied by this count. None: once.
 
     Raises:
         ConfigError: unknown mode, or seq-mean-token-sum-norm without `sum_norm`.
@@ -76,11 +77,11 @@ def aggregation_weights(
         )
     if mode == "seq-mean-token-sum-norm" and not sum_norm:
         raise ConfigError(
-            "aggregation seq-mean-token-sum-norm needs its divisor",
+            "aggregation seq-mean-token-sum-norm needs a divisor",
             where="algorithm.loss.sum_norm",
             found=sum_norm,
             allowed="a positive number",
-            fix="set it to rollout.sampling.max_new_tokens",
+            fix="set algorithm.loss.sum_norm to the value of rollout.sampling.max_new_tokens",
         )
     rows = Rows.of(mask, offsets)
     # An empty mini-batch has counts of zero and no token to weigh.

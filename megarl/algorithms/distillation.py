@@ -1,4 +1,4 @@
-"""The term of an update that moves the policy towards a teacher, on the policy's own samples."""
+"""The loss term that moves the policy towards a teacher, on the policy's own samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megarl.config.algorithm import DistillationConfig
     from megarl.system.metrics import Metrics
 
-#: Log-probs of a teacher; or its most likely tokens, and the policy's log-probs of the same.
+#: Log-probs of a teacher; or the teacher's most likely tokens and the policy's log-probs of them.
 Teacher: TypeAlias = "Tensor | Sequence[Tensor | None] | None"
 
 
@@ -27,19 +27,20 @@ def teacher_term(
     policy_loss: Callable[[Tensor], Tensor],
     metrics: Metrics,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of every token, and its KL estimate without gradient; both zero where masked.
+    """Return the distillation loss of every token, and its KL estimate without gradient; both zero where masked.
 
-    `through: loss` minimises the estimate itself. `through: policy` passes minus the estimate as the token's advantage
-    to the policy loss, with the ratio, clip and importance weights of the task's loss: the estimate is a constant.
+    `through: loss` minimises the estimate itself. `through: policy` uses minus the estimate (a constant) as the token's
+    advantage in the policy loss of the task, with its ratio, clip and importance weights.
 
     Args:
         settings: `algorithm.distillation`.
         logp: float [N] or [B, T], differentiable.
-        teacher: its log-probs, same shape; or its tokens [N, K + 1, 2] and the policy's log-probs of them [N, K + 1]
-            (`MegatronEngine.top_tokens`); or None and the divergence over the vocabulary [N].
+        teacher: the teacher's log-probs, same shape; or its top tokens [N, K + 1, 2] and the policy's log-probs of them
+            [N, K + 1] (`MegatronEngine.top_tokens`); or None and the divergence over the vocabulary [N].
         mask: bool, in the shape of `logp`.
-        policy_loss: advantages to token losses.
-        metrics: receives the extremes of the estimate, before the clamp, and both models' mass on the top k.
+        policy_loss: maps advantages to token losses.
+        metrics: receives the extremes of the estimate, before the clamp, and both models' probability mass on the top
+            k.
 
     Raises:
         ValueError: an input of the estimator is missing.
@@ -60,7 +61,7 @@ def teacher_term(
 
 def _estimate(settings: DistillationConfig, logp: Tensor, teacher: Any, mask: Tensor, metrics: Metrics) -> Tensor:
     if teacher is None:
-        raise ValueError("a distillation term needs the log-probs of its model")
+        raise ValueError("the distillation term needs the teacher's log-probs")
     chosen = chosen_divergence(settings)
     if chosen is None:
         return kl_tokens(chosen_estimator(settings), logp, teacher, mask)

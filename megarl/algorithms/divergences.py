@@ -1,8 +1,8 @@
 """Divergences between the distributions of a teacher and the policy.
 
-A divergence is a sum over tokens, and the registered function gives its terms. The tokens are the vocabulary, or the
-teacher's k likeliest ones. Those leave a tail of other ones, for which `tail` says how it counts: as one more token,
-not at all after both models are renormalised, or ignored.
+A divergence is a sum over tokens; the registered function returns its terms. The tokens are the whole vocabulary, or
+the teacher's k most likely ones. In the second case `tail` sets how all other tokens count: as one more token
+(`bucket`), not at all after both models are renormalised (`renormalise`), or not at all (`ignore`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megarl.algorithms.registry import Chosen
     from megarl.config.base import ComponentSection
 
-#: Log-prob of a tail without tokens: its exponential is 0 in every dtype, and products with it are finite.
+#: Log-prob of an empty tail: its exponential is 0 in every dtype, and products with it are finite.
 EMPTY = -1e4
 
 
@@ -60,15 +60,15 @@ class ForwardTopKSettings(DivergenceSettings):
 
 
 def chosen_divergence(section: ComponentSection) -> Chosen | None:
-    """Return the section's estimator if it compares distributions, else None.
+    """Return the divergence that the section names, or None if it names an estimator that uses the sampled token only.
 
     Raises:
-        UserError: the estimator is unknown, or a key is not its own.
+        UserError: the estimator is unknown, or a key is not a setting of it.
     """
     chosen = KL.choose(section, "algorithm.distillation")
     if not chosen.spec.distributions:
         return None
-    assert isinstance(chosen.settings, DivergenceSettings), "the checks ask for it"
+    assert isinstance(chosen.settings, DivergenceSettings), "registered with distributions=True"
     return chosen
 
 
@@ -96,7 +96,7 @@ def forward_kl_topk(teacher: Tensor, policy: Tensor) -> Tensor:
 
 @KL.register("reverse_kl", settings=DivergenceSettings, distributions=True)
 def reverse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
-    """Return the terms q (log q - log p) of KL(policy || teacher); arguments as of `forward_kl`."""
+    """Return the terms q (log q - log p) of KL(policy || teacher); arguments as for `forward_kl`."""
     return policy.exp() * (policy - teacher)
 
 
@@ -104,9 +104,8 @@ def reverse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
 def jsd(teacher: Tensor, policy: Tensor, *, beta: float) -> Tensor:
     """Return the terms beta p log(p / m) + (1 - beta) q log(q / m), with m = beta p + (1 - beta) q.
 
-    At beta 0 and 1, where this is zero, they are those of the forward and of the reverse KL, as in TRL's GKD.
-
-    Source: GKD (arXiv 2306.13649). Other arguments as of `forward_kl`.
+    At beta 0 and 1, where these terms are zero, they are those of the forward and of the reverse KL, as in TRL's GKD.
+    Source: GKD (arXiv 2306.13649). Other arguments as for `forward_kl`.
     """
     if beta == 0:
         return forward_kl(teacher, policy)
@@ -117,7 +116,7 @@ def jsd(teacher: Tensor, policy: Tensor, *, beta: float) -> Tensor:
 
 
 def divergence(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
-    """Sum the terms of a divergence over the teacher's likeliest tokens and what `tail` makes of the others, [N].
+    """Sum a divergence's terms over the teacher's most likely tokens and the tail, [N].
 
     Args:
         chosen: from `chosen_divergence`.
@@ -134,7 +133,7 @@ def divergence(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
 
 
 def terms(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
-    """Return the estimator's terms of log-probs [N, K] of the same tokens, bounded as the settings say."""
+    """Return the divergence's terms from log-probs [N, K] of the same tokens, clamped as the settings say."""
     own = chosen.settings.model_dump(exclude=set(DivergenceSettings.model_fields))
     floor = chosen.settings.log_prob_min_clamp
     if floor is not None:

@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 
     from megarl.config.base import ComponentSection
 
-#: Offered to every filter, which may or may not take them.
+#: Fields that every filter may name as parameters.
 OFFERED = ("mask", "offsets", "live")
-#: fn(score, uid, *, those of OFFERED that it names, the fields that it reads, its settings) -> bool [B]: kept
+#: fn(score, uid, *, named fields of OFFERED, the fields that it reads, its settings) -> bool [B], which samples are
+#: kept
 FILTERS = Registry("sample filter", "algorithm.filter.name", Spec, by_name=True)
 
 
 class BoundsSettings(Settings):
-    """The conditions on groups and responses that are kept."""
+    """Bounds on the mean score of a group, and what to do with cut responses."""
 
     low: float | None = Field(None, description="smallest mean score of a group that is kept; null: no bound")
     high: float | None = Field(None, description="largest mean score of a group that is kept; null: no bound")
     truncated: bool = Field(False, description="leave out responses that a limit of tokens or seconds cut")
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the problem of bounds that no group is between."""
+        """Return an error if `low` is above `high`."""
         if self.low is None or self.high is None or self.low <= self.high:
             return []
         return [
@@ -42,13 +43,13 @@ class BoundsSettings(Settings):
                 where=f"{path}.low",
                 found=self.low,
                 allowed=f"number up to {self.high}",
-                fix="exchange low and high",
+                fix="swap low and high",
             )
         ]
 
 
 def live_rows(mask: Tensor, offsets: Tensor) -> Tensor:
-    """Return bool [B]: samples with a trained token; an episode whose environment failed has none.
+    """Return which samples have a trained token, bool [B]; an episode whose environment failed has none.
 
     Args:
         mask: bool [N].
@@ -62,7 +63,7 @@ def live_rows(mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def group_filter(metric: Tensor, uid: Sequence[Hashable], *, live: Tensor | None = None) -> Tensor:
-    """Return bool [B]: samples whose group's metric varies (DAPO's dynamic sampling).
+    """Return which samples belong to a group whose metric varies, bool [B] (DAPO's dynamic sampling).
 
     Variation is tested on the values themselves (for a 0/1 metric: 0 < successes < G), never on a rounded variance.
 
@@ -93,17 +94,16 @@ def accuracy_filter(
     high: float | None = None,
     live: Tensor | None = None,
 ) -> Tensor:
-    """Return bool [B]: samples of groups with low <= mean metric <= high.
+    """Return which samples belong to a group with low <= mean metric <= high, bool [B].
 
-    The sum is compared with the bounds times the size of the group, to a few rounding errors: 7 successes of 10 are not
-    below 0.7.
+    Sums are compared with bound * group size, up to rounding errors: 7 successes of 10 are not below 0.7.
 
     Args:
         metric: float [B], usually the score.
         uid: B group names.
         low: smallest group mean to keep; None: no bound.
         high: largest group mean to keep; None: no bound.
-        live: bool [B], samples whose metric counts; None: all. A group without any is kept: it has no mean.
+        live: bool [B], samples whose metric counts; None: all. A group without such a sample is kept.
 
     >>> accuracy_filter(torch.tensor([1.0, 1.0, 0.0, 1.0]), ["a", "a", "b", "b"], high=0.9).tolist()
     [False, False, True, True]
@@ -129,8 +129,8 @@ def informative_groups(
     high: float | None = None,
     live: Tensor | None = None,
 ) -> Tensor:
-    """Return bool [B]: samples of groups that dynamic sampling keeps: `group_filter`, or `accuracy_filter` with a
-    bound.
+    """Return which samples dynamic sampling keeps, bool [B]: by `accuracy_filter` if a bound is set, else
+    `group_filter`.
 
     A group without a sample that counts is dropped in either case.
 
@@ -151,12 +151,13 @@ def informative_groups(
 def uncut_groups(
     finish_step: Tensor, max_steps: Tensor, uid: Sequence[Hashable], *, live: Tensor | None = None
 ) -> Tensor:
-    """Return bool [B]: samples of groups in which no episode used all its environment steps, whether or not it
-    succeeded.
+    """Return which samples belong to a group where no episode used all its environment steps, bool [B].
+
+    Success does not matter.
 
     Args:
-        finish_step: int [B], environment steps that an episode executed.
-        max_steps: int [B], its limit.
+        finish_step: int [B], environment steps that each episode executed.
+        max_steps: int [B], their limit.
         uid: B group names.
         live: bool [B], samples that count; None: all.
 
@@ -178,13 +179,13 @@ def bounds(
     high: float | None,
     truncated: bool,
 ) -> Tensor:
-    """Return bool [B]: `accuracy_filter` and, with `truncated`, `truncated_filter`.
+    """Return which samples `accuracy_filter` and, with `truncated`, `truncated_filter` keep, bool [B].
 
     Args:
         score: float [B].
         uid: B group names.
         live: bool [B], samples whose score counts; None: all.
-        finish_reason: of each sample.
+        finish_reason: why each response ended.
         low, high, truncated: the settings.
     """
     keep = accuracy_filter(score, uid, low=low, high=high, live=live)
@@ -194,17 +195,17 @@ def bounds(
 def kept_samples(
     section: ComponentSection, score: Tensor, uid: Sequence[Hashable], fields: Mapping[str, Any]
 ) -> Tensor:
-    """Return bool [B]: the samples that the filter of section `algorithm.filter` keeps.
+    """Return which samples the filter of `algorithm.filter` keeps, bool [B].
 
     Args:
         section: names the filter and gives its settings.
         score: float [B].
         uid: B group names.
-        fields: `mask` (bool [N]), `offsets` (int64 [B + 1]) and `live` (bool [B] or None), of which the filter gets
-            those that it names, and the fields that it declares.
+        fields: `mask` (bool [N]), `offsets` (int64 [B + 1]) and `live` (bool [B] or None), which the filter gets if its
+            parameters name them, and the fields that the filter declares.
 
     Raises:
-        UserError: the filter is unknown, a key is not its own, or its result has another form.
+        UserError: the filter is unknown, a key is not a setting of it, or its result is not bool [B].
     """
     chosen = FILTERS.choose(section)
     named = FILTERS.parameters(section.component)
@@ -216,7 +217,7 @@ def kept_samples(
         raise misfit(
             FILTERS.kind,
             chosen.function,
-            "returns something else than whether each sample is kept",
+            "does not return one bool per sample",
             found=form(keep),
             allowed=f"a bool tensor of shape {list(score.shape)}",
             fix="return one true or false per sample, for example offsets.diff() >= 2",
@@ -225,7 +226,7 @@ def kept_samples(
 
 
 def truncated_filter(finish_reason: Sequence[str]) -> Tensor:
-    """Return bool [B]: samples whose response ended by itself ("stop"), not at a limit of tokens or seconds.
+    """Return which responses ended by themselves ("stop"), not at a limit of tokens or seconds, bool [B].
 
     Source: DAPO (arXiv 2503.14476), overlong filtering.
     """
@@ -238,16 +239,16 @@ def _numbers(uid: Sequence[Hashable], like: Tensor) -> tuple[Tensor, int]:
     return index.to(like.device), len(numbers)
 
 
-def _any_in_group(what: Tensor, uid: Sequence[Hashable]) -> Tensor:
-    """Return bool [B]: whether `what`, bool [B], is true of any sample of each sample's group."""
-    index, groups = _numbers(uid, what)
-    return torch.bincount(index[what], minlength=groups)[index] > 0
+def _any_in_group(flags: Tensor, uid: Sequence[Hashable]) -> Tensor:
+    """Return, for each sample, whether any sample of its group is flagged; bool [B]."""
+    index, groups = _numbers(uid, flags)
+    return torch.bincount(index[flags], minlength=groups)[index] > 0
 
 
 def score_histogram(groups: Sequence[Sequence[float]]) -> dict[str, int]:
     """Count the groups whose samples all have the lowest score, lie in between, or all have the highest.
 
-    Used in the message of a run that finds too few groups with a signal. Lowest and highest are over all given samples.
+    The error for a run with too few informative groups shows these counts.
 
     Args:
         groups: the scores of each group's samples; at least one group.

@@ -1,4 +1,4 @@
-"""Distance to the reference policy: estimators from sampled tokens, the reward form, and its controller."""
+"""KL to the reference policy: estimators from sampled tokens, the penalty in the reward, and its adaptive weight."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class KLSpec(Spec):
     """The declaration of an estimator.
 
     Attributes:
-        distributions: it compares distributions, not the sampled token: fn(teacher, policy, **settings) gives a term
-            per token, see `megarl.algorithms.divergences`. Only for distillation; its settings are
-            `DivergenceSettings` or more.
+        distributions: the estimator compares whole distributions, not only the sampled token: fn(teacher, policy,
+            **settings) returns a term per token; see `megarl.algorithms.divergences`. Only for distillation; its
+            settings are a `DivergenceSettings`.
     """
 
     distributions: bool = False
@@ -65,7 +65,7 @@ def k3(d: Tensor) -> Tensor:
 def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def plus(d: Tensor) -> Tensor:
         right_gradient = k2(d)
-        # In this order: zero is added to the value. A large k2 added first would remove its last digits.
+        # This order adds zero to the value; adding a large k2 first would lose the value's last digits.
         return value(d).detach() + (right_gradient - right_gradient.detach())
 
     plus.__doc__ = f"{value.__doc__} The gradient is that of k2."
@@ -80,7 +80,7 @@ def chosen_estimator(section: ComponentSection) -> Estimator:
     """Return the estimator that `algorithm.kl` or `algorithm.distillation` names, with its settings.
 
     Raises:
-        UserError: the name is unknown, or a key is not its own.
+        UserError: the name is unknown, or a key is not a setting of it.
     """
     chosen = KL.choose(section)
     plain = partial(chosen.function, **chosen.own) if chosen.own else chosen.function
@@ -88,7 +88,7 @@ def chosen_estimator(section: ComponentSection) -> Estimator:
 
 
 def _checked(function: Callable[..., Tensor], estimator: Estimator, d: Tensor) -> Tensor:
-    """Return what a user's estimator, `function` with its settings, makes of d: one number for each."""
+    """Call a user's estimator with d and check that it returns one finite number per token."""
     with located(KL.kind, function):
         terms = estimator(d)
     check_tokens(KL.kind, function, "term", terms, d, inputs=(d,))
@@ -96,10 +96,10 @@ def _checked(function: Callable[..., Tensor], estimator: Estimator, d: Tensor) -
 
 
 def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
-    """Estimate KL(pi || ref) at each sampled token, zero where the mask hides; differentiable in `logp`.
+    """Estimate KL(pi || ref) at each sampled token, zero where masked; differentiable in `logp`.
 
-    The forms with "+" have the value of the plain form and the gradient of k2, d grad(log pi), whose expectation under
-    pi is the gradient of the KL; the plain gradients of k1 and k3 are not (k1's is zero on average).
+    A form with "+" has the value of the plain form and the gradient of k2, d grad(log pi). Its expectation under pi is
+    the gradient of the KL, unlike that of the plain gradients of k1 (zero on average) and k3.
 
     Args:
         estimator: kl | abs | mse | low_var_kl (aliases k1, k2, k3), each also with "+"; or a function of d.
@@ -141,8 +141,8 @@ def kl_in_reward(
         estimator: see `kl_tokens`.
 
     Returns:
-        New token rewards, zero where the mask hides, and float64 [2] on the CPU: sum of the KL and number of tokens.
-        Add the latter over ranks; their quotient is the controller's input.
+        New token rewards, zero where the mask hides, and float64 [2] on the CPU: the sum of the KL and the number of
+        tokens. After adding these over ranks, their quotient is the input of `KLController.update`.
     """
     kl = kl_tokens(estimator, logp, ref_logp, mask)
     rewards = torch.where(mask, token_rewards, 0) - coef * kl
@@ -151,7 +151,7 @@ def kl_in_reward(
 
 @dataclass
 class KLController:
-    """The weight of the KL penalty, adaptive when `target` is set.
+    """The weight of the KL penalty; it adapts if `target` is set.
 
     update: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon.
 
@@ -173,7 +173,7 @@ class KLController:
             self.coef *= 1 + error * samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint; a constant weight has none."""
+        """Return the state for a checkpoint; empty for a constant weight."""
         return {} if self.target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -182,5 +182,5 @@ class KLController:
             self.coef = float(state.get("coef", self.coef))
 
 
-# Last: it registers its estimators, which compare distributions, in the registry above.
+# At the end, because divergences.py registers its estimators in the registry above.
 import megarl.algorithms.divergences  # noqa: E402, F401

@@ -1,4 +1,4 @@
-"""The loss of KTO (arXiv 2402.01306) on examples that are labelled as desirable or not.
+"""The KTO loss (arXiv 2402.01306) on examples that are labelled desirable or undesirable.
 
     r  = (log pi - log ref)(response), a sum over its tokens
     z  = max(0, mean of r over mismatched responses)        the baseline, without gradient; see `baseline`
@@ -6,9 +6,8 @@
     desirable     desirable_weight   (1 - sigmoid(beta (r - z)))
     undesirable   undesirable_weight (1 - sigmoid(beta (z - r)))
 
-The loss is a mean over the examples of a mini-batch. The mean of r over pairs of a prompt and a response to another one
-estimates the KL divergence of the policy from the reference: a prompt of the batch with the response of the example
-before it, so that both sets hold the same responses.
+The loss is a mean over the examples of a mini-batch. z estimates the KL divergence of the policy from the reference:
+each prompt is paired with the response of the example before it, so that both sets hold the same responses.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Counts:
-    """Examples of a mini-batch over all ranks."""
+    """Numbers of desirable and undesirable examples in a mini-batch, over all ranks."""
 
     desirable: float
     undesirable: float
 
     @property
     def all(self) -> float:
-        """The number of examples of both kinds."""
+        """Number of examples."""
         return self.desirable + self.undesirable
 
 
 def baseline(total: float, examples: float) -> float:
-    """Return z, from the sum of the log-ratios of mismatched responses over all ranks, and their number."""
+    """Return z from the sum over all ranks of the log-ratios of mismatched responses, and their number."""
     return max(0.0, total / examples)
 
 
@@ -54,14 +53,14 @@ def kto_loss(
     counts: Counts,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
-    """Return the part of the loss that some examples contribute, and their metrics.
+    """Return the share of these examples in the mini-batch's loss, and their metrics.
 
     Args:
         logp: float [N], log-probs of the policy, differentiable.
-        labels: bool [B], which are desirable.
+        labels: bool [B], whether each example is desirable.
         z: the mini-batch's `baseline`.
-        counts: of the mini-batch: the loss is a mean over its examples.
-        dtype: of the model; an example whose r is z up to its rounding is a tie, which is not right.
+        counts: examples of the mini-batch, over which the loss is a mean.
+        dtype: of the model. If r differs from z only by this dtype's rounding, the example does not count as accurate.
     """
     own, ratios = log_ratios(logp, responses)
     gains = torch.where(labels, ratios - z, z - ratios)
@@ -75,7 +74,7 @@ def kto_loss(
         if count := int(some.sum()):
             metrics.mean(f"rewards/{name}", float(rewards[some].sum()), count)
             metrics.mean(f"logps/{name}", float(own.detach().double()[some].sum()), count)
-    if counts.desirable and counts.undesirable:  # the difference of two means, of all parts of the mini-batch together
+    if counts.desirable and counts.undesirable:  # the margin is a difference of means over the whole mini-batch
         shares = rewards.new_tensor([-counts.all / counts.undesirable, counts.all / counts.desirable])
         metrics.mean("rewards/margins", float((rewards * shares[labels.long()]).sum()), len(rewards))
     return losses.sum() / counts.all, metrics

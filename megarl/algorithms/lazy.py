@@ -1,8 +1,9 @@
 """`torch`, imported at its first use.
 
-A component (a loss, an estimator, a KL) is one file: its function, its settings and its declaration. The dry run, the
-checks and the reference of keys read the settings without computing anything, so these files and their imports must
-load without torch. They write `from megarl.algorithms.lazy import torch`, and otherwise look as usual.
+A component (a loss, an estimator, a KL) is one file with its function, settings and declaration. The dry run, the
+checks
+and the reference of keys only read the settings, so these files and their imports must load without torch. They use
+`from megarl.algorithms.lazy import torch` in place of `import torch`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Batch fields that a recipe's components need, in addition to those that every pipeline writes.
+"""Batch fields that a recipe's components read beyond those that every pipeline writes.
 
-They follow only from the components: an estimator takes the fields that its parameters name, a loss declares those that
-it reads. Recipes add the nodes that write these fields, and the checks query them instead of names.
+An estimator reads the fields that its parameters name; a loss and a filter declare theirs. Recipes add the nodes that
+write these fields, and the checks look at the fields, not at component names.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from megarl.system.errors import UserError
 if TYPE_CHECKING:
     from megarl.config.algorithm import AlgorithmConfig
 
-#: Fields that an estimator can use in every pipeline.
+#: Arguments of an estimator that every pipeline provides.
 _GIVEN = ("token_rewards", "mask", "offsets", "uid", "all_sum")
 
 
 def estimator_fields(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the fields that the advantage estimator reads in addition to rewards; none if it cannot be found."""
+    """Return the fields that the advantage estimator reads beyond rewards; none if the estimator is unknown."""
     name = algorithm.advantage.name
     try:
         settings, required = ADVANTAGES.spec(name).settings, ADVANTAGES.required(name)
     except UserError:
-        return []  # the checks refuse it
+        return []  # the checks report it
     return [field for field in required if field not in _GIVEN and field not in settings.model_fields]
 
 
 def loss_fields(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the fields that the policy loss reads beyond advantages; with a `prepare`, also the old log-probs."""
+    """Return the fields that the policy loss reads beyond advantages; a loss with a `prepare` reads old log-probs."""
     try:
         spec = POLICY_LOSSES.spec(algorithm.loss.name)
     except UserError:
@@ -41,21 +41,21 @@ def loss_fields(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def distillation_fields(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the teacher's fields that the distillation term reads; none while it is off."""
+    """Return the teacher's fields that the distillation term reads; none if its coefficient is 0."""
     section = algorithm.distillation
     if not section.coef:
         return []
     try:
         chosen = chosen_divergence(section)
     except UserError:
-        chosen = None  # the checks refuse it
+        chosen = None  # the checks report it
     if chosen is None:
         return ["teacher_logp"]
     return ["teacher_hidden" if chosen.settings.topk is None else "teacher_topk"]
 
 
 def filter_fields(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the fields that the sample filter reads in addition to scores; none while it is off."""
+    """Return the fields that the sample filter reads beyond scores; none if there is no filter."""
     try:
         return list(FILTERS.spec(algorithm.filter.name).reads) if algorithm.filter.active else []
     except UserError:
@@ -63,5 +63,5 @@ def filter_fields(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def component_fields(algorithm: AlgorithmConfig) -> set[str]:
-    """Return the fields that estimator, loss and filter read together."""
+    """Return the fields that estimator, loss and filter read."""
     return {*estimator_fields(algorithm), *loss_fields(algorithm), *filter_fields(algorithm)}

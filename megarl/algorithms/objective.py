@@ -1,12 +1,13 @@
-"""The objective of the policy update: from the inputs of a mini-batch's tokens to the loss of each of its parts.
+"""The objective of the policy update: from the inputs of a mini-batch's tokens to the loss of each micro-batch.
 
-    objective = Objective.of(config.algorithm, knobs)
-    tokens, weights = objective.weigh(inputs, all_sum)       # this rank's part of the mini-batch; counts over all ranks
-    made = objective.prepare(inputs, keys, all_sum)          # the policy loss's inputs from the whole mini-batch
-    loss, metrics = objective.loss(logp, entropy, part, tokens)     # of any micro-batch; the parts add up
+    objective = Objective.of(config.algorithm, correction)
+    objective = Objective.of(config.algorithm, correction)
+    tokens, weights = objective.weigh(inputs, all_sum)   # this rank's part of the mini-batch; counts over all ranks
+    prepared = objective.prepare(inputs, keys, all_sum)  # keyword arguments of the policy loss, for the mini-batch
+    loss, metrics = objective.loss(logp, entropy, part, tokens)     # of a micro-batch; the parts add up
 
-The policy loss itself (`megarl/algorithms/losses/`) returns one number per token. Here it is weighted by the rollout
-correction and the aggregation, and the entropy bonus and the KL terms are added.
+The policy loss (`megarl/algorithms/losses/`) returns one number per token. The objective multiplies it by the weights
+of rollout correction and aggregation, and adds the entropy bonus and the KL terms.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from megarl.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig, PolicyLossConfig
     from megarl.config.correction import ResolvedCorrection
 
-#: Raw metrics of a part by which the gradient is divided once all parts are counted: its tokens or sequences, and the
-#: sum and number of its importance weights.
+#: Raw metrics by which the gradient is divided after the last micro-batch: the number of its tokens or sequences, and
+#: the sum and number of its importance weights.
 DIVISOR, WEIGHT_SUM, WEIGHT_COUNT = "_update/divisor", "_update/weight_sum", "_update/weight_count"
 
 
@@ -47,15 +48,15 @@ class TokenInputs:
     Attributes:
         offsets: int64 [B + 1], boundaries of the samples.
         response_mask: bool, tokens that the policy generated.
-        loss_mask: bool, those of them that are trained on.
+        loss_mask: bool, tokens that are trained on.
         weights: float32, share of each token in the loss, from `Objective.weigh`.
-        old_logp: of the denominator policy of the ratio. None: one update uses every sample once.
-        drawn_logp: the same for samples that waited since an earlier step, NaN for others.
-        rollout_logp, ref_logp, teacher_logp: of the engine that generated the tokens, the reference, the teacher.
+        old_logp: log-probs in the denominator of the ratio. None: the log-probs of this update, which is the only one.
+        drawn_logp: old log-probs of samples that waited since an earlier step, NaN for others.
+        rollout_logp, ref_logp, teacher_logp: log-probs of the generation engine, the reference and the teacher.
         teacher_topk: float32 [N, K + 1, 2], the teacher's most likely tokens, see `MegatronEngine.top_tokens`.
         is_weights: importance weights of rollout correction.
         copies: int64 [B], how often each sample counts; None: once.
-        own: further inputs of the policy loss, and the results of its preparation, by name.
+        own: further inputs of the policy loss by name: fields that it reads, and the results of its `prepare`.
     """
 
     offsets: Tensor
@@ -76,36 +77,37 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class Objective:
-    """The settings of an update, and the maths of its loss.
+    """The settings of a policy update, and the maths of its loss.
 
-    In bypass with rejection, the trained tokens are known only after the last micro-batch, and so is the mean of the
-    importance weights that they may be divided by. The parts are then computed without these global numbers, and the
-    summed gradient is divided by them: the loss is linear in both. (With a KL term or an entropy bonus it is not linear
-    in the mean weight, which the checks refuse.)
+    In bypass mode with rejection, the trained tokens are known only after the last micro-batch, and so is the mean
+    importance weight. The micro-batches are then computed without these global numbers, and the summed gradient is
+    divided
+    by them: the loss is linear in both. (A KL term or an entropy bonus is not linear in the mean weight; the checks
+    refuse this combination.)
     """
 
     algorithm: AlgorithmConfig
     correction: ResolvedCorrection
     settings: PolicyLossConfig
-    """`algorithm.loss`, or gpg for pg_is: that is gpg with the weights of the correction of the micro-batch."""
+    """`algorithm.loss`; for pg_is the settings of gpg, whose weights come from rollout correction per micro-batch."""
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, correction: ResolvedCorrection) -> Objective:
-        """Build the objective from a recipe's sections `algorithm` and `rollout_correction`."""
+        """Build the objective from the sections `algorithm` and `rollout_correction` of a recipe."""
         return cls(algorithm, correction, algorithm.loss.of("gpg") if correction.loss == "pg" else algorithm.loss)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Batch fields that the policy loss takes in addition."""
+        """Batch fields that the policy loss reads beyond its standard arguments."""
         return POLICY_LOSSES.choose(self.settings).spec.reads
 
     @property
     def prepares(self) -> bool:
-        """Whether the policy loss has a `prepare` for the whole mini-batch."""
+        """Whether the policy loss has a `prepare` function for the whole mini-batch."""
         return POLICY_LOSSES.choose(self.algorithm.loss).spec.prepare is not None
 
     def measures(self, inputs: TokenInputs) -> bool:
-        """Return whether the gap between rollout and trainer is measured here, as no earlier stage scored it."""
+        """Return whether the update itself measures the gap between rollout and trainer, as no earlier stage did."""
         return inputs.rollout_logp is not None and (self.correction.bypass or inputs.old_logp is None)
 
     def counts_late(self, inputs: TokenInputs) -> bool:
@@ -114,17 +116,18 @@ class Objective:
 
     def normalises_late(self, inputs: TokenInputs) -> bool:
         """Return whether the mean importance weight is known only after the last micro-batch."""
-        knobs = self.correction
-        normalises = knobs.is_batch_normalize and knobs.is_level != "none"
-        return knobs.bypass and normalises and inputs.rollout_logp is not None
+        correction = self.correction
+        normalises = correction.is_batch_normalize and correction.is_level != "none"
+        return correction.bypass and normalises and inputs.rollout_logp is not None
 
     def divides_late(self, inputs: TokenInputs) -> bool:
-        """Return whether the gradient has yet to be divided by `divisor`."""
+        """Return whether the gradient must be divided by `divisor` after the last micro-batch."""
         counts = self.counts_late(inputs) and self.settings.aggregation != "token-sum"
         return counts or self.normalises_late(inputs)
 
     def divisor(self, metrics: Metrics) -> float:
-        """Return the divisor of the gradient of all parts, from their merged `metrics`, where `divides_late`."""
+        """Return the divisor of the summed gradient, from the merged `metrics` of all micro-batches; see
+        `divides_late`."""
         from megarl.algorithms.correction import mean_weight
 
         count = 1.0
@@ -135,10 +138,10 @@ class Objective:
         return count
 
     def weigh(self, inputs: TokenInputs, all_sum: AllSum) -> tuple[float, Tensor | None]:
-        """Return the mini-batch's valid tokens over all ranks, and the weight of each token here.
+        """Return the mini-batch's valid tokens over all ranks, and the weight of each of this rank's tokens.
 
-        The weights hold the global counts, so no split of the samples changes the result. They are None when they come
-        late.
+        The weights contain the global counts, so no split of the samples changes the result. They are None if the
+        counts are known only after the last micro-batch.
         """
         from megarl.algorithms.aggregation import local_counts
 
@@ -151,9 +154,9 @@ class Objective:
         return float(tokens), self._weights(mask, torch.cat(counts), inputs)
 
     def prepare(self, inputs: TokenInputs, keys: Tensor, all_sum: AllSum) -> dict[str, Tensor]:
-        """Run the loss's `prepare` on the whole mini-batch before its split; `keys` int64 [N] are random per token."""
+        """Call the loss's `prepare` on the whole mini-batch before its split; `keys` int64 [N] are random per token."""
         chosen = POLICY_LOSSES.choose(self.algorithm.loss)
-        assert chosen.spec.prepare is not None, "asked of losses that prepare only"
+        assert chosen.spec.prepare is not None, "only called for losses with a `prepare`"
         known = (inputs.old_logp, inputs.advantages, inputs.loss_mask)
         with located(POLICY_LOSSES.kind, chosen.spec.prepare):
             prepared = chosen.spec.prepare(*known, chosen.settings, keys=keys, all_sum=all_sum)
@@ -161,7 +164,7 @@ class Objective:
 
     @property
     def divergence(self) -> Chosen | None:
-        """The divergence of distillation, if it compares distributions: `loss` then needs `policy`."""
+        """The distillation divergence if it compares distributions (then `loss` needs `policy`), else None."""
         from megarl.algorithms.divergences import chosen_divergence
 
         section = self.algorithm.distillation
@@ -175,10 +178,10 @@ class Objective:
         tokens: float,
         policy: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Return the share of one micro-batch in the loss of its mini-batch, and metrics.
+        """Return one micro-batch's share of the mini-batch's loss, and metrics.
 
         Args:
-            logp, entropy: [N], of the policy that is trained; differentiable.
+            logp, entropy: [N], log-probs and entropies of the trained policy, differentiable.
             inputs: the tokens of this micro-batch.
             tokens: valid tokens of the mini-batch, from `weigh`.
             policy: [N, K + 1], the policy's log-probs of the teacher's most likely tokens, and of all others together,
@@ -187,11 +190,11 @@ class Objective:
         mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, self._old_logp(logp, inputs)
         correction = self._correct(logp, inputs) if self.measures(inputs) else None
         if correction is not None and self.correction.bypass:
-            assert inputs.rollout_logp is not None, "measured against it"
+            assert inputs.rollout_logp is not None, "correction compares with it"
             mask, is_weights, old_logp = correction.mask, correction.weights, inputs.rollout_logp
         late = self.counts_late(inputs)
         weights = self._weights(mask, torch.ones(2, dtype=torch.float64), inputs) if late else inputs.weights
-        assert weights is not None, "made by `weigh`"
+        assert weights is not None, "set from `weigh`"
         algorithm = self.algorithm
         loss, metrics = actor_loss(
             logp,
@@ -220,7 +223,8 @@ class Objective:
         return loss, metrics
 
     def settle(self, metrics: Metrics, inputs: TokenInputs) -> None:
-        """Divide those of the merged metrics of all parts that still lack their divisor."""
+        """Divide the merged metrics of all micro-batches that are still sums by their divisor, and drop the raw
+        ones."""
         if not self.divides_late(inputs) and not self.counts_late(inputs):
             return
         if "actor/pg_loss" in metrics:
@@ -235,31 +239,31 @@ class Objective:
             metrics.pop(DIVISOR)
 
     def _old_logp(self, logp: Tensor, inputs: TokenInputs) -> Tensor:
-        """Return the ratio's denominator: `old_logp`, else current log-probs, or stored ones of waiting samples."""
+        """Return the ratio's denominator: `old_logp`, or of waiting samples `drawn_logp`, or current log-probs."""
         if inputs.old_logp is not None:
             return inputs.old_logp
         stored = inputs.drawn_logp
         return logp.detach() if stored is None else stored.where(~stored.isnan(), logp.detach())
 
     def _correct(self, logp: Tensor, inputs: TokenInputs) -> Correction:
-        """Apply rollout correction from pi_theta / pi_rollout of one micro-batch; without bypass only measure.
+        """Apply rollout correction from pi_theta / pi_rollout to a micro-batch; without bypass only measure the gap.
 
-        Weights are not divided by their mean here: the rest of the batch is still unknown.
+        Weights are not divided by their mean here: the rest of the batch is not known yet.
         """
         from megarl.algorithms.correction import correct, rules_of
 
-        knobs = self.correction
-        assert inputs.rollout_logp is not None, "measured against it"
+        correction = self.correction
+        assert inputs.rollout_logp is not None, "correction compares with it"
         return correct(
             logp.detach(),
             inputs.rollout_logp,
             inputs.response_mask,
             offsets=inputs.offsets,
-            is_level=knobs.is_level if knobs.bypass else "none",
-            is_threshold=knobs.is_threshold,
-            is_normalize_over=knobs.is_normalize_over,
-            rules=rules_of(knobs) if knobs.bypass else [],
-            veto=knobs.veto_threshold if knobs.bypass else 0.0,
+            is_level=correction.is_level if correction.bypass else "none",
+            is_threshold=correction.is_threshold,
+            is_normalize_over=correction.is_normalize_over,
+            rules=rules_of(correction) if correction.bypass else [],
+            veto=correction.veto_threshold if correction.bypass else 0.0,
             copies=inputs.copies,
         )
 
@@ -270,7 +274,7 @@ class Objective:
         return aggregation_weights(mode, mask, counts, offsets=inputs.offsets, sum_norm=sum_norm, copies=inputs.copies)
 
     def _count(self, metrics: Metrics, mask: Tensor, inputs: TokenInputs) -> None:
-        """Record the counts that late weights lack: tokens for token-mean, else sequences."""
+        """Record the count by which late weights must be divided: tokens for token-mean, otherwise sequences."""
         from megarl.algorithms.aggregation import local_counts
 
         tokens, sequences = local_counts(mask, inputs.offsets, copies=inputs.copies).tolist()
@@ -295,18 +299,18 @@ def actor_loss(
     fields: Mapping[str, Any] | None = None,
     is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Compute sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w distillation).
+    """Return sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w distillation).
 
-    The first term is omitted if only the teacher teaches (`distillation.task_loss: false`).
+    The first term is omitted if only the teacher gives a signal (`distillation.task_loss: false`).
 
     Args:
         logp: float [N] or [B, T], differentiable; old_logp, advantages, ref_logp, entropy and bool mask have its shape.
         weights: same shape, from `aggregation_weights`.
         cfg: `algorithm.loss`: the policy loss, its settings, and entropy_coef.
-        tokens: valid tokens of the whole mini-batch over all ranks; the metrics need it.
+        tokens: valid tokens of the whole mini-batch over all ranks, for the metrics.
         offsets: int64 [B + 1] for the packed form.
-        entropy: differentiable if it is a bonus; None: none.
-        kl, distillation: estimator, coefficient and form of these terms; None: none.
+        entropy: differentiable if entropy_coef is not 0; None: no entropy metric or bonus.
+        kl, distillation: estimator, coefficient and form of these terms; None: no such term.
         teacher: log-probs of the teacher, same shape; or its most likely tokens and the policy's log-probs of them.
         fields: this part of the loss's further inputs, and of the results of its `prepare`.
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
@@ -317,7 +321,7 @@ def actor_loss(
     policy_loss = partial(_policy_loss, cfg, logp, old_logp, mask, offsets, fields or {}, is_weights)
     token_loss, metrics = policy_loss(advantages)
     loss = (weights * token_loss).sum()
-    sums = {"count": mask.sum(), "policy": loss.detach()}  # the count first
+    sums = {"count": mask.sum(), "policy": loss.detach()}  # _record expects the count first
     if distillation is not None and not distillation.task_loss:
         loss = torch.zeros_like(loss)
     if entropy is not None:
@@ -349,7 +353,7 @@ def _policy_loss(
     is_weights: Tensor | None,
     advantages: Tensor,
 ) -> tuple[Tensor, Metrics]:
-    """Return c times the policy loss of every token, and its metrics."""
+    """Return each token's policy loss times its importance weight, and the metrics."""
     chosen = POLICY_LOSSES.choose(cfg)
     inputs = (logp, old_logp, advantages, mask, chosen.settings)
     with located(POLICY_LOSSES.kind, chosen.function):
@@ -359,19 +363,19 @@ def _policy_loss(
 
 
 def _distance(settings: KLConfig, logp: Tensor, ref_logp: Tensor | None, mask: Tensor) -> Tensor:
-    """Return the KL of every token to the reference, whose log-probs are required."""
+    """Return the KL of every token to the reference."""
     if ref_logp is None:
-        raise ValueError("a kl term needs the log-probs of its model")
+        raise ValueError("the KL term needs the reference's log-probs")
     return kl_tokens(chosen_estimator(settings), logp, ref_logp, mask)
 
 
 def _record(metrics: Metrics, sums: dict[str, Tensor], coefs: dict[str, float], tokens: float) -> None:
-    """Record the metrics of the terms from scalar sums over this part's valid tokens; nothing without any."""
+    """Record the metrics of the loss terms from scalar sums over this part's valid tokens, if it has any."""
     count, *values = torch.stack([value.double() for value in sums.values()]).tolist()
     numbers = dict(zip(list(sums)[1:], values, strict=True))
     if not count:
         return
-    # The counts of all parts add up to 1 per mini-batch, so several mini-batches average.
+    # The weights of a mini-batch's parts add up to 1, so the metric averages over mini-batches.
     metrics.mean("actor/pg_loss", numbers["policy"], count / max(tokens, 1.0))
     if "entropy" in numbers:
         metrics.mean("actor/entropy", numbers["entropy"], count)

@@ -1,4 +1,4 @@
-"""Soft penalty for responses near the length limit (DAPO)."""
+"""Soft penalty on the score of responses near the length limit (DAPO)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
     tensor([-0.5000, -0.7500, -1.0000])
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"need 0 < buffer <= max_length, got buffer {buffer} and max_length {max_length}")
+        raise ValueError(f"penalty zone must be in (0, {max_length}], got buffer {buffer} and max_length {max_length}")
     exceed = lengths.float() - (max_length - buffer)
     return (-(exceed / buffer) * factor).clamp(max=0)

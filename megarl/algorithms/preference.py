@@ -1,4 +1,4 @@
-"""Losses of preference pairs, from the log-probs of a better and a worse response to one prompt.
+"""Losses of preference pairs, from the log-probs of the chosen and the rejected response to one prompt.
 
     m = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)        margin of log-ratios
     s = label_smoothing                                                  share of pairs that are labelled wrongly
@@ -8,13 +8,14 @@
 | sigmoid | (1 - s) f(m) + s f(-m), f(m) = -log sigmoid(beta m) | DPO, arXiv 2305.18290; s: conservative DPO |
 | robust | ((1 - s) f(m) - s f(-m)) / (1 - 2 s) | arXiv 2403.00409 |
 | hinge | max(0, 1 - beta m) | SLiC, arXiv 2305.10425 |
-| ipo | (m - 1 / (2 beta))^2 | IPO, arXiv 2310.12036, equation 17; of means over tokens, as its authors advise |
+| ipo | (m - 1 / (2 beta))^2 | IPO, arXiv 2310.12036, equation 17; with log-ratios averaged over tokens, as its authors
+advise |
 
-A log-ratio is the sum over a response's tokens, or their mean. The reward that a policy implies is beta times the sum;
-metrics have the names that TRL gives them.
+A log-ratio is the sum over a response's tokens, or their mean. The implied reward is beta times the sum; metrics are
+named as in TRL.
 
-A reward model's scores r have the loss of Bradley and Terry, -log sigmoid(r(chosen) - r(rejected) - margin), and with
-`center_coef` c also c (r(chosen) + r(rejected))^2 (arXiv 2312.09244).
+The loss on a reward model's scores r is that of Bradley and Terry, -log sigmoid(r(chosen) - r(rejected) - margin); with
+`center_coef` c it also has the term c (r(chosen) + r(rejected))^2 (arXiv 2312.09244).
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
     from megarl.config.training import PreferenceConfig
 
 
-#: Units in the last place by which two float32 sums of the same numbers may differ: they add in different orders.
+#: Units in the last place by which float32 sums of the same numbers in different orders may differ.
 _UNITS = 16
 
 
 @dataclass(frozen=True)
 class Responses:
-    """The response tokens of whole pairs: samples 0, 2, 4, ... are chosen, each before its rejected one.
+    """The response tokens of whole pairs: responses 0, 2, 4, ... are chosen, each followed by its rejected one.
 
     Attributes:
         mask: bool [N], tokens that count.
@@ -53,18 +54,19 @@ class Responses:
 
 
 def log_ratios(logp: Tensor, responses: Responses) -> tuple[Tensor, Tensor]:
-    """Return log pi of each whole response, and its log-ratio to the reference; both [B], differentiable."""
+    """Return the policy's log-prob of each whole response, and its log-ratio to the reference; both [B],
+    differentiable."""
     rows, mask = Rows.of(responses.mask, responses.offsets), responses.mask
     own = rows.sum(torch.where(mask, at_least_float32(logp), 0))
     return own, own - rows.sum(torch.where(mask, at_least_float32(responses.ref_logp), 0))
 
 
 def rounding(logp: Tensor, responses: Responses, dtype: torch.dtype) -> Tensor:
-    """Return by how much the log-prob of each response may differ between two passes over equal weights: float [B].
+    """Return by how much each response's log-prob may differ between two passes over equal weights, float [B].
 
-    The sum over a response's tokens is float32: `_UNITS` of its last place. A model in a narrower type rounds what the
-    log-prob of every token is made from, about one unit of the log-prob. These errors are independent, so they add up
-    as the root of their squares: a plain sum would call what a long response has learnt a tie.
+    The float32 sum over a response's tokens may differ by `_UNITS` in its last place. A model in a narrower dtype also
+    rounds each token's log-prob by about one unit. These errors are independent, so they add up as the root of the sum
+    of squares; a plain sum would count what a long response has learnt as a tie.
 
     Args:
         logp: float [N], log-probs of the policy.
@@ -79,11 +81,9 @@ def rounding(logp: Tensor, responses: Responses, dtype: torch.dtype) -> Tensor:
 
 
 def score_rounding(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return by how much each of a reward model's scores may differ between two passes over equal weights, as `scores`.
+    """Return by how much each score of a reward model may differ between two passes over equal weights, like `scores`.
 
-    A float32 score is a sum over the hidden state; a narrower type, whose products are added in float32, rounds the
-    result once.
-    """
+    A float32 score is a sum over the hidden state; a narrower dtype adds in float32 and rounds the result once."""
     narrow = dtype.itemsize < torch.float32.itemsize
     units = torch.finfo(dtype).eps if narrow else _UNITS * torch.finfo(torch.float32).eps
     return units * scores.detach().abs()
@@ -107,13 +107,13 @@ def preference_loss(
     counts: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
-    """Return the part of the loss that whole pairs contribute, and their metrics.
+    """Return the share of these pairs in the mini-batch's loss, and their metrics.
 
     Args:
         logp: float [N], log-probs of the policy, differentiable.
-        counts: `local_pair_counts` added over all ranks of the mini-batch: the loss is a mean over its pairs, and the
-            term of the chosen responses one over their tokens.
-        dtype: of the model, whose rounding makes ties.
+        counts: `local_pair_counts` added over all ranks of the mini-batch: the loss is a mean over pairs, and the SFT
+            term a mean over the tokens of chosen responses.
+        dtype: of the model; a margin within its rounding is a tie.
     """
     own, ratios = log_ratios(logp, responses)
     lengths = Rows.of(responses.mask, responses.offsets).counts(responses.mask)
@@ -139,13 +139,13 @@ def score_loss(
     pairs: float,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
-    """Return the part of a reward model's loss that whole pairs contribute, and their metrics.
+    """Return the share of these pairs in the mini-batch's reward-model loss, and their metrics.
 
     Args:
-        scores: float [2P], differentiable, each chosen response's before its rejected one's.
-        margins: float [P], by how much chosen scores are to be larger; None: not at all.
-        pairs: in the mini-batch over all ranks: the loss is a mean over them.
-        dtype: of the model, whose rounding makes ties.
+        scores: float [2P], differentiable, chosen and rejected in turns.
+        margins: float [P], by how much chosen scores should be larger; None: 0.
+        pairs: number of pairs in the mini-batch over all ranks, over which the loss is a mean.
+        dtype: of the model; a difference within its rounding is a tie.
     """
     scores = at_least_float32(scores)
     chosen, rejected = scores.view(-1, 2).unbind(1)
@@ -159,7 +159,7 @@ def score_loss(
 
 
 def local_pair_counts(mask: Tensor, offsets: Tensor) -> Tensor:
-    """Count the pairs, and the tokens of their chosen responses: float64 [2] on the CPU. Add the counts over ranks.
+    """Count the pairs and the tokens of their chosen responses, float64 [2] on the CPU; the caller adds over ranks.
 
     Args:
         mask: bool [N], as in `Responses`.
@@ -170,8 +170,7 @@ def local_pair_counts(mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _measure(metrics: Metrics, logp: Tensor, rewards: Tensor, ties: Tensor) -> None:
-    """Record what TRL's trainer records of a batch of pairs, from both [2P] of whole responses; `ties` [P] is the
-    margin up to which a pair is a tie."""
+    """Record TRL's metrics of a batch of pairs from log-probs and rewards [2P]; margins up to `ties` [P] are ties."""
     _measure_rewards(metrics, rewards, ties)
     for name, values in zip(("logps/chosen", "logps/rejected"), logp.view(-1, 2).unbind(1), strict=True):
         metrics.mean(name, float(values.double().sum()), len(values))

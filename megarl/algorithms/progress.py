@@ -1,14 +1,14 @@
-"""Scores of failed episodes by their distance to the successes of their task (SRPO).
+"""Scores of failed episodes by their distance to the successful episodes of the same task (SRPO).
 
     embeddings [B, E]   success [B]   task [B]                 of the whole global batch, on every rank
         |
-        +-- for each task: its successes, and those of the bank, are standardised and clustered (DBSCAN)
-        +-- a failure's distance to the nearest cluster's centre, Euclidean, in the space of the embeddings
-        +-- distances of the task's failures -> scores: less than a success, more where it is nearer
+                +-- for each task: standardise and cluster (DBSCAN) its successes and those in the bank
+                +-- distance of each failure to the nearest cluster centre, Euclidean, in the space of the embeddings
+                +-- distances of the task's failures -> scores: below that of a success, higher for nearer failures
 
-Source: SRPO (arXiv 2511.15605). Its code in siiRL is `radius: fixed` with `mapping: min_max`, except that a success
-without a valid embedding scores 0 there. `mapping: z_score` follows the paper's z-scored distances, which siiRL's code
-lacks: weight 0.8, mean and deviation over the failures of the task, higher scores for nearer failures.
+Source: SRPO (arXiv 2511.15605). siiRL's code is `radius: fixed` with `mapping: min_max`, except that a success without
+a valid embedding scores 0 there. `mapping: z_score` is the paper's, which siiRL's code lacks: weight 0.8, distances
+normalised by the mean and deviation over the task's failures, higher scores for nearer failures.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Distances that span less than this (or deviate less) do not distinguish failures.
+#: Distances whose span (or deviation) is below this value do not distinguish failures.
 _NOTHING = 1e-6
-#: `k_distance`: distances that differ by less than this share count as equal. In many dimensions those of points of
-#: one kind do.
+#: `k_distance`: distances that differ by less than this share count as equal; in many dimensions, the distances between
+#: points of one kind do.
 _ALIKE = 0.1
 _STEEPNESS, _MIDDLE = 10.0, 0.5
 _WEIGHTS = {"min_max": 0.6, "z_score": 0.8}
 
 
 class ProgressSettings(Settings):
-    """The settings of scores of failed episodes by the successes of their task."""
+    """Settings of the scores of failed episodes."""
 
     radius: Literal["k_distance", "scaled", "fixed"] = Field(
         "k_distance",
@@ -64,14 +64,14 @@ class ProgressSettings(Settings):
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """Scores, and the data that they follow from.
+    """Scores of a global batch of episodes, and the intermediate results.
 
     Attributes:
         scores: float64 [B], 1 for a success, below that for a failure.
-        distances: float64 [B], of failures to the nearest reference; NaN where there is none.
+        distances: float64 [B], distance of each failure to the nearest reference; NaN if there is none.
         failed: bool [B].
-        invalid: bool [B], embeddings that are zero, NaN or infinite, including those of successes.
-        clusters: number of clusters of each task's successes; 0 where their mean was the reference. Tasks without
+        invalid: bool [B], episodes whose embedding is zero, NaN or infinite.
+        clusters: number of clusters of each task's successes; 0 if their mean was the only reference. Tasks without a
             success are missing.
     """
 
@@ -84,13 +84,13 @@ class ProgressReport:
 
     @property
     def shaped(self) -> Tensor:
-        """Failures that were scored by their distance, bool [B]."""
+        """Failures that are scored by distance, bool [B]."""
         return ~self.distances.isnan()
 
     def histogram(self, bins: int) -> tuple[list[int], list[float]]:
-        """Return the numbers of shaped failures between equally spaced distances, and those `bins` + 1 distances.
+        """Return the histogram of the distances of shaped failures: `bins` counts and `bins` + 1 edges.
 
-        Without shaped failures: zeros, between 0 and 1.
+        Without shaped failures the counts are zero and the edges go from 0 to 1.
         """
         import numpy as np
 
@@ -100,11 +100,11 @@ class ProgressReport:
     def rank_correlations(self, progress: Tensor, groups: Sequence[Hashable] | None = None) -> dict[Hashable, float]:
         """Return Spearman's correlation of score and true progress over the shaped failures of each task, or group.
 
-        Tasks with fewer than two of them, or with equal scores or equal progress, are missing.
+        Tasks with fewer than two such failures, or with equal scores or equal progress, are missing.
 
         Args:
             progress: float [B]; NaN where it is unknown.
-            groups: B names of start states, as compared by an advantage; None: tasks.
+            groups: B names of the groups that an advantage compares; None: correlate by task.
         """
         import numpy as np
 
@@ -126,23 +126,24 @@ def progress_scores(
     *,
     bank: SuccessBank | None = None,
 ) -> ProgressReport:
-    """Score 1 for every success, and failures by their distance to the successes of their task.
+    """Score successes 1 and failures by their distance to the successes of their task.
 
     A failure scores 0 if its embedding is invalid (zero, NaN, or infinite in float32), or if its task has no success
-    with a valid one, in the batch or in the bank. A success with an invalid embedding is no reference. Give an episode
-    that could not be played an embedding of zeros. Everything is computed in float64 on the CPU, so that equal batches
-    score equally on every rank. The bank is not changed: add the batch to it when the step has been scored.
+    with a
+    valid embedding in the batch or in the bank. For an episode that could not be played, pass an embedding of zeros.
+    Everything is computed in float64 on the CPU, so that all ranks get equal scores. The bank is not changed; add the
+    batch to it after the step is scored.
 
     Args:
         embeddings: float [B, E] of all episodes of the global batch.
         success: bool [B].
         task: B names or numbers.
-        settings: radius, eps, mapping, weight. `ProgressScorer` implements `bank` and `shuffled`.
+        settings: radius, eps, mapping, weight. The settings `bank` and `shuffled` are handled by `ProgressScorer`.
         bank: successes of earlier steps.
 
     Raises:
-        ValueError: shapes or types do not fit.
-        UserError: the bank's embeddings have another size.
+        ValueError: shapes or types are wrong.
+        UserError: the bank's embeddings have a different size.
 
     >>> points = torch.tensor([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0], [0.0, 0.0]])
     >>> report = progress_scores(points, torch.tensor([True, False, False, False]), ["reach"] * 4, ProgressSettings())
@@ -170,8 +171,7 @@ def progress_scores(
 
 
 def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.ndarray, int]:
-    """Return the centres of the clusters of a task's successes, float64 [C, E], and their number; without clusters the
-    mean, and 0.
+    """Return the cluster centres of a task's successes, float64 [C, E], and C; without clusters their mean, and 0.
 
     Args:
         points: float64 [n, E], at least one.
@@ -186,19 +186,19 @@ def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.
         found = _clusters(apart <= _radius(apart, points.shape[1], settings))
     if not found:
         return points.mean(0, keepdims=True), 0
-    # Standardisation is affine: a mapped-back mean is the mean of the original points.
+    # Standardisation is affine, so the mean of the original points is the cluster's centre mapped back.
     return np.stack([points[members].mean(0) for members in found]), len(found)
 
 
 def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int) -> Tensor:
-    """Return the embeddings with the valid ones permuted among the episodes of each task by a permutation from `seed`.
+    """Permute the valid embeddings among the episodes of each task, by a permutation from `seed`.
 
-    The inputs of a task's scores stay the same, but carry no information about the episode.
+    The set of embeddings of a task stays the same, but an embedding no longer says anything about its episode.
 
     Args:
         embeddings: [B, E].
         task: B names or numbers.
-        seed: integers from 0: of the run, the step, the round of generation.
+        seed: non-negative integers: seed of the run, step, round of generation.
     """
     import numpy as np
 
@@ -211,7 +211,7 @@ def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int
 
 
 def valid_embeddings(embeddings: Tensor) -> Tensor:
-    """Return bool [B]: neither zero nor, in float32, NaN or infinite.
+    """Return which embeddings are valid, bool [B]: neither zero nor, in float32, NaN or infinite.
 
     Args:
         embeddings: float [B, E].
@@ -225,11 +225,11 @@ def _check(embeddings: Tensor, success: Tensor, task: Sequence[Hashable]) -> Non
     if success.dtype != torch.bool or success.shape != embeddings.shape[:1]:
         raise ValueError(f"success must be bool [{len(embeddings)}], got {success.dtype} {tuple(success.shape)}")
     if len(task) != len(embeddings):
-        raise ValueError(f"there are {len(embeddings)} embeddings and {len(task)} tasks")
+        raise ValueError(f"embeddings and tasks must have equal length, got {len(embeddings)} and {len(task)}")
 
 
 def _valid(embeddings: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the embeddings as float64 [B, E], and which rows can be compared, bool [B]."""
+    """Return the embeddings as float64 [B, E], and which rows are valid, bool [B]."""
     points = embeddings.detach().float().cpu().double().numpy()
     return points, ((points != 0).any(1) & ~(abs(points) == math.inf).any(1) & ~(points != points).any(1))
 
@@ -241,11 +241,12 @@ def _joined(earlier: Tensor | None, points: np.ndarray) -> np.ndarray:
 
 
 def _radius(apart: np.ndarray, dims: int, settings: ProgressSettings) -> float:
-    """Return DBSCAN's eps for points with distances `apart`, float64 [n, n], n at least 2.
+    """Return DBSCAN's eps for points with pairwise distances `apart`, float64 [n, n], n >= 2.
 
-    `k_distance`: the distances to the nearest other point, in ascending order, are a curve; its knee is the point
-    farthest below the chord from its first to its last (Kneedle, Satopaa and others 2011). A curve that is never below
-    by a tenth of its largest value has no knee: then its end is used, which gives every point a neighbour.
+    For `k_distance`, the ascending distances to the nearest other point form a curve. Eps is its knee: the point
+    farthest
+    below the chord from its first to its last point (Kneedle, Satopaa and others 2011). A curve that stays within a
+    tenth of its largest value of the chord has no knee; its last value is used, which gives every point a neighbour.
     """
     import numpy as np
 
@@ -256,11 +257,11 @@ def _radius(apart: np.ndarray, dims: int, settings: ProgressSettings) -> float:
     curve = np.sort((apart + np.diag([math.inf] * len(apart))).min(1))
     below = np.linspace(curve[0], curve[-1], len(curve)) - curve
     knee = int(below.argmax()) if below.max() > _ALIKE * curve[-1] else -1
-    return float(curve[knee]) * (1 + _ALIKE) + 1e-12  # not 0 for equal points
+    return float(curve[knee]) * (1 + _ALIKE) + 1e-12  # must not be 0 for equal points
 
 
 def _standardised(points: np.ndarray) -> np.ndarray:
-    """Return points [n, E] with mean 0 and deviation 1 in every dimension, or 0 where they differ by rounding only."""
+    """Scale points [n, E] to mean 0 and deviation 1 per dimension; dimensions that differ by rounding only become 0."""
     import numpy as np
 
     centre, spread = points.mean(0), points.std(0)
@@ -270,19 +271,19 @@ def _standardised(points: np.ndarray) -> np.ndarray:
 
 
 def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the Euclidean distances of rows, float64 [n, m]; of equal ones exactly 0, which a matrix product loses."""
+    """Return Euclidean distances of rows, float64 [n, m]; exactly 0 for equal rows, unlike with a matrix product."""
     exact = "donot_use_mm_for_euclid_dist"
     apart: np.ndarray = torch.cdist(torch.from_numpy(points), torch.from_numpy(others), compute_mode=exact).numpy()
     return apart
 
 
 def _clusters(near: np.ndarray) -> list[np.ndarray]:
-    """Return the members, bool [n], of each cluster that DBSCAN finds with two points as the least.
+    """Return the members, bool [n], of each cluster that DBSCAN finds with a minimum of two points.
 
-    Whoever has a neighbour is then a core point: the clusters are the connected parts of more than one point.
+    Each point with a neighbour is then a core point, so the clusters are the connected parts of more than one point.
 
     Args:
-        near: bool [n, n], whether two points are neighbours; each is its own.
+        near: bool [n, n], whether two points are neighbours; each point is a neighbour of itself.
     """
     found: list[np.ndarray] = []
     left = near.sum(1) > 1
@@ -297,7 +298,7 @@ def _clusters(near: np.ndarray) -> list[np.ndarray]:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return the ranks of values [n]; equal ones share the mean of theirs."""
+    """Return the ranks of values [n]; equal values share their mean rank."""
     import numpy as np
 
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
@@ -306,7 +307,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
-    """Return the scores of one task's failures, float64 [n]."""
+    """Map the distances of one task's failures to scores, float64 [n]."""
     import numpy as np
 
     weight = _WEIGHTS[settings.mapping] if settings.weight is None else settings.weight
@@ -328,16 +329,16 @@ def _by_task(task: Sequence[Any]) -> dict[Hashable, list[int]]:
     return places
 
 
-#: Successes of a task in one step with which later rounds of its generation are compared.
+#: Successes of a task that are kept within one step, as references for later rounds of its generation.
 _OF_A_STEP = 4096
 
 
 class ProgressScorer:
-    """The scorer of global batches in the order of the steps; equal on all ranks that get equal batches.
+    """Scores global batches in the order of the steps; ranks that get equal batches get equal scores.
 
     Args:
-        settings: the form of the scores, the size of the bank, and whether this is the control.
-        seed: of the run; the control's permutations follow from it, the step and its round of generation.
+        settings: how to score, the size of the bank, and whether to shuffle embeddings (the control).
+        seed: of the run; with the step and its round of generation it determines the shuffling.
     """
 
     def __init__(self, settings: ProgressSettings, seed: int) -> None:
@@ -346,14 +347,15 @@ class ProgressScorer:
         self._step, self._round, self._earlier = -1, 0, SuccessBank(_OF_A_STEP)
 
     def score(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable], *, step: int) -> ProgressReport:
-        """Return `progress_scores` of a batch. Its successes then become references: for later generation of the same
-        step, and with a bank for later steps.
+        """Return `progress_scores` of a batch, and keep its successes as references.
+
+        They serve later rounds of generation in the same step and, with a bank, later steps.
 
         Args:
             embeddings: float [B, E] of the global batch.
             success: bool [B].
             task: B names or numbers.
-            step: training step, from 0; a step may be scored in several rounds, one after the other.
+            step: training step, from 0; a step may be scored in several rounds.
         """
         if step != self._step:
             self._step, self._round, self._earlier = step, 0, SuccessBank(_OF_A_STEP)
@@ -366,11 +368,11 @@ class ProgressScorer:
         return report
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: that of the bank, or nothing."""
+        """Return the bank's state for a checkpoint; empty without a bank."""
         return {} if self._bank is None else self._bank.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`; one from a run without a bank leaves the bank empty, and a run without a bank needs none."""
+        """Restore `state` into the bank; an empty state leaves it empty, and without a bank the state is ignored."""
         if self._bank is not None and state:
             self._bank.load_state(state)
 
@@ -378,7 +380,7 @@ class ProgressScorer:
 class SuccessBank:
     """The latest successes of each task, oldest first.
 
-    Its content depends only on the added batches, in order: ranks that add the same global batches hold the same.
+    Its content depends only on the added batches, in order: ranks that add the same global batches have equal banks.
 
     Args:
         size: number of successes kept for each task, at least 1.
@@ -392,7 +394,7 @@ class SuccessBank:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ValueError(f"a bank keeps at least one success of each task, got {size}")
+            raise ValueError(f"size of a success bank must be at least 1, got {size}")
         self._size = size
         self._held: dict[Hashable, Tensor] = {}
 
@@ -401,16 +403,16 @@ class SuccessBank:
         return sum(map(len, self._held.values()))
 
     def references(self, task: Hashable, dims: int) -> Tensor | None:
-        """Return the embeddings of a task's successes, float32 [n, dims], oldest first; None: it has none.
+        """Return the embeddings of a task's successes, float32 [n, dims], oldest first; None if there are none.
 
         Raises:
-            UserError: its embeddings have another size.
+            UserError: its embeddings do not have size `dims`.
         """
         self._check(dims)
         return self._held.get(task)
 
     def add(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable]) -> None:
-        """Add the successes of a global batch with valid embeddings; the oldest beyond the size are dropped.
+        """Add the successes with valid embeddings of a global batch, and drop the oldest beyond the bank's size.
 
         Args:
             embeddings: float [B, E].
@@ -418,7 +420,7 @@ class SuccessBank:
             task: B names or numbers.
 
         Raises:
-            UserError: the embeddings have another size than the stored ones.
+            UserError: the embeddings have a different size than the stored ones.
         """
         taken = (success.cpu() & valid_embeddings(embeddings)).tolist()
         rows = embeddings.detach().float().cpu()
@@ -427,9 +429,9 @@ class SuccessBank:
         for place, name in enumerate(task):
             if taken[place]:
                 places.setdefault(name, []).append(place)
-        for name, mine in places.items():
+        for name, rows_of_task in places.items():
             before = self._held.get(name, rows[:0])
-            self._held[name] = torch.cat([before, rows[mine]])[-self._size :].clone()
+            self._held[name] = torch.cat([before, rows[rows_of_task]])[-self._size :].clone()
 
     def state(self) -> dict[str, Any]:
         """Return a checkpoint's state: `embedding` (float32 [N, E]), `task` (N names or numbers), oldest first."""
@@ -438,7 +440,7 @@ class SuccessBank:
         return {"embedding": torch.cat(held) if held else torch.zeros(0, 0), "task": names}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the content of `state`, of each task the latest that fit, and nothing else."""
+        """Replace the bank's content by `state`, keeping the latest successes of each task that fit."""
         self._held = {}
         if state["task"]:
             self.add(state["embedding"], torch.ones(len(state["task"]), dtype=torch.bool), state["task"])
@@ -447,9 +449,9 @@ class SuccessBank:
         for name, rows in self._held.items():
             if rows.shape[1] != dims:
                 raise UserError(
-                    "the embeddings of this run have another size than those of its successes so far",
+                    "the size of this run's embeddings differs from that of its earlier successes",
                     where=f"success bank, task {name!r}",
                     found=dims,
                     allowed=str(rows.shape[1]),
-                    fix="keep the encoder that the run began with, or begin a new run",
+                    fix="use the encoder with which the run began, or begin a new run",
                 )

@@ -1,4 +1,4 @@
-"""Registries of components by name or import path: a function, its settings, and its declaration.
+"""Registries of components by name or import path: each has a function, its settings, and its declaration.
 
     class LeashSettings(Settings):
         pull: float = Field(0.1, ge=0, description="weight of the penalty")
@@ -6,9 +6,9 @@
     @POLICY_LOSSES.register("leash", settings=LeashSettings, reads=("ref_logp",))
     def leash(logp, old_logp, advantages, mask, cfg, *, offsets, ref_logp): ...
 
-A component of this package has a name; one in a user's file omits it and is found by its path. There is no other
-difference. The names that a recipe may choose, the reference of keys, the checks and the task graph's needs all come
-from here.
+A component of this package has a name; a component in a user's file has none and is found by its path. They do not
+differ otherwise. The names that a recipe may choose, the reference of keys, the checks and the inputs of the task graph
+all come from these registries.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Settings(Section):
-    """The own keys of one component, in addition to those that its section has for every component. None here."""
+    """The keys of one component, beyond those that its section has for every component; here none."""
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the conflicts between these keys, of the section `path`; each key by itself is valid."""
+        """Return the conflicts between these keys; `path` is the section's. Each key by itself is already valid."""
         return []
 
 
@@ -41,8 +41,8 @@ class Spec:
     """The declaration of a component.
 
     Attributes:
-        settings: model of its own keys.
-        reads: batch fields that it receives as keyword arguments of these names.
+        settings: model of the component's keys.
+        reads: batch fields that the component receives as keyword arguments of these names.
     """
 
     settings: type[Settings] = Settings
@@ -62,7 +62,7 @@ class Chosen(Generic[S]):
 
     @property
     def own(self) -> dict[str, Any]:
-        """The component's own settings by name."""
+        """The component's own settings by name, without the section's shared keys."""
         return {key: getattr(self.settings, key) for key in self.spec.settings.model_fields}
 
 
@@ -81,9 +81,9 @@ class Registry(Generic[S]):
 
         Args:
             kind: for error messages.
-            key: dotted configuration key, for error messages.
+            key: dotted configuration key that names the component, for error messages.
             spec: type of the components' declarations.
-            by_name: a function receives the settings that its parameters name; else an object with all of them.
+            by_name: pass the settings that the function's parameters name; otherwise pass one object with all settings.
         """
         self.kind, self.key, self._spec, self._by_name = kind, key, spec, by_name
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -94,7 +94,7 @@ class Registry(Generic[S]):
         """Decorate a function as a component with this declaration, under these names.
 
         Args:
-            names: in recipes; none for a function of a user's file.
+            names: names in recipes; none for a function in a user's file.
             declared: attributes of the registry's `Spec`.
         """
         spec = self._spec(**declared)
@@ -116,11 +116,11 @@ class Registry(Generic[S]):
         return sorted(self._functions)
 
     def get(self, name: str) -> Callable[..., Any]:
-        """Return the function of that name, or the one that `pkg.mod:fn` or `file.py:fn` refers to.
+        """Return the function with this registered name or import path (`pkg.mod:fn` or `file.py:fn`).
 
         Raises:
-            ConfigError: unknown name; the message has the nearest one.
-            UserError: an import path that does not import.
+            ConfigError: unknown name; the message suggests the nearest one.
+            UserError: the import fails.
         """
         if name in self._functions:
             return self._functions[name]
@@ -137,10 +137,12 @@ class Registry(Generic[S]):
     def spec(self, name: str) -> S:
         """Return the declaration of a component.
 
-        A function without a declaration reads the keys of all named components; `by_name`, only those that it names.
+        A function without a declaration reads the keys of all named components; with `by_name`, those that its
+        parameters name.
 
         Raises:
-            UserError: as `get`; it is a component of another kind; or `by_name`, and does not name its parameters.
+            UserError: as for `get`; or the component is of another kind; or `by_name` is set and its parameters are
+                unknown.
         """
         function = self.get(name)
         declared = self.declared(function)
@@ -149,11 +151,13 @@ class Registry(Generic[S]):
         return self._spec(settings=self._settings_named(function) if self._by_name else self.every_setting())
 
     def _settings_named(self, function: Callable[..., Any]) -> type[Settings]:
-        """Return the settings of all components that are parameters of `function`; cached, since steps ask for them."""
+        """Return a model of the settings that are parameters of `function`; cached, since every step needs it."""
         if function not in self._named:
-            taken = self._parameters(function)
+            parameters = self._parameters(function)
             every = self.every_setting().model_fields
-            fields: dict[str, Any] = {name: (info.annotation, info) for name, info in every.items() if name in taken}
+            fields: dict[str, Any] = {
+                name: (info.annotation, info) for name, info in every.items() if name in parameters
+            }
             self._named[function] = create_model("NamedSettings", __base__=Settings, **fields)
         return self._named[function]
 
@@ -167,10 +171,10 @@ class Registry(Generic[S]):
         other: Registry[Any] | None = getattr(function, "__registry__", None)
         if other is not None and other is not self:
             raise ConfigError(
-                f"this function is registered for {other.key}, not for {self.key}",
+                f"a component for {other.key} cannot be used for {self.key}",
                 where=self.key,
                 found=getattr(function, "__name__", repr(function)),
-                fix=f"name it at {other.key}, or name one that is written for {self.key}",
+                fix=f"set it as {other.key}, or choose a component for {self.key}",
             )
         return spec
 
@@ -185,19 +189,19 @@ class Registry(Generic[S]):
         return self._every
 
     def readers(self, key: str) -> dict[str, type[Settings]]:
-        """Return the named components that have an own key of this name, with their settings."""
+        """Return the settings models of the named components that have the key `key`."""
         models = {name: self.spec(name).settings for name in self.names()}
         return {name: model for name, model in models.items() if key in model.model_fields}
 
     def choose(self, section: ComponentSection, path: str | None = None) -> Chosen[S]:
-        """Return the component that `section` names, and its settings; `path` is the section's if it is not the
-        registry's.
+        """Return the component that `section` names, with its settings.
 
-        The settings of a function without a declaration also have the keys that all components share.
+        `path` is the section's path if it is not the registry's. The settings of a function without a declaration
+        include the section's shared keys.
 
         Raises:
-            ConfigError: unknown component, or keys that it does not have.
-            UserError: an import path that does not import.
+            ConfigError: the component is unknown, or the section has keys that the component does not have.
+            UserError: the import fails.
         """
         name, named_by = section.component, section.named_by
         spec = self.spec(name)
@@ -215,7 +219,7 @@ class Registry(Generic[S]):
         """Return the names of the parameters without a default, in order.
 
         Raises:
-            UserError: as `parameters`.
+            UserError: as for `parameters`.
         """
         return [
             p.name
@@ -224,10 +228,10 @@ class Registry(Generic[S]):
         ]
 
     def parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
-        """Return the parameters of the function of that name, in order.
+        """Return the parameters of the function with this name or path, in order.
 
         Raises:
-            UserError: as `get`; or it does not name its parameters.
+            UserError: as for `get`; or Python cannot inspect its parameters.
         """
         return self._parameters(self.get(name))
 
@@ -236,9 +240,9 @@ class Registry(Generic[S]):
             return inspect.signature(function).parameters
         except (TypeError, ValueError):
             raise ConfigError(
-                f"this {self.kind} does not name its parameters",
+                f"cannot read the parameters of this {self.kind}",
                 where=self.key,
                 found=getattr(function, "__name__", repr(function)),
                 allowed="a function that is written in Python",
-                fix="call it in a function of your own, and name that one",
+                fix="wrap it in a Python function, and set that one",
             ) from None

@@ -1,10 +1,10 @@
-"""Resampling (PF-PPO): the batch is sampled from itself, so that samples with a trustworthy reward train.
+"""Resampling (PF-PPO): the batch is sampled from itself, to prefer samples with a trustworthy reward.
 
     weights = chosen.function(scores, ...)            # one per sample of the whole batch
     copies = resampled(weights, seed)                 # copies of each sample; they add up to the batch
 
-A sample with two copies counts twice in the loss and in the loss's divisor (`megarl.algorithms.aggregation`), which is
-the same as training on both copies, at the cost of one.
+A sample with two copies counts twice in the loss and in the loss's divisor (`megarl.algorithms.aggregation`): the same
+as training on both copies, at the cost of one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RESAMPLING = Registry("resampling", "algorithm.resampling.name", Spec, by_name=T
 
 
 class PowerSettings(Settings):
-    """The strength of the preference for large scores."""
+    """Settings of weights by the power of a score."""
 
     power: NonNegativeFloat = Field(2.0, description="exponent of abs(score)")
 
 
 @RESAMPLING.register("none")
 def none(scores: Tensor) -> Tensor:
-    """Return equal weights. Pipelines omit the node instead: every sample is used once."""
+    """Return equal weights; pipelines omit the resampling node in this case."""
     return torch.ones_like(scores)
 
 
@@ -60,7 +60,7 @@ def max_min(scores: Tensor) -> Tensor:
 
 @RESAMPLING.register("max_random")
 def max_random(scores: Tensor) -> Tensor:
-    """Return 0.4 for the largest score of the batch, 0.1 for all others.
+    """Return 0.4 for the largest score of the batch, 0.1 for all other scores.
 
     >>> max_random(torch.tensor([0.0, 1.0]))
     tensor([0.1000, 0.4000])
@@ -69,18 +69,18 @@ def max_random(scores: Tensor) -> Tensor:
 
 
 def resampled(section: ComponentSection, scores: Tensor, seed: int) -> Tensor:
-    """Return how often each sample is chosen in as many random choices as there are samples, int64 [B].
+    """Return how often each sample is chosen in B random choices, int64 [B], for B samples.
 
     Choices are independent and with replacement, with probabilities proportional to the weights plus 1e-8: if all
     weights are 0, all samples are equally likely.
 
     Args:
         section: `algorithm.resampling`.
-        scores: float [B], of all samples of the batch that count, in an order that does not depend on ranks.
+        scores: float [B] of all unmasked samples of the batch, in an order that does not depend on ranks.
         seed: of the choices.
 
     Raises:
-        UserError: the function is unknown, a key is not its own, or its weights are not non-negative numbers.
+        UserError: the function is unknown, a key is not a setting of it, or its weights are negative or not finite.
 
     Source: PF-PPO (arXiv 2409.06957); the weights are those of verl's `pf_ppo`.
     """
@@ -97,9 +97,9 @@ def resampled(section: ComponentSection, scores: Tensor, seed: int) -> Tensor:
         raise misfit(
             RESAMPLING.kind,
             chosen.function,
-            "returns something else than one weight per sample",
+            "does not return one finite, non-negative weight per sample",
             found=form(weights) + numbers,
-            allowed=f"a tensor of {len(scores)} numbers from 0",
+            allowed=f"a tensor of {len(scores)} non-negative numbers",
             fix="return, for example, scores.abs()",
         )
     share = weights.double().numpy() + 1e-8

@@ -1,4 +1,4 @@
-"""One view of both forms, packed [N] + offsets and padded [B, T]: B rows of tokens."""
+"""One view of both forms of a batch, packed [N] with offsets and padded [B, T], as B rows of tokens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Tokens processed at a time on a CPU: temporaries of this size stay in the cache, for any batch.
+# Tokens that a CPU processes at a time, so that temporaries stay in its cache.
 _BLOCK_TOKENS = 1 << 17
 
 
 def all_true(mask: Tensor) -> bool:
-    """Return whether a bool tensor has no False; the least of its bytes takes an eighth of `mask.all()`'s time."""
+    """Return whether a bool tensor has no False, in an eighth of the time of `mask.all()`."""
     return mask.numel() == 0 or bool(mask.view(torch.uint8).min())
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return `x`, in float32 if its own type is narrower: exp(20) exceeds float16, and bfloat16 has three digits."""
+    """Return `x`, widened to float32 if its dtype is narrower: exp(20) exceeds float16, and bfloat16 has three
+    digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The boundaries of rows in flat [N] values.
+    """The boundaries of rows in flat values [N].
 
     Attributes:
         offsets: int64 [B + 1], from 0 to N.
@@ -43,7 +44,7 @@ class Rows:
         """Return the rows of `mask`: [B, T] without offsets, or [N] with offsets.
 
         Raises:
-            ValueError: neither of these forms, or offsets that do not end at N.
+            ValueError: the inputs have neither form, or the offsets do not end at N.
         """
         if mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool, got {mask.dtype}")
@@ -58,7 +59,7 @@ class Rows:
                 f"{offsets.dtype} {tuple(offsets.shape)}"
             )
         if not offsets.is_cuda and int(offsets[-1]) != len(mask):
-            raise ValueError(f"offsets end at {int(offsets[-1])}, the mask at {len(mask)}")
+            raise ValueError(f"offsets must end at the length of the mask, {len(mask)}, got {int(offsets[-1])}")
         return cls(offsets, None)
 
     def __len__(self) -> int:
@@ -75,9 +76,9 @@ class Rows:
         return torch.segment_reduce(values, "sum", offsets=self.offsets, initial=0)
 
     def masked_sum(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the valid values of each row, [B], and whether it has any, bool [B]; not differentiable.
+        """Return the sum of each row's valid values, [B], and whether it has any, bool [B]; not differentiable.
 
-        Sums are of the dtype of the values, at least float32. No temporary is as large as the batch.
+        Sums have the dtype of the values, at least float32. Works in blocks: no temporary is as large as the batch.
         """
         total = values.new_zeros(len(self), dtype=torch.promote_types(values.dtype, torch.float32))
         live = mask.new_zeros(len(self))
@@ -92,7 +93,7 @@ class Rows:
             weight = here.to(x.dtype)
             sums = part.sum(x * weight)
             if not bool(sums.isfinite().all()):
-                # NaN or infinity under the mask: 0 * NaN is NaN. Rare, so the fast product comes first.
+                # There is NaN or infinity under the mask. This is rare, so the fast product is tried first.
                 sums = part.sum(torch.where(here, x, 0))
             total[first:last] = sums
             live[first:last] = part.sum(weight) > 0
@@ -101,19 +102,19 @@ class Rows:
     def counts(self, mask: Tensor) -> Tensor:
         """Return the number of valid tokens of each row, int64 [B]."""
         if self.width is not None:
-            # int32 sums twice as fast as int64, and rows are never that long.
+            # int32 sums twice as fast as int64, and no row is too long for int32.
             return mask.reshape(len(self), self.width).sum(1, dtype=torch.int32).long()
         return self.sum(mask.reshape(-1)).round().long()
 
     def expand(self, per_row: Tensor) -> Tensor:
-        """Return each row's value at each of its tokens: [B] -> flat [N]."""
+        """Repeat each row's value at each of its tokens: [B] -> flat [N]."""
         if self.width is not None:
             return per_row[:, None].expand(-1, self.width).reshape(-1)
         lengths = self.offsets.diff()
         return torch.repeat_interleave(per_row, lengths, output_size=None if lengths.is_cuda else int(lengths.sum()))
 
     def spread(self, per_row: Tensor, mask: Tensor) -> Tensor:
-        """Return each row's value at its valid tokens, zero elsewhere, in the shape of `mask`."""
+        """Repeat each row's value at its valid tokens, zero elsewhere, in the shape of `mask`."""
         if self.width is not None and not mask.is_cuda and all_true(mask):
             return per_row[:, None].expand(-1, self.width).contiguous()
         if self.width is not None:
@@ -121,7 +122,8 @@ class Rows:
         return mask.to(per_row.dtype).mul_(self.expand(per_row))
 
     def blocks(self) -> Iterator[tuple[int, int, slice]]:
-        """Yield runs of whole rows as (first row, end row, their tokens): small on a CPU, all at once on a GPU."""
+        """Yield blocks of whole rows as (first row, end row, slice of tokens): small on a CPU, everything at once on a
+        GPU."""
         ends = self.offsets.tolist()
         if self.offsets.is_cuda:
             if len(self):

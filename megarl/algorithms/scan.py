@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 _CHUNK = 16
 
-#: Takes dense [R, T] inputs and their prefix mask, returns dense [R, T] outputs.
+#: Takes dense [R, T] inputs and their prefix mask; returns dense [R, T] outputs.
 Dense: TypeAlias = "Callable[..., Sequence[Tensor]]"
 
 
 def suffix_sum(values: Tensor, discount: float) -> Tensor:
     """Compute out[r, t] = sum over s >= t of discount^(s - t) values[r, s], for values [R, T].
 
-    Chunks of 16 tokens are summed by one triangular matrix product; their totals are the same problem 16 times
-    smaller, with discount^16. So the work is a few matrix products, and rounding grows with log T, not T.
+    Chunks of 16 tokens are summed by one triangular matrix product. Their totals are the same problem, 16 times
+    smaller, with discount^16. Rounding errors grow with log T, not T.
     """
     rows, length = values.shape
     if rows == 0 or length == 0:
@@ -42,18 +42,18 @@ def suffix_sum(values: Tensor, discount: float) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _triangle(discount: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [16, 16] with discount^(s - t) at [s, t] for s >= t; it must not be changed."""
+    """Return [16, 16] with discount^(s - t) at [s, t] for s >= t. The tensor is cached: do not change it."""
     gap = torch.arange(_CHUNK)[:, None] - torch.arange(_CHUNK)
     powers = torch.tensor(discount, dtype=torch.float64) ** gap.clamp(min=0)
     return torch.where(gap >= 0, powers, 0.0).to(device, dtype)
 
 
 def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_outputs: int) -> list[Tensor]:
-    """Apply `fn` to the valid tokens of each row, moved together so that holes in the mask vanish.
+    """Apply `fn` to the valid tokens of each row, moved to its start so that holes in the mask vanish.
 
     Args:
-        fn: `fn(*dense_inputs, prefix)`: read-only dense [R, T] blocks that are zero outside `prefix`, bool [R, T] that
-            is true for the first n tokens of each row; returns `n_outputs` tensors [R, T].
+        fn: `fn(*dense_inputs, prefix)`: gets read-only dense [R, T] blocks that are zero outside `prefix`, bool [R, T],
+            which is true for the first n tokens of each row; returns `n_outputs` tensors [R, T].
         rows: the rows of `mask`.
         mask: bool, padded or packed.
         inputs: tensors in the shape of `mask`.
@@ -94,7 +94,7 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
 
 
 def _slots(counts: Tensor, width: int) -> Tensor:
-    """Return the position in a flat [R, width] block of each token of R packed rows with `counts` tokens."""
+    """Return each token's position in a flat [R, width] block, for R packed rows with `counts` tokens."""
     ends = counts.cumsum(0)
     shift = torch.arange(len(counts), device=counts.device) * width - (ends - counts)
     slot = torch.repeat_interleave(shift, counts)

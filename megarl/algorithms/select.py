@@ -1,4 +1,4 @@
-"""Selection of tokens from the mini-batch of all ranks: the k smallest keys, and random keys."""
+"""Selection of tokens from the mini-batch over all ranks: the k smallest keys, and random keys."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _LARGEST = 2**63 - 1
 
 
 def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank) -> Tensor:
-    """Select the candidates among the `count` smallest keys of all ranks: bool, shape of `keys`.
+    """Select the candidates whose keys are among the `count` smallest of all ranks: bool in the shape of `keys`.
 
-    Equal keys are chosen together, so the result does not depend on their order. It takes eight sums over ranks, for
-    any number of tokens.
+    Equal keys are selected together, so the result does not depend on their order. The search takes eight sums over
+    ranks for any number of tokens.
 
     Args:
         keys: int64, not negative.
         among: bool, same shape, the candidates.
         count: number to choose over all ranks, at least 1; if there are fewer candidates, all are chosen.
-        all_sum: adds over ranks; must be called by all of them.
+        all_sum: adds over ranks; every rank must call it.
 
     >>> smallest(torch.tensor([5, 1, 9, 3]), torch.tensor([True, True, True, False]), 2)
     tensor([ True,  True, False, False])
@@ -36,7 +36,7 @@ def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank
         histogram = all_sum(torch.bincount(digits, minlength=256).double().cpu())
         below = histogram.cumsum(0)
         if float(below[-1]) < left:
-            return among  # in the first round, on all ranks
+            return among  # only happens in the first round, then on all ranks
         digit = int((below < left).sum())
         left -= int(below[digit] - histogram[digit])
         prefix = prefix << _DIGIT | digit
@@ -45,13 +45,13 @@ def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank
 
 
 def descending(values: Tensor) -> Tensor:
-    """Return int64 keys in the reverse order of positive float values."""
-    # Positive floats are ordered like their bits.
+    """Return int64 keys that order positive float values from the largest to the smallest."""
+    # The bits of positive floats, as integers, have the same order.
     return _LARGEST - values.double().view(torch.int64)
 
 
 def random_keys(seeds: Tensor, rows: Rows) -> Tensor:
-    """Return int64 [N]: a random key for every token, from only its sequence's seed and its position.
+    """Return a random key for every token, int64 [N], which depends only on its sequence's seed and its position.
 
     The same token of the same sample gets the same key in any split of the mini-batch.
 
@@ -61,7 +61,7 @@ def random_keys(seeds: Tensor, rows: Rows) -> Tensor:
     """
     start = rows.expand(rows.offsets[:-1])
     x = rows.expand(seeds) + (torch.arange(len(start), device=seeds.device) - start) * -0x61C8864680B583EB
-    # SplitMix64; multiplication wraps, and logical shifts are arithmetic ones without the copies of the sign.
+    # SplitMix64; multiplication wraps, and the masks turn arithmetic shifts into logical ones.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return (x ^ ((x >> 31) & 0x1FFFFFFFF)) & _LARGEST

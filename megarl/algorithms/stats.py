@@ -1,4 +1,4 @@
-"""Means and variances over groups, and over everything on all ranks; explained variance of a critic."""
+"""Means and variances over groups and over all ranks, whitening, and the explained variance of a critic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Added to standard deviations of groups.
+#: Added to a group's standard deviation before dividing by it.
 EPS = 1e-6
 
 #: Adds a small float64 tensor over all ranks that share the mini-batch and returns the total.
@@ -22,12 +22,12 @@ AllSum: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 def one_rank(values: Tensor) -> Tensor:
-    """Return the value itself: the `AllSum` of a single process."""
+    """Return `values`: the `AllSum` of a single process."""
     return values
 
 
 def group_index(uid: Sequence[Hashable]) -> tuple[Tensor, dict[Hashable, int]]:
-    """Number groups in the order of their first samples: return the number of each sample's, int64 [B], and by name."""
+    """Number groups in order of appearance; return each sample's group number, int64 [B], and the numbers by name."""
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64), numbers
 
@@ -55,19 +55,19 @@ class GroupStats:
         """Group `scores` [B] by `uid` (B values). A group must not be split over ranks.
 
         Raises:
-            UserError: a group of one sample, unless `allow_singleton`. (A group with one unmasked sample is no error;
-                its advantage is 0.)
+            UserError: a group has one sample, and `allow_singleton` is false. (A group with one unmasked sample is
+                allowed; its advantage is 0.)
         """
         if len(uid) != len(scores):
-            raise ValueError(f"{len(uid)} uids for {len(scores)} samples")
+            raise ValueError(f"number of uids must be that of samples, {len(scores)}, got {len(uid)}")
         index, numbers = group_index(uid)
         sizes = torch.bincount(index, minlength=len(numbers))
         if not allow_singleton and bool((sizes == 1).any()):
-            lonely = [u for u, number in numbers.items() if sizes[number] == 1]
+            singletons = [u for u, number in numbers.items() if sizes[number] == 1]
             raise UserError(
-                f"{len(lonely)} prompt groups have a single sample, so they have no baseline",
+                f"{len(singletons)} prompt groups have only one sample, which has nothing to be compared with",
                 where="algorithm.advantage.allow_singleton",
-                found=lonely[0],
+                found=singletons[0],
                 fix="raise rollout.sampling.n to 2 or more, or set allow_singleton: true (their advantage is then 0)",
             )
         index = index.to(scores.device)
@@ -78,25 +78,26 @@ class GroupStats:
 
     @property
     def centred(self) -> Tensor:
-        """score - group mean, float64 [B]; zero for samples not live or alone."""
+        """score - group mean, float64 [B]; zero if the sample is not live or the only live one of its group."""
         return torch.where(self.live & (self.count > 1), self.scores - self.mean, 0)
 
     @property
     def std(self) -> Tensor:
-        """Unbiased standard deviation of the sample's group, float64 [B]; zero for groups of one."""
+        """Unbiased standard deviation of the sample's group, float64 [B]; zero for groups with one live sample."""
         return (self.sum(self.centred.square()) / (self.count - 1).clamp(min=1)).sqrt()
 
     @property
     def standardised(self) -> Tensor:
-        """(score - group mean) / (group std + 1e-6), float64 [B]; zero for samples not live or alone."""
+        """(score - group mean) / (group std + 1e-6), float64 [B]; zero where `centred` is."""
         return self.centred / (self.std + EPS)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` [B] over the sample's group, float64 [B]."""
+        """Return, for each sample, the sum of `values` [B] over its group, float64 [B]."""
         return _by_group(values.double(), self.index, self._size)[self.index]
 
     def largest(self, values: Tensor, among: Tensor) -> Tensor:
-        """Return the largest of `values` [B] in the sample's group among those in `among`, float64 [B]; else -inf."""
+        """Return, for each sample, the largest of `values` [B] in its group where `among` holds, float64 [B]; else
+        -inf."""
         chosen = torch.where(among, values.double(), -torch.inf)
         most = chosen.new_full((self._size,), -torch.inf).scatter_reduce(0, self.index, chosen, "amax")
         return most[self.index]
@@ -118,27 +119,27 @@ def whiten_(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute (x - mean) / sqrt(var + 1e-8) over the valid tokens of all ranks, in place; zero elsewhere.
+    """Compute (x - mean) / sqrt(var + 1e-8) over the valid tokens of all ranks; zero elsewhere.
 
-    The variance is unbiased. Fewer than two valid tokens give zeros.
+    The variance is unbiased. With fewer than two valid tokens, all results are zero.
 
     Args:
         values: padded or packed, contiguous, zero where `mask` hides.
         mask: bool, same shape.
         rows: rows of `mask`.
-        all_sum: adds over ranks; must be called by all of them.
-        out: output tensor, contiguous; None: in place.
+        all_sum: adds over ranks; every rank must call it.
+        out: output tensor, contiguous; None: write to `values`.
     """
     flat, valid, target = values.view(-1), mask.reshape(-1), (values if out is None else out).view(-1)
     blocks = [tokens for *_, tokens in rows.blocks()]
-    found = [_moments(flat[tokens], valid[tokens]) for tokens in blocks]
-    counts, means, squares = torch.tensor(found, dtype=torch.float64).view(-1, 3).unbind(1)
+    moments = [_moments(flat[tokens], valid[tokens]) for tokens in blocks]
+    counts, means, squares = torch.tensor(moments, dtype=torch.float64).view(-1, 3).unbind(1)
     count, total = all_sum(torch.stack([counts.sum(), counts @ means])).tolist()
     mean = total / max(count, 1)
     around_mean = squares.sum() + counts @ (means - mean).square()
     variance = float(all_sum(around_mean[None])) / max(count - 1, 1)
     scale = 0.0 if count < 2 else (variance + 1e-8) ** -0.5
-    for tokens, (n_valid, *_) in zip(blocks, found, strict=True):
+    for tokens, (n_valid, *_) in zip(blocks, moments, strict=True):
         part = torch.sub(flat[tokens], mean, out=target[tokens]).mul_(scale)
         if n_valid < len(part):
             part.mul_(valid[tokens])
@@ -146,7 +147,7 @@ def whiten_(
 
 
 def _moments(values: Tensor, valid: Tensor) -> tuple[float, float, float]:
-    """Return the number of valid values, their mean, and the sum of squares around it; the others are zero."""
+    """Return the number of valid values, their mean and the sum of squares around it; other values must be zero."""
     whole = all_true(valid)
     count = len(valid) if whole else int(valid.sum())
     mean = float(values.sum()) / max(count, 1)
@@ -156,14 +157,14 @@ def _moments(values: Tensor, valid: Tensor) -> tuple[float, float, float]:
     return count, mean, float(torch.dot(centred, centred))
 
 
-_NOTHING = 1e-8  # rounding error of float32 returns that should be equal
+_NOTHING = 1e-8  # variance that rounding can give equal float32 returns
 
 
 @no_grad
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, all_sum: AllSum = one_rank) -> float | None:
     """Compute 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one, negative for a worse one.
 
-    Both variances are over all valid tokens of all ranks together, in float64; it is not an average of per-rank values.
+    Both variances are in float64 over all valid tokens of all ranks together, not averages of per-rank values.
 
     Args:
         values: float [N] or [B, T], predictions.
@@ -172,17 +173,17 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, all_sum
         all_sum: adds over ranks.
 
     Returns:
-        The share; None when the returns do not vary (variance up to 1e-8).
+        The explained share; None if the returns do not vary (variance up to 1e-8).
 
     >>> all_tokens = torch.ones(4, dtype=torch.bool)
     >>> explained_variance(torch.tensor([0., 0., 1., 1.]), torch.tensor([0., 1., 2., 3.]), all_tokens)
     0.6
     """
     seen = returns[mask].double()
-    kept = torch.stack([seen, seen - values[mask].double()])
-    count, *sums = all_sum(torch.cat([kept.new_tensor([kept.shape[1]]), kept.sum(1)]).cpu()).tolist()
+    pairs = torch.stack([seen, seen - values[mask].double()])
+    count, *sums = all_sum(torch.cat([pairs.new_tensor([pairs.shape[1]]), pairs.sum(1)]).cpu()).tolist()
     if count == 0:
         return None
-    means = kept.new_tensor(sums) / count
-    total, left = (all_sum((kept - means[:, None]).square().sum(1).cpu()) / count).tolist()
+    means = pairs.new_tensor(sums) / count
+    total, left = (all_sum((pairs - means[:, None]).square().sum(1).cpu()) / count).tolist()
     return 1 - left / total if total > _NOTHING else None

@@ -1,10 +1,10 @@
-"""Calls of components of a user's file: what they raise or return wrongly is reported with their file and line.
+"""Calls of components in a user's file; errors in what they raise or return name their file and line.
 
     with located(POLICY_LOSSES.kind, function):
         result = function(...)
     check_tokens(POLICY_LOSSES.kind, function, "token loss", result, mask)
 
-Included components are called in the same way, and their errors stay as they are.
+Included components are called in the same way, but their errors are not converted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.algorithms.lazy import torch
 from megarl.system.errors import ConfigError, MegarlError, means_out_of_memory, shortened
 from megarl.system.imports import location
 
-#: Names of samples in a message.
+#: Number of sample names that a message lists.
 _SHOWN = 4
 
 
@@ -33,7 +33,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def place_of(function: Callable[..., Any]) -> str | None:
-    """Return `file:line` of a function; None: it is not written in Python."""
+    """Return `file:line` of a function; None if it is not written in Python."""
     code = _code(function)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -45,12 +45,12 @@ def _code(function: Callable[..., Any]) -> Any:
 
 @contextmanager
 def located(kind: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Convert what a user's component raises to an error that names its line.
+    """Convert an exception of a user's component to a ConfigError that names its line.
 
-    Memory that runs out is no error of the component, nor is what it raises before its first line.
+    Running out of memory is not converted, nor is an exception from before the component's first line.
 
     Args:
-        kind: of the component, for the message.
+        kind: kind of component, for the message.
 
     Raises:
         ConfigError: the component raised.
@@ -68,16 +68,16 @@ def located(kind: str, function: Callable[..., Any]) -> Iterator[None]:
             f"the {kind} {name_of(function)} raised {type(error).__name__}: {error}".rstrip(": "),
             where=place_of(function),
             found=line,
-            fix="correct the function",
+            fix="fix the error at this line",
         ) from error
 
 
 @contextmanager
 def naming_samples(names: Sequence[str]) -> Iterator[None]:
-    """Add the first of these names of samples to an error of a component that is called with them.
+    """Add the names of the first samples of the micro-batch to a component's ConfigError.
 
     Raises:
-        ConfigError: the component's.
+        ConfigError: the error of the component, with the names.
     """
     try:
         yield
@@ -86,15 +86,15 @@ def naming_samples(names: Sequence[str]) -> Iterator[None]:
         raise ConfigError(error.what, where=error.where, found=found, allowed=error.allowed, fix=error.fix) from error
 
 
-def misfit(kind: str, function: Callable[..., Any], what: str, *, found: str, allowed: str, fix: str) -> ConfigError:
-    """Return the error of a component that returns something wrong; `what` follows its name."""
+def misfit(kind: str, function: Callable[..., Any], problem: str, *, found: str, allowed: str, fix: str) -> ConfigError:
+    """Return the ConfigError for a component that returns something wrong; `problem` continues "the KIND NAME ..."."""
     return ConfigError(
-        f"the {kind} {name_of(function)} {what}", where=place_of(function), found=found, allowed=allowed, fix=fix
+        f"the {kind} {name_of(function)} {problem}", where=place_of(function), found=found, allowed=allowed, fix=fix
     )
 
 
 def form(value: object) -> str:
-    """Describe a value by what a message needs of it.
+    """Describe a value's type, shape or content for an error message.
 
     >>> form({"loss": 1.0}), form(None)
     ("dict {'loss': 1.0}", 'None')
@@ -118,13 +118,13 @@ def check_tokens(
 ) -> None:
     """Check that a component's result has one finite number for each entry of `like`.
 
-    Numbers of included components are not looked at, nor those made from inputs that are not finite.
+    Values of included components are not checked for finiteness, nor values computed from inputs that are not finite.
 
     Args:
-        kind, noun: of the component and of the result, for messages.
+        kind, noun: what the component and its result are called in messages.
         like: tensor with the right shape, such as the mask.
-        inputs: of the component; those that are floating tensors are looked at.
-        per_sample: number of samples, for the hint where the result has one number for each of them.
+        inputs: arguments of the component; if a floating tensor among them is not finite, the result may be, too.
+        per_sample: number of samples, for a hint if the result has one number per sample.
 
     Raises:
         ConfigError: the result has another form, or holds NaN or infinity.
@@ -137,10 +137,17 @@ def check_tokens(
         if sampled:
             fix = "spread the numbers over the tokens: Rows.of(mask, offsets).spread(values, mask)"
         elif scalar:
-            fix = f"{fix}, not their mean or sum: weights that follow from the recipe add them"
+            fix = f"{fix}, not their mean or sum: megarl aggregates them as the recipe says"
         elif isinstance(value, torch.Tensor) and value.shape == like.shape:
-            fix = "return .float() of it"
-        raise misfit(kind, function, f"returns no {noun} per token", found=form(value), allowed=allowed, fix=fix)
+            fix = "convert the result with .float()"
+        raise misfit(
+            kind,
+            function,
+            f"does not return one value per token ({noun})",
+            found=form(value),
+            allowed=allowed,
+            fix=fix,
+        )
     if not from_users(function) or bool(value.isfinite().all()):
         return
     if all(bool(x.isfinite().all()) for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()):
@@ -148,8 +155,8 @@ def check_tokens(
         raise misfit(
             kind,
             function,
-            f"returns {noun} with a number that is not finite",
+            f"returns a value that is not finite ({noun})",
             found=f"{float(value.detach()[tuple(bad)])} at {bad}, of {form(value)}",
             allowed=allowed,
-            fix="guard log(0), 0/0 and overflow; hide tokens by torch.where(mask, x, 0), since NaN * 0 is NaN",
+            fix="guard log(0), 0/0 and overflow; hide tokens with torch.where(mask, x, 0), since NaN * 0 is NaN",
         )

@@ -1,9 +1,9 @@
-"""The supported architectures, one file each: the keys of a Hugging Face config that it reads, its tensors, its
-refusals.
+"""The supported architectures, one file each: the config keys that an architecture reads, its tensors, its refusals.
 
-A key that the model class of transformers does not read has no effect here either. Plain data without torch and
-transformers, so that a dry run and the workers decide by the same functions. To add one, write its file and name it
-below. Source: the configuration and modelling files of these models in transformers 5.23.
+
+A key that transformers' model class does not read has no effect here either. This is plain data without torch or
+transformers, so that a dry run and the workers decide by the same functions. To add an architecture, write its file and
+list it below. Source: the configuration and modelling files of these models in transformers 5.23.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture(model_type: object, source: str) -> Architecture:
-    """Return the architecture of that name; `source` names the config in errors. Raise ConfigError for others."""
+    """Return the architecture of this model type; raise ConfigError if it is not supported. `source` names the
+    config."""
     if model_type not in ARCHITECTURES:
-        supported = sorted([*ARCHITECTURES, *DECODERS])  # of a vision-language model, the caller asks for its decoder
+        supported = sorted([*ARCHITECTURES, *DECODERS])  # callers pass the decoder of a vision-language model
         raise ConfigError(
             "the model's architecture is not supported" if model_type else "the model's config has no model_type",
             where=source,
             found=model_type,
             allowed=supported,
-            fix="choose a model of one of these architectures",  # a close name is another architecture, no typing error
+            fix="choose a model of one of these architectures",  # similar names are other models
         )
     return ARCHITECTURES[str(model_type)]

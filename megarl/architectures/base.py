@@ -1,4 +1,4 @@
-"""The description of an architecture: the keys that it reads, how its layers differ, its tensors, its refusals."""
+"""The description of an architecture: the config keys it reads, how its layers differ, its tensors, its refusals."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from megarl.architectures.tensors import WeightRule
 
-#: refuse(key, value found, allowed values, problem): raises a ConfigError that names the key.
+#: refuse(key, found, allowed, problem) raises a ConfigError that names the key.
 Refuse = Callable[..., None]
-#: fn(config.json, the values that are read, refuse)
+#: fn(config.json, the values that are read from it, refuse)
 Refusal = Callable[[Mapping[str, Any], Mapping[str, Any], Refuse], None]
 
 
@@ -20,19 +20,20 @@ class Architecture:
 
     Attributes:
         model_type: its name in config.json.
-        keys: all that it reads and that change the model's computation, with the defaults of its configuration class.
-            `num_experts` stands for every spelling of that number.
-        null: which of them may be null.
+        keys: keys that it reads and that change the computation, with the defaults of its configuration class.
+            `num_experts` stands for both names of this number.
+        null: keys that may be null.
         windows: layers with a sliding window: `none`; `all`, when `sliding_window` is a number; `all_if_used`, when
             `use_sliding_window` is also set; `chosen`, those of `layer_types`.
-        tensors: its weights without the head.
-        fields: further fields of its configuration class, without effect on the model's computation here.
-        experts_keys: the field and the other name of the number of experts. Both are one attribute in transformers;
-            where a config has both, the one that is no field of the class is set last and wins.
+        tensors: its weights, without the head.
+        fields: other fields of its configuration class, which do not change the computation here.
+        experts_keys: the field and the other name of the number of experts. transformers stores both in one attribute;
+            if a config has both, the name that is no field of the class is set last and wins.
         qkv_bias: the projections to query, key and value have a bias.
         qk_norm: queries and keys are normalised per head.
-        even_hidden: its configuration class requires hidden_size to be a multiple of the heads, even with `head_dim`.
-        experts_optional: without experts the model is dense.
+        even_hidden: its configuration class requires hidden_size to be a multiple of the number of heads, even with
+            `head_dim`.
+        experts_optional: a config without experts is a dense model.
         refusals: further refusals, one function each.
     """
 
@@ -50,7 +51,7 @@ class Architecture:
     refusals: tuple[Refusal, ...] = ()
 
 
-#: Names of RoPE's numbers that are read although no class has them as fields.
+#: RoPE settings that are read although they are no fields of a configuration class.
 ROPE_KEYS: dict[str, Any] = {
     "rope_scaling": None,
     "rope_theta": 10000.0,
@@ -58,7 +59,7 @@ ROPE_KEYS: dict[str, Any] = {
     "original_max_position_embeddings": None,
 }
 
-#: Read by every class.
+#: Keys that every class reads.
 COMMON: dict[str, Any] = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,

@@ -1,4 +1,4 @@
-"""Checks of every value of a config.json that its architecture reads: legal, and computed alike by Megatron."""
+"""Checks of all config.json values that an architecture reads: they are valid, and Megatron computes the same."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megarl.architectures.values import KINDS, head_width, key_value_heads, laye
 from megarl.system.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE scaling that are supported."""
+"""The supported kinds of RoPE scaling."""
 
-# Numbers that each kind of scaling requires; yarn's factor may be null (a ratio of lengths then).
+# Required numbers of each kind; yarn's factor may be null, and is then a ratio of lengths.
 _ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
@@ -38,23 +38,23 @@ _SIZES = (
     "decoder_sparse_step",
 )
 _FLAGS = ("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "output_router_logits")
-_FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")  # transformers takes no 0 for 0.0 here
+_FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")  # transformers refuses 0 for 0.0
 
 
 def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `read_keys`, with every value checked.
+    """Check every value of `read_keys` and return them.
 
     Raises:
-        ConfigError: an unsupported architecture, a missing value or one that transformers does not run with, or a
-            variant that the Megatron model would compute differently; `source` names the config.
+        ConfigError: the architecture is not supported, a value is missing or invalid for transformers, or Megatron
+            would compute a variant differently; `source` names the config.
     """
     found = architecture(raw.get("model_type"), source)
     values = read_keys(raw)
 
     def refuse(key: str, value: object, allowed: object, what: str | None = None) -> None:
-        where = f"{source}.{key}" if source == "model.hf_config" else f"{source}: {key}"  # a dotted key, or in a file
+        where = f"{source}.{key}" if source == "model.hf_config" else f"{source}: {key}"  # key or file
         shown = "null" if value is None else value
-        raise ConfigError(what or f"{key} has no legal value", where=where, found=shown, allowed=str(allowed))
+        raise ConfigError(what or f"invalid value of {key}", where=where, found=shown, allowed=str(allowed))
 
     check_generic(raw, refuse)
     value: Any
@@ -62,7 +62,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         value = values.get(key)
         left_out = value is None and (key in found.null or key not in raw)
         if key in values and not left_out and not (_whole(value) and value >= 1):
-            refuse(key, value, "integer > 0", f"{key} is not a size")
+            refuse(key, value, "integer > 0", f"{key} must be a positive integer")
     for key in _FLAGS:
         if key in values and not isinstance(values[key], bool):
             refuse(key, values[key], "true, false")
@@ -75,7 +75,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     for key in ("attention_bias", "mlp_bias"):
         if key in values and values[key] is not False:
             refuse(key, values[key], "false", "this variant is not supported")
-    if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
+    if values["hidden_act"] not in ("silu", "swish"):  # both names mean the same function
         refuse("hidden_act", values["hidden_act"], "silu", "this variant is not supported")
     if raw.get("per_layer_config"):
         refuse("per_layer_config", raw["per_layer_config"], "null", "layers of different sizes are not supported")
@@ -103,7 +103,7 @@ def _check_heads(values: dict[str, Any], found: Architecture, refuse: Refuse) ->
     if found.even_hidden and hidden % heads:
         refuse("hidden_size", hidden, f"a multiple of the {heads} attention heads")
     if head_width(values) % 2 or not head_width(values):
-        # RoPE rotates the two halves of a head against each other.
+        # RoPE rotates the two halves of a head, so its width must be even.
         refuse("head_dim", head_width(values), "even number > 0")
 
 
@@ -140,7 +140,7 @@ def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refus
             "layer_types",
             "sliding_attention",
             "full_attention, or use_sliding_window: true and a number in sliding_window",
-            "some layers have a sliding window, and the config gives it no size",
+            "the config has layers with a sliding window, but no window size",
         )
 
 
@@ -154,14 +154,14 @@ def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refuse) 
         refuse(key, kind, ", ".join(ROPE_TYPES), "this variant is not supported")
     if any(isinstance(value, Mapping) for value in scaling.values()):
         refuse(key, sorted(scaling), "one set of numbers for all layers", "this variant is not supported")
-    least = 1 if kind == "yarn" else 0  # yarn divides by the logarithm
+    least = 1 if kind == "yarn" else 0  # yarn divides by the logarithm of theta
     if not _number(theta) or theta <= least:
         refuse("rope_theta", theta, f"number > {least}")
     if kind == "default":
         return
     beside = "original_max_position_embeddings"
     if kind in ("llama3", "yarn") and beside in raw and raw[beside] is None:
-        refuse(beside, None, "integer > 0, or no such key", "transformers puts it in the place of RoPE's own number")
+        refuse(beside, None, "integer > 0, or no such key", "transformers would use null for RoPE's own number")
     if scaling["partial_rotary_factor"] not in (None, 1):
         refuse("partial_rotary_factor", scaling["partial_rotary_factor"], "1", "this variant is not supported")
     if not _whole(scaling["original_max_position_embeddings"]) or scaling["original_max_position_embeddings"] < 1:

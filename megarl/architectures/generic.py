@@ -1,7 +1,7 @@
-"""Keys that transformers reads of every config.json, for any class: their legal values for the models here.
+"""Config keys that transformers reads for every model class, with their valid values for the models here.
 
-They are in no class's list of fields, so nothing else in this folder checks them. They were found by recording the
-look-ups of transformers 5.23 while it loads and runs a model; a test repeats that.
+No class lists them as fields, so no other check covers them. They were found by recording the look-ups of transformers
+5.23 while it loads and runs a model; a test repeats this.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from megarl.architectures.base import Refuse
 
-#: (whether a value is legal, allowed values, problem of others)
+#: (function that accepts valid values, allowed values, problem of other values)
 _Rule = tuple[Callable[[Any], bool], str, str]
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float", "half", "double", "float8_e4m3fn", "float8_e5m2")
-_ILLEGAL = "transformers does not load a model with this value"
+_ILLEGAL = "transformers cannot load a model with this value"
 
 
 def _empty(value: Any) -> bool:
@@ -45,22 +45,22 @@ def _dtype(value: Any) -> bool:
     return value is None or value in _DTYPES if not isinstance(value, (list, dict)) else False
 
 
-_INSIDE: _Rule = (lambda value: value is None, "null", "transformers reads the model's sizes there")
+_INSIDE: _Rule = (lambda value: value is None, "null", "transformers would read the model's sizes from this section")
 _DTYPE: _Rule = (_dtype, ", ".join(_DTYPES[:4]), _ILLEGAL)
 
-#: Keys that change the model. transformers keeps these as attributes, whatever wrote the config.
+#: Keys that change the model; transformers keeps them as attributes.
 MEANINGS: dict[str, _Rule] = {
     "is_causal": (
         lambda value: value is True,
         "true",
-        "without it every token sees those after it, and this model has only causal attention",
+        "megarl supports causal attention only",
     ),
-    "is_encoder_decoder": (lambda value: value is False, "false", "this is a decoder without an encoder"),
+    "is_encoder_decoder": (lambda value: value is False, "false", "encoder-decoder models are not supported"),
     **dict.fromkeys(("text_config", "decoder", "generator", "text_encoder"), _INSIDE),
-    "pruned_heads": (_empty, "null", "attention heads that were taken out are not supported"),
-    "return_dict": (lambda value: value is True, "true", "transformers does not run a model without it"),
+    "pruned_heads": (_empty, "null", "pruned attention heads are not supported"),
+    "return_dict": (lambda value: value is True, "true", "transformers cannot run a model without it"),
 }
-#: Keys that change nothing, and have to be of their type.
+#: Keys that do not change the model, but must have the right type.
 _TYPES: dict[str, _Rule] = {
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
     **dict.fromkeys(("bos_token_id", "pad_token_id"), (_token, "integer, or null", _ILLEGAL)),
@@ -71,10 +71,10 @@ _TYPES: dict[str, _Rule] = {
     "use_cache": (lambda value: isinstance(value, bool), "true, false", _ILLEGAL),
     "initializer_range": (lambda value: isinstance(value, float), "number, with a decimal point", _ILLEGAL),
     "auto_map": (lambda value: isinstance(value, Mapping), "a mapping, or no such key", _ILLEGAL),
-    # Other checks cover mappings with content.
+    # Other checks cover mappings that are not empty.
     "quantization_config": (lambda value: value is None or bool(value), "a mapping, or null", _ILLEGAL),
     "per_layer_config": (lambda value: bool(value) or _empty(value), "null", _ILLEGAL),
-    "fusion_config": (_empty, "null", "layers that are fused are not supported"),
+    "fusion_config": (_empty, "null", "fused layers are not supported"),
     "transformers_weights": (
         lambda value: value is None or (isinstance(value, str) and value.endswith((".safetensors", ".json"))),
         "the name of a .safetensors file or of an index, or null",
@@ -90,7 +90,7 @@ GENERIC = MEANINGS | _TYPES
 
 
 def check_generic(raw: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse keys that change the model, and values that transformers would not load."""
+    """Refuse keys whose value changes the model, and values with which transformers cannot load it."""
     for key, (legal, allowed, wrong) in GENERIC.items():
         if key in raw and not legal(raw[key]):
             refuse(key, raw[key], allowed, wrong)

@@ -1,8 +1,7 @@
 """The known keys of `model.hf_config`, by architecture.
 
-A Hugging Face configuration accepts and keeps any key, so a misspelt size silently becomes the default of a large
-model. The lists here and in the architectures' files hold the keys that transformers' classes read; a test compares
-them.
+A Hugging Face configuration accepts any key, so a misspelt size silently gets the default, that of a large model. The
+lists here and in the architectures' files have the keys that transformers' classes read; a test compares them.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from megarl.architectures.generic import GENERIC
 from megarl.system.errors import close_matches
 
 OLDER = frozenset({"model_type", "output_attentions", "rope_scaling", "rope_theta", "torch_dtype"})
-"""Keys that every class takes in addition to its fields: names that older versions wrote."""
+"""Keys that every class accepts in addition to its fields: names that older versions wrote."""
 
-# Of no class here, and in config.json files of supported models: Qwen's distillations of R1 (use_mrope), quantised
-# ones, models with their own code, and keys of earlier versions and other trainers.
+# Keys that no class reads, but that config.json files of supported models have: Qwen's distillations of R1 (use_mrope),
+# quantised models, models with their own code, and keys of older versions and other trainers.
 _PUBLISHED = frozenset(
     {
         *("use_mrope", "quantization_config", "compression_config", "auto_map", "tokenizer_class"),
@@ -40,32 +39,35 @@ ROPE_NUMBERS = frozenset(
         *("partial_rotary_factor", "rope_theta", "rope_type", "short_factor", "truncate"),
     }
 )
-"""Keys of `rope_parameters`, of every kind of scaling."""
+"""Keys of `rope_parameters`, for all kinds of scaling."""
 
 
 def known_keys(model_type: str) -> frozenset[str]:
-    """Return every key of an architecture that its configuration class in transformers reads."""
-    found = ARCHITECTURES[model_type]
-    read = (name for name in found.keys if name not in ROPE_KEYS)
-    return OLDER.union(read, _FIELDS, found.fields, found.experts_keys or ())
+    """Return every key that the architecture's configuration class in transformers reads."""
+    spec = ARCHITECTURES[model_type]
+    read = (name for name in spec.keys if name not in ROPE_KEYS)
+    return OLDER.union(read, _FIELDS, spec.fields, spec.experts_keys or ())
 
 
 def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (dotted key, remedy) of every key that is a likely mistake: close to a legal one, or of no known class."""
+    """Return (dotted key, fix) for every key that is probably a mistake: similar to a valid key, or of no known
+    class."""
     model_type = hf_config["model_type"]
     legal = _legal(model_type)
     foreign = _foreign(model_type)
-    found = [(name, _fix(name, model_type, legal)) for name in _not_in(hf_config, legal) if name not in foreign]
+    mistakes = [(name, _fix(name, model_type, legal)) for name in _not_in(hf_config, legal) if name not in foreign]
     rope_keys = ROPE_NUMBERS | {"type"}  # the older name of rope_type
     for section in ("rope_parameters", "rope_scaling"):
         values = hf_config.get(section)
         if isinstance(values, dict):
-            found += [(f"{section}.{name}", _fix(name, model_type, rope_keys)) for name in _not_in(values, rope_keys)]
-    return found
+            mistakes += [
+                (f"{section}.{name}", _fix(name, model_type, rope_keys)) for name in _not_in(values, rope_keys)
+            ]
+    return mistakes
 
 
 def ignored_keys(hf_config: dict[str, Any]) -> list[str]:
-    """Return the keys that are read only for other models or by other programs: published files hold some."""
+    """Return the keys that only other models or programs read, as published files have some."""
     legal, foreign = _legal(hf_config["model_type"]), _foreign(hf_config["model_type"])
     return [name for name in _not_in(hf_config, legal) if name in foreign]
 
@@ -75,9 +77,9 @@ def _legal(model_type: str) -> frozenset[str]:
 
 
 def _foreign(model_type: str) -> frozenset[str]:
-    """Return keys that a config.json of `model_type` may inherit: those of other classes, and of no class.
+    """Return keys that a config.json of `model_type` may inherit from other classes, or that no class reads.
 
-    Keys of experts are excluded if the class has none: they ask for another model.
+    Keys of experts are excluded if the class has no experts, since they describe another model.
     """
     sparse = {name for name in ARCHITECTURES if "num_experts" in ARCHITECTURES[name].keys}
     relatives = [name for name in ARCHITECTURES if model_type in sparse or name not in sparse]
@@ -85,10 +87,10 @@ def _foreign(model_type: str) -> frozenset[str]:
 
 
 def _not_in(values: dict[str, Any], known: frozenset[str]) -> list[str]:
-    """Return the unknown keys; those that begin with `_` are the class's own, which a config.json may hold."""
+    """Return the unknown keys, except those that begin with `_`, which transformers' classes write."""
     return [name for name in values if name not in known and not name.startswith("_")]
 
 
 def _fix(name: str, model_type: str, known: frozenset[str]) -> str:
     close = close_matches(name, sorted(known))
-    return f"did you mean {close[0]}?" if close else f"remove it; transformers' {model_type} reads none of this name"
+    return f"did you mean {close[0]}?" if close else f"remove it: transformers' {model_type} has no such key"

@@ -1,4 +1,4 @@
-"""Mistral 7B and its relatives: Llama's layers, all with one sliding window or none."""
+"""Mistral 7B and its relatives: Llama's layers, all with one sliding window, or all without."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.architectures.tensors import DENSE, OUTER, attention
 
 def _no_layer_types(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
     if "layer_types" in raw:
-        why = "transformers takes a mistral with layer_types for a ministral"
+        why = "transformers treats a mistral with layer_types as a ministral"
         refuse("layer_types", raw["layer_types"], "no such key", why)
 
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and a mixture of experts in every layer whose chosen probabilities sum to 1."""
+"""Mixtral: Mistral's attention, and a mixture of experts in every layer; chosen probabilities sum to 1."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megarl.architectures.tensors import OUTER, attention, experts
 
 
 def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse yarn without head_dim: transformers 5.23 fails there, since only this class does not derive it."""
+    """Refuse yarn without head_dim, with which transformers 5.23 fails: only this class does not derive head_dim."""
     scaling = values["rope_scaling"] or values["rope_parameters"] or {}
     if scaling.get("rope_type", scaling.get("type")) == "yarn" and values["head_dim"] is None:
         width = values["hidden_size"] // values["num_attention_heads"]
-        refuse("head_dim", None, f"{width}, written out: transformers needs it for yarn")
+        refuse("head_dim", None, f"{width}: transformers needs it for yarn")
 
 
 ARCHITECTURE = Architecture(

@@ -1,4 +1,4 @@
-"""Parameter counts of each part of a model, from the table of tensors that loading uses."""
+"""Parameter counts of the parts of a model, from the table of tensors that loading uses."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from megarl.architectures.tensors import Part, WeightRule
 
-#: Parts of a model. `norms` are those of the layers, including queries and keys.
+#: Parts of a model; `norms` are the norms in layers, including those of queries and keys.
 COMPONENTS = ("embedding", "norms", "attention", "router", "experts", "mlp", "final_norm", "head")
 
 
 @dataclass(frozen=True)
 class Elements:
-    """The parameters of one component.
+    """The number of parameters of one component.
 
     Attributes:
-        matrices: of matrices that tokens are multiplied with.
-        vectors: of biases and scales.
+        matrices: elements of matrices.
+        vectors: elements of biases and scales.
     """
 
     matrices: int = 0
@@ -26,25 +26,25 @@ class Elements:
 
     @property
     def all(self) -> int:
-        """Matrices and vectors."""
+        """Number of parameters."""
         return self.matrices + self.vectors
 
 
 def elements(table: Iterable[WeightRule], size: Mapping[str, int]) -> dict[str, Elements]:
-    """Return the parameters of each component: per layer or per expert for components of layers or experts.
+    """Return the parameter counts of each component: per layer or per expert for components of layers or experts.
 
     Args:
-        table: tensors of the architecture, with its head.
-        size: `megarl.architectures.values.dimensions`.
+        table: tensors of the architecture, including its head.
+        size: sizes from `megarl.architectures.values.dimensions`.
     """
-    found = dict.fromkeys(COMPONENTS, Elements())
+    counts = dict.fromkeys(COMPONENTS, Elements())
     for rule in table:
         name = component(rule)
         for source in rule.sources:
             count, matrix = math.prod(size[dimension] for dimension in source.shape), len(source.shape) > 1
-            so_far = found[name]
-            found[name] = Elements(so_far.matrices + matrix * count, so_far.vectors + (not matrix) * count)
-    return found
+            so_far = counts[name]
+            counts[name] = Elements(so_far.matrices + matrix * count, so_far.vectors + (not matrix) * count)
+    return counts
 
 
 _OF_PART: dict[Part, str] = {
@@ -58,7 +58,7 @@ _OF_PART: dict[Part, str] = {
 
 
 def component(rule: WeightRule) -> str:
-    """Return the component that a tensor belongs to."""
+    """Return the component to which a tensor belongs."""
     if rule.part != "layer":
         return _OF_PART[rule.part]
     return "norms" if "layernorm" in rule.param else "attention"

@@ -1,8 +1,9 @@
-"""The tensors of an architecture: which Megatron parameter each Hugging Face tensor belongs to, and its shape.
+"""The tensors of an architecture: the Megatron parameter to which each Hugging Face tensor belongs, and its shape.
 
-`{i}` is the layer, a global number in Hugging Face names and local to the chunk in Megatron names, and `{e}` the
-expert. One Megatron parameter holds the tensors of all experts of a process. An architecture's file composes its table
-of these parts.
+`{i}` is the layer number, global in Hugging Face names and local to the chunk in Megatron names; `{e}` is the expert.
+One
+Megatron parameter holds the tensors of all experts of a process. An architecture's file composes its table from these
+parts.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Literal
 Part = Literal["embedding", "layer", "dense", "moe", "expert", "final", "head"]
 Split = Literal["copy", "stack", "vocab", "row", "qkv", "gate_up"]
 ModelPart = Literal["tower", "merger", "language_model"]
-"""The vision tower; what makes embeddings of its features (a projector, of a robot's state, too); everything else."""
+"""The vision tower; what turns its features, and a robot's state, into embeddings; and everything else."""
 _MERGERS = ("visual.merger.", "visual.deepstack_merger_list.", "vision.projector.", "vision.proprio_projector.")
 
 
 def part_of(parameter: str) -> ModelPart:
-    """Return the part of a model that a parameter belongs to, by its name in the first pipeline chunk.
+    """Return the part of a model to which a parameter belongs, by its name in the first pipeline chunk.
 
     >>> part_of("visual.merger.mlp.0.weight")
     'merger'
@@ -30,7 +31,7 @@ def part_of(parameter: str) -> ModelPart:
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A Hugging Face tensor; `shape` holds names of `plan.dimensions`."""
+    """A Hugging Face tensor; `shape` has names of `plan.dimensions`."""
 
     name: str
     shape: tuple[str, ...]
@@ -38,12 +39,13 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One Megatron parameter and the tensors that it is made of.
+    """One Megatron parameter and the tensors from which it is built.
 
     part: the layers and pipeline chunks that have it. split: how tensor parallelism splits it (`copy`: not at all;
-    `stack`: not at all, one source below the other; `vocab`: rows, the last padded; `row`: columns of the weight;
-    `qkv`: rows, interleaved by key/value group; `gate_up`: rows of the gate over rows of the up projection). Of
-    experts, `sources` are those of each.
+        `stack`:
+    not at all, with sources concatenated by rows; `vocab`: by rows, the last padded; `row`: by columns of the weight;
+    `qkv`: by rows, interleaved by key/value group; `gate_up`: by rows of the gate and of the up projection). For
+    experts, `sources` are those of each expert.
     """
 
     param: str
@@ -56,7 +58,7 @@ _HF, _MCORE = "model.layers.{i}.", "decoder.layers.{i}."
 
 
 def attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[WeightRule, ...]:
-    """Return norms and projections of a layer's attention, and the norm before its feed-forward part."""
+    """Return the rules for a layer's attention projections and norms, and the norm before its MLP."""
 
     def qkv(kind: str, *tail: str) -> WeightRule:
         names = (("q", "query"), ("k", "kv"), ("v", "kv"))
@@ -87,7 +89,8 @@ def _mlp(param: str, part: Part, width: str, gate: str, up: str, down: str) -> t
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
-    """Return a layer's router and experts, by their Hugging Face names: the block, and an expert's projections."""
+    """Return the rules for a layer's router and experts, from the Hugging Face names of the block and its
+    projections."""
     names = (f"{_HF}{block}.experts.{{e}}.{name}.weight" for name in (gate, up, down))
     router = WeightSource(f"{_HF}{block}.gate.weight", ("experts", "hidden"))
     return (

@@ -1,4 +1,4 @@
-"""The values that an architecture reads from a config.json, and the sizes and windows that follow from them."""
+"""The values that an architecture reads from a config.json, and the sizes and windows derived from them."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def key_value_heads(values: Mapping[str, Any]) -> int:
 
 
 def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
-    """Return for each layer whether its feed-forward part is a mixture of experts."""
+    """Return, for each layer, whether its MLP is a mixture of experts."""
     count, experts = values["num_hidden_layers"], values.get("num_experts", 0)
     dense, step = set(values.get("mlp_only_layers") or ()), values.get("decoder_sparse_step", 1)
     return [experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
 
 
 def expert_count(values: Mapping[str, Any]) -> int:
-    """Return the number of routed experts of a layer that has some; 0 when no layer has."""
+    """Return the number of routed experts per mixture layer; 0 if no layer has experts."""
     return values["num_experts"] if any(sparse_layers(values)) else 0
 
 
 def expert_width(values: Mapping[str, Any]) -> int:
-    """Return the width of one expert's feed-forward part; of the dense one if there are no experts."""
+    """Return the width of one expert's MLP, or of the dense MLP if there are no experts."""
     width: int = values.get("moe_intermediate_size", values["intermediate_size"])
     return width if expert_count(values) else values["intermediate_size"]
 
 
 def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes that the tables of tensors name (`megarl.architectures.tensors`)."""
+    """Return the sizes that the tables of tensors use (`megarl.architectures.tensors`)."""
     head, groups = head_width(values), key_value_heads(values)
     return {
         "one": 1,
@@ -72,7 +72,7 @@ def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return for each layer how many keys a query sees at most, itself included; None: all before it."""
+    """Return, for each layer, the largest number of keys that a query sees, itself included; None: all before it."""
     count, kind = values["num_hidden_layers"], ARCHITECTURES[values["model_type"]].windows
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if kind == "none":
@@ -86,30 +86,32 @@ def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def only_in_training(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that transformers obeys only in training, and whose effect this trainer lacks."""
-    asked = {key: values.get(key) for key in ("attention_dropout", "router_jitter_noise") if values.get(key)}
+    """Return the keys and values that transformers applies in training only and that this trainer does not apply."""
+    ignored = {key: values.get(key) for key in ("attention_dropout", "router_jitter_noise") if values.get(key)}
     if values.get("output_router_logits") and values["router_aux_loss_coef"]:
-        asked["output_router_logits"] = True
-    return asked
+        ignored["output_router_logits"] = True
+    return ignored
 
 
-def training_problems(asked: Iterable[tuple[str, object]], source: str) -> list[ConfigError]:
-    """Return an error for each key and value of `only_in_training`; `source` names the config."""
+def training_problems(ignored: Iterable[tuple[str, object]], source: str) -> list[ConfigError]:
+    """Return an error for each entry of `only_in_training`; `source` names the config."""
     return [
         ConfigError(
-            "transformers obeys this key when it trains, and megarl does not: the training would be another one",
+            "transformers applies this key in training, but megarl does not, so results would differ",
             where=f"{source}: {key}",
             found=value,
             allowed="false" if value is True else "0.0",
-            fix="set it to that; what the model computes without training stays the same",
+            fix="set it to this value, which does not change what the model computes in inference",
         )
-        for key, value in asked
+        for key, value in ignored
     ]
 
 
 def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return RoPE as transformers composes it: `rope_scaling` (the older name) before `rope_parameters`, with its kind
-    in `rope_type` and with keys that may also stand outside.
+    """Return RoPE's settings as transformers composes them.
+
+    `rope_scaling`, the older name, takes precedence over `rope_parameters`; the kind is in `rope_type`; keys that may
+    also be outside the section are included.
     """
     scaling = dict(values["rope_scaling"] or values["rope_parameters"] or {})
     scaling.setdefault("rope_type", scaling.get("type", "default"))

@@ -1,9 +1,9 @@
-"""Vision-language models of Qwen: a vision encoder whose features stand in the places of a decoder's image tokens.
+"""Qwen's vision-language models: a vision encoder whose features replace the embeddings of a decoder's image tokens.
 
     image -> patches -> encoder -> features of merge x merge patches each -> the embeddings of <|image_pad|> tokens
                                 \\-> features after some of its blocks (Qwen3-VL) -> added after the first layers
 
-The decoder is a language model of this package (`DECODERS`), but for positions, which have three numbers per token. The
+The decoder is a language model of this package (`DECODERS`), except that positions have three numbers per token. The
 encoder's tensors are those of transformers' modules. Nothing here imports torch. Source: the configuration and
 modelling files of these models in transformers 5.23.
 """
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 
 from megarl.system.errors import ConfigError
 
-#: Model types and the architecture of their decoders.
+#: The architecture of the decoder of each model type.
 DECODERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 
 
 class Prefixes(NamedTuple):
-    """Beginnings of the tensors' names in checkpoints: of the decoder (without the head), and of the encoder."""
+    """Prefixes of tensor names in checkpoints: of the decoder (without the head), and of the encoder."""
 
     decoder: str
     encoder: str
 
 
 _FLAT, _NESTED = Prefixes("model.", "visual."), Prefixes("model.language_model.", "model.visual.")
-#: Sizes of decoders that their configuration classes have, and the classes of `DECODERS` not.
+#: Default sizes of decoders in which their configuration classes differ from the classes of `DECODERS`.
 _DECODER_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "vocab_size": 152064,
@@ -70,22 +70,22 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class VisionEncoder:
-    """The vision encoder of a model, and how its features enter the decoder.
+    """The vision encoder of a model, and how the decoder uses its features.
 
     Attributes:
-        model_type: of the whole model, a key of `DECODERS`.
+        model_type: of the whole model; a key of `DECODERS`.
         width, blocks, ffn, heads: sizes of the encoder's layers.
-        out: width of its features: the decoder's.
+        out: width of its features, that of the decoder.
         patch: side of a patch in pixels.
-        merge: side of the square of patches that make one feature.
-        temporal: frames of a patch; a picture is repeated.
-        grid: learned positions; 0: positions are rotations only.
-        deepstack: blocks after which features are also taken; number i of them is added after decoder layer i.
-        window: side in pixels of the windows that blocks other than `full` attend in; 0: all attend to the picture.
-        full: blocks that attend to the whole picture.
-        sections: number of rotation frequencies that go by the first, second, third number of a position.
-        interleaved: these frequencies take turns; else they stand in a row.
-        image_tokens: ids of the token before an image, of the one in whose place a feature stands, of that after it.
+        merge: side of the square of patches that become one feature.
+        temporal: frames of a patch; an image is repeated.
+        grid: number of learned positions; 0: only rotary positions.
+        deepstack: blocks whose features are also used; the i-th is added after decoder layer i.
+        window: side in pixels of the attention windows of blocks that are not `full`; 0: no windows.
+        full: blocks that attend to the whole image.
+        sections: number of rotary frequencies for the first, second and third number of a position.
+        interleaved: these frequencies alternate; otherwise they are consecutive.
+        image_tokens: ids of the token before an image, the token that a feature replaces, and the token after it.
     """
 
     model_type: str
@@ -107,28 +107,28 @@ class VisionEncoder:
 
     @property
     def image_token(self) -> int:
-        """Id of the token in whose place a feature stands."""
+        """Id of the token that an image feature replaces."""
         return self.image_tokens[1]
 
     @property
     def patch_values(self) -> int:
-        """Numbers of a patch: colours, frames, pixels."""
+        """Number of values of a patch: colours x frames x pixels."""
         return 3 * self.temporal * self.patch**2
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Tensors by name of the parameter in transformers' module: name and shape in a checkpoint."""
-        found = self._outer() | self._blocks() | self._merger("merger", self.width)
+        """Tensors by parameter name in transformers' module: (name in a checkpoint, shape)."""
+        tensors = self._outer() | self._blocks() | self._merger("merger", self.width)
         for number in range(len(self.deepstack)):
-            found |= self._merger(f"deepstack_merger_list.{number}", self.width * self.merge**2)
-        return {name: (prefixes(self.model_type).encoder + name, shape) for name, shape in found.items()}
+            tensors |= self._merger(f"deepstack_merger_list.{number}", self.width * self.merge**2)
+        return {name: (prefixes(self.model_type).encoder + name, shape) for name, shape in tensors.items()}
 
     def _outer(self) -> dict[str, tuple[int, ...]]:
         weight = (self.width, 3, self.temporal, self.patch, self.patch)
-        found: dict[str, tuple[int, ...]] = {"patch_embed.proj.weight": weight}
+        tensors: dict[str, tuple[int, ...]] = {"patch_embed.proj.weight": weight}
         if self.grid:
-            found |= {"patch_embed.proj.bias": (self.width,), "pos_embed.weight": (self.grid, self.width)}
-        return found
+            tensors |= {"patch_embed.proj.bias": (self.width,), "pos_embed.weight": (self.grid, self.width)}
+        return tensors
 
     def _blocks(self) -> dict[str, tuple[int, ...]]:
         width, ffn, older = self.width, self.ffn, self.model_type == "qwen2_5_vl"
@@ -137,37 +137,37 @@ class VisionEncoder:
             layers |= {"mlp.gate_proj": (ffn, width), "mlp.up_proj": (ffn, width), "mlp.down_proj": (width, ffn)}
         else:
             layers |= {"mlp.linear_fc1": (ffn, width), "mlp.linear_fc2": (width, ffn)}
-        found = dict[str, tuple[int, ...]]()
+        tensors = dict[str, tuple[int, ...]]()
         for block in range(self.blocks):
             for name, shape in layers.items():
-                found |= {f"blocks.{block}.{name}.weight": shape, f"blocks.{block}.{name}.bias": shape[:1]}
+                tensors |= {f"blocks.{block}.{name}.weight": shape, f"blocks.{block}.{name}.bias": shape[:1]}
             for norm in ("norm1", "norm2"):
-                found[f"blocks.{block}.{norm}.weight"] = (width,)
+                tensors[f"blocks.{block}.{norm}.weight"] = (width,)
                 if not older:
-                    found[f"blocks.{block}.{norm}.bias"] = (width,)
-        return found
+                    tensors[f"blocks.{block}.{norm}.bias"] = (width,)
+        return tensors
 
     def _merger(self, name: str, normed: int) -> dict[str, tuple[int, ...]]:
         wide = self.width * self.merge**2
         older = self.model_type == "qwen2_5_vl"
         norm, first, second = ("ln_q", "mlp.0", "mlp.2") if older else ("norm", "linear_fc1", "linear_fc2")
-        found: dict[str, tuple[int, ...]] = {f"{name}.{norm}.weight": (normed,)}
+        tensors: dict[str, tuple[int, ...]] = {f"{name}.{norm}.weight": (normed,)}
         if not older:
-            found[f"{name}.{norm}.bias"] = (normed,)
+            tensors[f"{name}.{norm}.bias"] = (normed,)
         for layer, rows in ((first, wide), (second, self.out)):
-            found |= {f"{name}.{layer}.weight": (rows, wide), f"{name}.{layer}.bias": (rows,)}
-        return found
+            tensors |= {f"{name}.{layer}.weight": (rows, wide), f"{name}.{layer}.bias": (rows,)}
+        return tensors
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any], hidden: int, where: str) -> VisionEncoder:
-        """Return the encoder that `raw`, a model's config.json, describes.
+        """Build the encoder from `raw`, a model's config.json.
 
         Args:
             hidden: width of the decoder.
             where: names `raw` in errors.
 
         Raises:
-            ConfigError: sizes that are missing, do not fit, or are not supported.
+            ConfigError: sizes are missing, inconsistent or not supported.
         """
         kind = str(raw["model_type"])
         older = kind == "qwen2_5_vl"
@@ -176,14 +176,14 @@ class VisionEncoder:
         for key in known:
             if isinstance(sizes[key], bool) or not isinstance(sizes[key], int) or sizes[key] < 1:
                 raise ConfigError(
-                    "not a size of the vision encoder",
+                    "invalid size of the vision encoder",
                     where=f"{where}: vision_config.{key}",
                     found=sizes[key],
                     allowed="integer > 0",
                 )
         if sizes["out_hidden_size"] != hidden or sizes["hidden_size"] % sizes["num_heads"]:
             raise ConfigError(
-                "sizes of the vision encoder do not fit",
+                "inconsistent sizes of the vision encoder",
                 where=f"{where}: vision_config",
                 found={key: sizes[key] for key in ("out_hidden_size", "hidden_size", "num_heads")},
                 allowed=f"out_hidden_size is the decoder's {hidden}, and num_heads divides hidden_size",
@@ -213,56 +213,55 @@ class VisionEncoder:
 
 
 def prefixes(model_type: object) -> Prefixes:
-    """Return how the names of tensors begin in the checkpoints that transformers writes."""
+    """Return the prefixes of tensor names in checkpoints that transformers writes."""
     return _FLAT if model_type == "qwen2_5_vl" else _NESTED
 
 
 def canonical_name(model_type: object, stored: str) -> str:
-    """Return the name of a tensor in the form of `prefixes`, for any of the forms that published files have; of another
-    model the name as it is."""
+    """Translate a tensor's name from any form in published files to that of `prefixes`; names of other models stay."""
     if model_type not in DECODERS:
         return stored
-    own = prefixes(model_type)
+    written = prefixes(model_type)
     for form in (_NESTED, _FLAT):
-        for prefix, replaced in ((form.encoder, own.encoder), (form.decoder, own.decoder)):
+        for prefix, replaced in ((form.encoder, written.encoder), (form.decoder, written.decoder)):
             if stored.startswith(prefix):
                 return replaced + stored.removeprefix(prefix)
     return stored
 
 
 def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the decoder's part of a config.json: nested, or among the other keys as older files have it."""
+    """Return the decoder's section of a config.json; older files have it among the other keys."""
     kind = str(raw["model_type"])
-    own = raw.get("text_config") or {key: value for key, value in raw.items() if key != "vision_config"}
-    found = {**_DECODER_DEFAULTS[kind], **own}
+    section = raw.get("text_config") or {key: value for key, value in raw.items() if key != "vision_config"}
+    text = {**_DECODER_DEFAULTS[kind], **section}
     if kind == "qwen3_vl_moe":
-        found["norm_topk_prob"] = True  # its router always does
-        if "num_local_experts" in own:  # the other name of the number
-            found["num_experts"] = own["num_local_experts"]
-    return found
+        text["norm_topk_prob"] = True  # its router always normalises
+        if "num_local_experts" in section:  # the other name of num_experts
+            text["num_experts"] = section["num_local_experts"]
+    return text
 
 
 def _sections(raw: Mapping[str, Any], hidden: int, where: str) -> tuple[int, int, int]:
-    """Return how many rotation frequencies go by each number of a position."""
+    """Return how many rotary frequencies use each number of a position."""
     kind, text = str(raw["model_type"]), _text(raw)
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    found = tuple(rope.get("mrope_section") or _SECTIONS[kind])
+    sections = tuple(rope.get("mrope_section") or _SECTIONS[kind])
     head = text.get("head_dim") or (128 if kind == "qwen3_vl" else hidden // text["num_attention_heads"])
-    if len(found) != 3 or sum(found) != head // 2:
+    if len(sections) != 3 or sum(sections) != head // 2:
         raise ConfigError(
-            "the sections of positions do not make up the frequencies of a head",
+            "mrope_section does not cover the rotary frequencies of a head",
             where=f"{where}: mrope_section",
-            found=list(found),
-            allowed=f"three numbers whose sum is {head // 2}, half of a head",
+            found=list(sections),
+            allowed=f"three numbers whose sum is {head // 2}, half the width of a head",
         )
-    return found[0], found[1], found[2]
+    return sections[0], sections[1], sections[2]
 
 
 def decoder_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the decoder as a language model, of that of a vision-language model."""
+    """Return the decoder's config as that of a language model, from a vision-language model's config.json."""
     text = _text(raw)
     tied = raw.get("tie_word_embeddings", False)
-    # Files of Qwen2.5-VL before transformers 5 say it of the decoder.
+    # Files of Qwen2.5-VL before transformers 5 have this key in the decoder's section.
     text["tie_word_embeddings"] = tied or (raw["model_type"] == "qwen2_5_vl" and text.get("tie_word_embeddings", False))
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(text.get(key), Mapping):
@@ -276,12 +275,12 @@ def decoder_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The way from pixels to the encoder's input.
+    """How pixels become the encoder's input.
 
     Attributes:
         patch, merge: see `VisionEncoder`.
-        min_pixels, max_pixels: limits of an image's pixels; others are resized.
-        mean, deviation: of each colour, from 0 to 1, that it is normalised by.
+        min_pixels, max_pixels: smallest and largest number of pixels; other images are resized.
+        mean, deviation: mean and deviation of each colour (0 to 1), used to normalise.
     """
 
     patch: int
@@ -292,37 +291,37 @@ class ImageSettings:
     deviation: tuple[float, float, float]
 
     def limited(self, least: int | None, most: int | None) -> ImageSettings:
-        """Return the settings with other limits of an image's pixels; None: the model's.
+        """Return the settings with different limits on an image's pixels; None keeps the model's limit.
 
         Raises:
-            ConfigError: no image of whole features is within them.
+            ConfigError: no image size with whole features is within the limits.
         """
         unit = (self.patch * self.merge) ** 2
-        found = replace(self, min_pixels=least or self.min_pixels, max_pixels=most or self.max_pixels)
-        if found.min_pixels > found.max_pixels or found.max_pixels < unit:
+        settings = replace(self, min_pixels=least or self.min_pixels, max_pixels=most or self.max_pixels)
+        if settings.min_pixels > settings.max_pixels or settings.max_pixels < unit:
             raise ConfigError(
-                "no image is within these limits",
+                "no image size is within these limits",
                 where="data.min_pixels, data.max_pixels",
-                found=[found.min_pixels, found.max_pixels],
-                allowed=f"the first at most the second, which is at least the {unit} pixels of a feature",
+                found=[settings.min_pixels, settings.max_pixels],
+                allowed=f"min_pixels <= max_pixels, and max_pixels >= {unit}, the pixels of one feature",
             )
-        return found
+        return settings
 
     @classmethod
     def from_config(
         cls, encoder: VisionEncoder, processor: Mapping[str, Any] | None = None, where: str = ""
     ) -> ImageSettings:
-        """Return the settings of a model, from its preprocessor_config.json; None: those of its published models.
+        """Build the settings from a model's preprocessor_config.json; None: as in its published models.
 
         Raises:
-            ConfigError: other sizes of patches than config.json has; `where` names the file.
+            ConfigError: patch sizes differ from config.json; `where` names the file.
         """
         given, published = processor or {}, _PROCESSORS[encoder.model_type == "qwen2_5_vl"]
         limits = given.get("size") or {}
-        for key, own in (("patch_size", encoder.patch), ("merge_size", encoder.merge)):
-            if given.get(key, own) != own:
+        for key, size in (("patch_size", encoder.patch), ("merge_size", encoder.merge)):
+            if given.get(key, size) != size:
                 raise ConfigError(
-                    "not the patches of config.json", where=f"{where}: {key}", found=given[key], allowed=str(own)
+                    "patch sizes differ from config.json", where=f"{where}: {key}", found=given[key], allowed=str(size)
                 )
         return cls(
             patch=encoder.patch,
@@ -334,7 +333,7 @@ class ImageSettings:
         )
 
 
-#: What the preprocessor_config.json of published models says: of Qwen3-VL, of Qwen2.5-VL.
+#: Contents of preprocessor_config.json of published models: Qwen3-VL, Qwen2.5-VL.
 _PROCESSORS: tuple[dict[str, Any], dict[str, Any]] = (
     {"min_pixels": 65536, "max_pixels": 16777216, "image_mean": (0.5,) * 3, "image_std": (0.5,) * 3},
     {

@@ -64,7 +64,9 @@ class ActionStatistics:
         """
         table = np.asarray(values)
         if table.ndim != 2 or not table.size:
-            raise DataError("no table of numbers", where="values", found=list(table.shape), allowed="[N, D]")
+            raise DataError(
+                "values must be a non-empty table of numbers", where="values", found=list(table.shape), allowed="[N, D]"
+            )
         _finite(table, "values")
         rows: dict[str, list[float]] = {name: [] for name in NAMES}
         for column in table.T.astype(np.float64):
@@ -88,20 +90,22 @@ class ActionStatistics:
             DataError: a statistic is missing, not of finite numbers, or of another length than the others.
         """
         if not isinstance(content, Mapping):
-            raise DataError("no statistics", where=where, found=content, allowed=f"lists {', '.join(NAMES)}")
+            raise DataError(
+                "not a mapping of statistics", where=where, found=content, allowed=f"lists {', '.join(NAMES)}"
+            )
         missing = [name for name in NAMES if name not in content]
         if missing:
-            raise DataError(f"there is no {missing[0]!r}", where=where, allowed=NAMES)
+            raise DataError(f"statistic {missing[0]!r} is missing", where=where, allowed=NAMES)
         try:
             rows = {name: np.asarray(content[name], dtype=np.float64) for name in NAMES}
         except (TypeError, ValueError) as problem:
-            raise DataError(f"no lists of numbers: {problem}", where=where) from None
+            raise DataError(f"statistics must be lists of numbers: {problem}", where=where) from None
         mask = np.asarray(content.get("mask", [True] * rows["mean"].size))
         sizes = {name: list(row.shape) for name, row in [*rows.items(), ("mask", mask)]}
         if len({tuple(size) for size in sizes.values()}) != 1 or mask.ndim != 1 or not mask.size:
-            raise DataError("statistics of several lengths", where=where, found=sizes, allowed="lists of one length")
+            raise DataError("statistics differ in length", where=where, found=sizes, allowed="lists of one length")
         if mask.dtype != np.bool_:
-            raise DataError("`mask` is no list of true and false", where=where, found=mask.tolist())
+            raise DataError("`mask` must be a list of true and false", where=where, found=mask.tolist())
         for name, row in rows.items():
             _finite(row, f"{where}.{name}")
         return cls(**rows, mask=mask, bounds=bounds)
@@ -143,7 +147,7 @@ class ActionStatistics:
         table = np.asarray(values, dtype=np.float64)
         if table.ndim == 0 or table.shape[-1] != self.dim:
             raise DataError(
-                "these numbers are not what the statistics are of",
+                "these values do not have the dimension of the statistics",
                 where="values",
                 found=f"shape {list(table.shape)}",
                 allowed=f"[..., {self.dim}]",
@@ -208,7 +212,7 @@ class StatisticsCollector:
         """
         episode = len(self.actions)
         if episode and (states is None) != (not self.states):
-            raise DataError("states of some episodes only", where=f"episode {episode}")
+            raise DataError("some episodes have states and others have none", where=f"episode {episode}")
         new = [("actions", self.actions, actions), *([("states", self.states, states)] if states is not None else [])]
         tables: list[NDArray[np.float32]] = []
         for name, kept, values in new:
@@ -217,7 +221,7 @@ class StatisticsCollector:
             steps = len(tables[0]) if tables else "T"
             if table.ndim != 2 or not table.size or dim not in ("D", table.shape[1]) or steps not in ("T", len(table)):
                 raise DataError(
-                    f"{name} of another shape",
+                    f"{name} have a different shape than expected",
                     where=f"episode {episode}",
                     found=list(table.shape),
                     allowed=f"[{steps}, {dim}]",
@@ -238,7 +242,7 @@ class StatisticsCollector:
             DataError: there was no episode, or the mask has another length.
         """
         if not self.actions:
-            raise DataError("statistics of no episodes", where="demonstrations")
+            raise DataError("cannot compute statistics without episodes", where="demonstrations")
         action = ActionStatistics.of(np.concatenate(self.actions), mask, bounds)
         state = ActionStatistics.of(np.concatenate(self.states), None, bounds) if self.states else None
         return DatasetStatistics(action, state, sum(map(len, self.actions)), len(self.actions))
@@ -253,7 +257,7 @@ def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStat
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
-        raise DataError(f"the statistics of actions cannot be read: {problem}", where=str(path)) from None
+        raise DataError(f"cannot read the action statistics: {problem}", where=str(path)) from None
     return parse_statistics(content, str(path), bounds)
 
 
@@ -264,11 +268,13 @@ def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[s
         DataError: something is missing; the message names the place.
     """
     if not isinstance(content, dict) or not content:
-        raise DataError("no data sets", where=where, allowed='{"name": {"action": {...}, ...}, ...}')
+        raise DataError(
+            "the file must map data sets to statistics", where=where, allowed='{"name": {"action": {...}, ...}, ...}'
+        )
     found = {}
     for name, entry in content.items():
         if not isinstance(entry, dict) or "action" not in entry:
-            raise DataError("there is no 'action'", where=f"{where}: {name}", allowed="a dictionary with `action`")
+            raise DataError("the entry has no 'action'", where=f"{where}: {name}", allowed="a dictionary with `action`")
         found[name] = DatasetStatistics.from_json(entry, f"{where}: {name}", bounds)
     return found
 
@@ -299,7 +305,11 @@ def choose_statistics(
     if unnorm_key is None and len(statistics) == 1:
         return next(iter(statistics.values()))
     if unnorm_key is None or unnorm_key not in statistics:
-        what = "several data sets, and none is chosen" if unnorm_key is None else "there is no such data set"
+        what = (
+            "the statistics have several data sets, but none is chosen"
+            if unnorm_key is None
+            else "the statistics have no such data set"
+        )
         near = close_matches(str(unnorm_key), statistics) or [
             key for key in statistics if key == f"{unnorm_key}_no_noops"
         ]
@@ -312,4 +322,4 @@ def _finite(table: NDArray[Any], where: str) -> None:
     wrong = np.argwhere(~np.isfinite(table))
     if len(wrong):
         place = tuple(int(number) for number in wrong[0])
-        raise DataError("not a finite number", where=f"{where}{list(place)}", found=table[place].item())
+        raise DataError("value is not finite", where=f"{where}{list(place)}", found=table[place].item())

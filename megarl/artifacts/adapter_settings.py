@@ -1,4 +1,4 @@
-"""The settings of low-rank adapters as PEFT keeps them, adapter_config.json: which of them this package understands."""
+"""The settings of low-rank adapters in PEFT's adapter_config.json, and which of them megarl supports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.model import LoraConfig
 from megarl.system.errors import ConfigError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-#: Settings with which PEFT computes more than the formula, and the values with which it does not.
+#: Settings with which PEFT computes more than lora_alpha / r * B A, and the values with which it does not.
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -23,16 +23,16 @@ PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
-#: Starts that do not change the base model's weights. Others (pissa, olora, corda, loftq, lora_ga) change them, and the
-#: adapter belongs to the changed model.
+#: Initialisations that do not change the base model's weights. Others (pissa, olora, corda, loftq, lora_ga) do, and the
+#: adapter then belongs to the changed model.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-#: Settings that do not change what is computed from the stored tensors, beside those that are read here. Any other key
-#: with a value is refused, as PEFT keeps adding forms of adapters.
+#: Settings that do not change what is computed from the stored tensors, in addition to those that are read here. Any
+#: other key with a value is refused, as PEFT keeps adding kinds of adapters.
 _HARMLESS = {
     *("r", "lora_alpha", "lora_dropout", "init_lora_weights", "base_model_name_or_path", "revision"),
     *("task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "ensure_weight_tying"),
     *("target_modules", "exclude_modules", "layers_pattern"),  # the tensors' names show which modules have adapters
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # read by the start of their name only
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # only read for the initialisation of their name
     *("megatron_core", "qalora_group_size"),  # read with megatron_config, use_qalora
 }
 
@@ -41,19 +41,19 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
     """Return the settings of a PEFT adapter.
 
     Args:
-        where: the key that names the folder, for errors.
+        where: the recipe key that sets the folder, for errors.
 
     Raises:
-        ConfigError: there is none, or it does more than the formula.
+        ConfigError: there is none, or it computes more than lora_alpha / r * B A.
     """
     file = folder.expanduser() / CONFIG
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
-            raise ValueError("it is not a mapping")
+            raise ValueError("not a mapping")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"there is no PEFT adapter: {CONFIG} cannot be read ({error})",
+            f"this folder has no readable PEFT adapter ({CONFIG}: {error})",
             where=where,
             found=str(folder),
             allowed=f"a folder with {CONFIG} and {TENSORS}",
@@ -67,12 +67,12 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
             where=f"{file}: {key}",
             found=settings[key],
             allowed=allowed,
-            fix="train a plain LoRA adapter, or merge this one with PEFT and name the merged model",
+            fix="train a plain LoRA adapter, or merge this one with PEFT and use the merged model",
         )
     for key, kinds in (("r", int), ("lora_alpha", (int, float))):
         if isinstance(value := settings.get(key), bool) or not isinstance(value, kinds) or not value > 0:
             raise ConfigError(
-                "this adapter does not say its scale, lora_alpha / r",
+                "this adapter has no valid scale lora_alpha / r",
                 where=f"{file}: {key}",
                 found=value,
                 allowed="a number above 0",
@@ -82,18 +82,18 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
 
 
 def check_scale(settings: Mapping[str, Any], lora: LoraConfig, where: str) -> None:
-    """Refuse an adapter with another rank or scale than the recipe's.
+    """Check that an adapter's rank and scale are those of the recipe.
 
     Args:
-        where: the key that names the adapter, for errors.
+        where: the recipe key that sets the adapter, for errors.
 
     Raises:
-        ConfigError: names the difference.
+        ConfigError: one of them differs.
     """
     for key, name, value in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
         if settings.get(name) != value:
             raise ConfigError(
-                f"the adapter at {where} has another {name}",
+                f"the adapter at {where} has a different {name} than the recipe",
                 where=f"model.lora.{key}",
                 found=value,
                 allowed=str(settings.get(name)),
@@ -102,16 +102,16 @@ def check_scale(settings: Mapping[str, Any], lora: LoraConfig, where: str) -> No
 
 
 def _beyond_formula(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the settings with which PEFT computes more than the formula, and the values that are allowed."""
+    """Yield (key, allowed values) for settings with which PEFT computes more than lora_alpha / r * B A."""
     for key, value in settings.items():
         if key in PLAIN:
             if (value or PLAIN[key]) != PLAIN[key]:
                 yield key, str(PLAIN[key])
-        elif key == "target_parameters":  # of linear layers the formula holds, of whole tensors of experts another one
+        elif key == "target_parameters":  # the formula holds for linear layers, not for stacked experts
             if not all(str(name).endswith(".weight") for name in value or ()):
                 yield key, "parameters of linear layers, whose names end with .weight"
         elif key == "init_lora_weights":
             if value not in _STARTS:
                 yield key, ", ".join(map(str, _STARTS))
         elif key not in _HARMLESS and value:
-            yield key, "no value: what it changes is not known here"
+            yield key, "no value: megarl does not know this setting"

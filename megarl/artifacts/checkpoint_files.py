@@ -1,5 +1,6 @@
-"""The weight files of a Hugging Face folder and their storage format, as transformers chooses them, read from plain
-JSON: no torch, no transformers.
+"""The weight files of a Hugging Face folder and their storage format, chosen as by transformers, from plain JSON.
+
+Needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from megarl.architectures.vision import STATE_PROJECTOR, VisionShape
 from megarl.system.errors import ConfigError, count
 
 _SHOWN = ("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme")
-_NAMED = 5  # tensors in a message
-#: RoPE's frequencies, which older versions of transformers saved; config.json implies them.
+_NAMED = 5  # tensors listed in a message
+#: RoPE's frequencies, which older versions of transformers saved; they follow from config.json.
 _COMPUTED = ".rotary_emb.inv_freq"
 _SCALES = "_scale_inv"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a folder, empty when there is none (a folder of tensors only)."""
+    """Return config.json of a folder as a dict; empty if there is none (a folder of tensors only)."""
     file = folder / "config.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def file_names(files: Sequence[Path]) -> str:
-    """Describe the files in a few words."""
+    """Return the names of up to two files, or their number with the first and last name."""
     if len(files) <= 2:
         return " and ".join(file.name for file in files)
     return f"{len(files)} files, {files[0].name} to {files[-1].name}"
@@ -37,19 +38,19 @@ def file_names(files: Sequence[Path]) -> str:
 def weight_files(folder: Path, raw: Mapping[str, Any]) -> list[Path]:
     """Return the safetensors files that transformers reads in `folder`, in its order; other files are ignored.
 
-    `transformers_weights` of its config.json `raw` if there is one, else model.safetensors, else the files that the
-    index names (`_get_resolved_checkpoint_files` in transformers 5.23). Where two files of an index hold a tensor of
-    one name, the later file counts.
+    These are `transformers_weights` of its config.json `raw`, else model.safetensors, else the files in the index
+    (`_get_resolved_checkpoint_files` in transformers 5.23). If two files of an index have a tensor of the same name,
+    the later file counts.
 
     Raises:
-        ConfigError: no file, a missing file, or an adapter, which is not a whole model.
+        ConfigError: there are no files, one is missing, or the folder has an adapter instead of a whole model.
     """
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            "this folder holds an adapter, and adapters are not applied to the model",
+            "this folder has an adapter, not a whole model",
             where=str(folder / "adapter_config.json"),
             allowed="a folder with a whole model",
-            fix="merge the adapter into its model (peft: merge_and_unload), and name the folder of the result",
+            fix="merge the adapter into its model (peft: merge_and_unload), and use the merged model",
         )
     named = raw.get("transformers_weights")
     first = (
@@ -72,7 +73,7 @@ def weight_files(folder: Path, raw: Mapping[str, Any]) -> list[Path]:
             raise ConfigError(
                 "this file of the model's weights is missing",
                 where=str(file),
-                found=f"named by {first.name if file != first else 'config.json'}",
+                found=f"listed in {first.name if file != first else 'config.json'}",
                 fix="copy or download it again",
             )
     return files
@@ -84,7 +85,7 @@ def _named_by_index(index: Path) -> list[Path]:
         return [index.parent / name for name in sorted(set(names))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the index of the model's weights cannot be read: {type(error).__name__}: {error}",
+            f"cannot read the index of the model's weights: {type(error).__name__}: {error}",
             where=str(index),
             allowed='JSON with a "weight_map" from tensor to file',
             fix="copy or download it again",
@@ -93,15 +94,15 @@ def _named_by_index(index: Path) -> list[Path]:
 
 def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | None:
     """Return the rows and columns that share a scale in block-wise fp8 (DeepSeek-V3, Qwen3-FP8); None: not quantised.
-    Such weights are read as the numbers that they represent.
+    Such weights are dequantised when they are read.
 
     Raises:
-        ConfigError: another quantisation; `source` names the config.
+        ConfigError: the quantisation is not supported; `source` names the config.
     """
-    found = raw.get("quantization_config") or raw.get("compression_config")
-    if not found:
+    section = raw.get("quantization_config") or raw.get("compression_config")
+    if not section:
         return None
-    settings = found if isinstance(found, Mapping) else {}
+    settings = section if isinstance(section, Mapping) else {}
     method = settings.get("quant_method")
     block: Any = settings.get("weight_block_size")
     exact = (
@@ -117,17 +118,17 @@ def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | No
         raise ConfigError(
             "the model is quantised in a way that is not supported",
             where=f"{source}: quantization_config",
-            found={key: settings[key] for key in _SHOWN if key in settings} or found,
+            found={key: settings[key] for key in _SHOWN if key in settings} or section,
             allowed="none, or fp8 (e4m3) with weight_block_size [rows, columns] and dynamic activations",
-            fix="name the folder of the unquantised model",
+            fix="use the unquantised model",
         )
     return int(block[0]), int(block[1])
 
 
 def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShape | None, where: str) -> None:
-    """Refuse a checkpoint with tensors that no parameter uses.
+    """Raise an error if a checkpoint has tensors that the model does not use.
 
-    A vocabulary head may exist twice (tied), and a critic built on a policy may omit it: another check covers it.
+    A vocabulary head may exist twice (tied), and a critic built on a policy may omit it: other checks cover it.
 
     Args:
         names: of all tensors of the checkpoint.
@@ -151,7 +152,7 @@ def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShap
     if any(name.startswith(STATE_PROJECTOR) for name in unread):
         fix = "set use_proprio to true in config.json, and proprio_dim to the numbers of the policy's state"
     raise ConfigError(
-        f"the checkpoint has {count(len(unread), 'tensor')} that nothing reads: without them it is another model",
+        f"the checkpoint has {count(len(unread), 'tensor')} that the model in config.json does not use",
         where=where,
         found=", ".join(unread[:_NAMED]) + (", ..." if len(unread) > _NAMED else ""),
         allowed="tensors of the model that config.json describes",

@@ -1,4 +1,4 @@
-"""`megarl convert` and `doctor parity` before heavy imports: the source holds a model, and the target is free."""
+"""Checks of `megarl convert` and `doctor parity` before heavy imports: the source has a model, the target is free."""
 
 from __future__ import annotations
 
@@ -16,42 +16,47 @@ _SOURCES = "a folder with config.json and *.safetensors, a hub name, a checkpoin
 
 
 def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
-    """Refuse a conversion that cannot work.
+    """Check that a conversion can work.
 
     Raises:
-        ConfigError: `source` holds no model (one inside it is named) or an unsupported one, `target` is taken or cannot
-            be written, or the file size is invalid.
+        ConfigError: `source` has no model (the error names one inside it) or an unsupported one, `target` exists or
+            cannot be written, or the file size is invalid.
     """
     _check_source(source)
     check_target(target)
     if not max_shard_gb > 0:
-        raise ConfigError("a file has a size above 0", where="--max-shard-gb", found=max_shard_gb, allowed="number > 0")
+        raise ConfigError("file size must be above 0", where="--max-shard-gb", found=max_shard_gb, allowed="number > 0")
     if not any((source / name).is_file() for name in ("meta.json", "adapter_config.json")):
         model_facts(ModelConfig(path=str(source)))
 
 
 def check_target(target: Path) -> None:
-    """Refuse to overwrite anything except an empty folder, and a place where no folder can be made.
+    """Check that `target` is free (or an empty folder) and that a folder can be created there.
 
     Raises:
-        ConfigError: names the target, or the path in its way.
+        ConfigError: it exists, or cannot be created.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(
-            "the target exists and is not an empty folder", where=_WHERE, found=str(target), fix="name another"
+            "the target already exists and is not an empty folder",
+            where=_WHERE,
+            found=str(target),
+            fix="choose another target",
         )
-    above = next(folder for folder in target.absolute().parents if folder.exists())  # where its folder is made
+    above = next(folder for folder in target.absolute().parents if folder.exists())
     if not above.is_dir():
-        raise ConfigError("the target lies below a file", where=_WHERE, found=str(above), fix="name another")
+        raise ConfigError(
+            "cannot create the target below a file", where=_WHERE, found=str(above), fix="choose another target"
+        )
     try:
-        with tempfile.TemporaryDirectory(dir=above):  # permissions do not show read-only and special file systems
+        with tempfile.TemporaryDirectory(dir=above):  # a trial, as permissions do not show read-only file systems
             pass
     except OSError as error:
         raise ConfigError(
-            f"the target's folder cannot be written ({error.strerror or error})",
+            f"cannot write into the target's folder ({error.strerror or error})",
             where=_WHERE,
             found=str(above),
-            fix="name another, or check permissions and free space",
+            fix="choose another target, or check permissions and free space",
         ) from error
 
 
@@ -60,9 +65,9 @@ def _check_source(source: Path) -> None:
         return
     name = str(source)
     if not source.is_dir() and is_hub_name(name):
-        if hub_snapshot(name) is None and source.parent.is_dir():  # a path, rather than a name of the hub
+        if hub_snapshot(name) is None and source.parent.is_dir():  # probably a path, not a hub name
             raise ConfigError(
-                "there is no such folder",
+                "folder does not exist",
                 where=_WHERE,
                 found=name,
                 allowed=_SOURCES,
@@ -73,15 +78,15 @@ def _check_source(source: Path) -> None:
 
 
 def refuse_without_model(source: Path, where: str, allowed: str) -> NoReturn:
-    """Refuse a folder that holds no model, or is not there; `where` names the command.
+    """Raise an error for a folder that has no model or does not exist; `where` names the command.
 
     Raises:
-        ConfigError: names the newest model inside the folder, if there is one.
+        ConfigError: suggests the newest model inside the folder, if any.
     """
     newest = [root / f"step_{steps[-1]}" for root in (source, source / "checkpoints") if (steps := steps_in(root))]
     inside = [*newest, *(file.parent for file in source.glob("hf/config.json"))]
     raise ConfigError(
-        "this folder holds neither a model nor a checkpoint" if source.is_dir() else "there is no such folder",
+        "this folder has neither a model nor a checkpoint" if source.is_dir() else "folder does not exist",
         where=where,
         found=str(source),
         allowed=allowed,

@@ -1,4 +1,4 @@
-"""Model sizes that the checks need, read from plain JSON: no torch, no transformers, no network."""
+"""Model sizes for the checks, from plain JSON: no torch, no transformers, no network."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from megarl.system.errors import ConfigError, close_matches
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The sizes of a decoder. `ffn` is the width of a dense layer, or of one expert when `experts` is not 0.
+    """The sizes of a decoder. `ffn` is the width of a dense layer or, if `experts` is not 0, of one expert.
 
-    `dense_ffn` is the width of the dense layers that a mixture of experts may also have (0: none).
+    `dense_ffn` is the width of a mixture's dense layers (0: none).
     """
 
     source: str
@@ -55,21 +55,21 @@ class ModelFacts:
     experts: int = 0
     experts_per_token: int = 0
     dense_layers: int = 0
-    """Layers without experts in a mixture of experts."""
+    """Number of layers without experts in a mixture of experts."""
     sparse: tuple[bool, ...] = ()
-    """Whether each layer has experts, in a mixture of experts; no entries: all have."""
+    """Whether each layer has experts, in a mixture of experts; empty: all layers have."""
     only_in_training: tuple[tuple[str, object], ...] = ()
-    """Keys and values that transformers obeys in training only, and this trainer does not."""
+    """Keys and values that transformers applies in training only, and that this trainer does not apply."""
     labels: int | None = None
-    """Outputs per token of a classifier, None for a language model."""
+    """Number of outputs per token of a classifier; None for a language model."""
     vision: VisionShape | None = None
-    """The vision part of a robot policy; None: another model."""
+    """The vision part of a robot policy; None for other models."""
     encoder: VisionEncoder | None = None
-    """The vision encoder of a vision-language model; None: another model."""
+    """The vision encoder of a vision-language model; None for other models."""
     frozen: tuple[ModelPart, ...] = ()
-    """Parts that do not learn, see `ModelConfig.freeze`."""
+    """Parts that are not trained, see `ModelConfig.freeze`."""
     windows: tuple[int | None, ...] = ()
-    """Keys that a query of each layer sees at most, itself included; None, or no entries: all before it."""
+    """Largest number of keys that a query of each layer sees, itself included; None, or empty: all before it."""
 
     @property
     def is_moe(self) -> bool:
@@ -78,7 +78,7 @@ class ModelFacts:
 
     @cached_property
     def dimensions(self) -> dict[str, int]:
-        """Sizes that the tables of tensors name."""
+        """Sizes by the names that the tables of tensors use."""
         return {
             "one": 1,
             "hidden": self.hidden,
@@ -93,12 +93,12 @@ class ModelFacts:
 
     @cached_property
     def elements(self) -> dict[str, Elements]:
-        """Parameters of each component: in one layer where layers have it, of one expert where experts have it."""
+        """Parameters of each component: of one layer for components of layers, of one expert for experts."""
         return elements((*ARCHITECTURES[self.model_type].tensors, UNTIED_HEAD), self.dimensions)
 
     @cached_property
     def copies(self) -> dict[str, int]:
-        """Number of times that the model has each component: layers, experts of all layers, ends."""
+        """How many of each component the model has: layers, experts of all layers, ends."""
         sparse = self.layers - self.dense_layers if self.is_moe else 0
         every = {"norms": self.layers, "attention": self.layers, "mlp": self.layers - sparse}
         ends = {"embedding": 1, "final_norm": 1, "head": 0 if self.tied else 1}
@@ -106,12 +106,12 @@ class ModelFacts:
 
     @cached_property
     def parameters_of(self) -> dict[str, int]:
-        """Parameters of each component in the whole model. A tied head has none of its own."""
+        """Parameters of each component in the whole model; a tied head has none."""
         return {name: self.copies[name] * self.elements[name].all for name in COMPONENTS}
 
     @cached_property
     def multiplied_of(self) -> dict[str, int]:
-        """Elements of the matrices that one token is multiplied with: active experts only, no embedding."""
+        """Matrix elements by which one token is multiplied, by component: active experts only, no embedding."""
         times = {**self.copies, "embedding": 0, "head": 1}
         if self.is_moe:
             times["experts"] = times["experts"] // self.experts * self.experts_per_token
@@ -119,44 +119,45 @@ class ModelFacts:
 
     @property
     def expert_parameters(self) -> float:
-        """Parameters of all experts of one layer, 0 for a dense model. The mean over all layers, where they differ."""
+        """Parameters of one layer's experts, averaged over all layers; 0 for a dense model."""
         return self.parameters_of["experts"] / self.layers
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, including what it sees with."""
+        """Number of parameters of the whole model, including its vision part."""
         return sum(self.parameters_of.values()) + self.visual_parameters
 
     @property
     def visual_parameters(self) -> int:
-        """Parameters of what a model sees with, all on the first pipeline stage."""
+        """Number of parameters of the vision part, which is on the first pipeline stage."""
         return sum(self.visual_parts.values())
 
     @cached_property
     def visual_parts(self) -> dict[ModelPart, int]:
-        """Parameters of each part of what a model sees with."""
-        found: dict[ModelPart, int] = {}
+        """Number of parameters of each part of the vision part."""
+        counts: dict[ModelPart, int] = {}
         for before, shape in (("vision.", self.vision), ("visual.", self.encoder)):
             for name, (_, size) in () if shape is None else shape.tensors.items():
                 part = part_of(before + name)
-                found[part] = found.get(part, 0) + math.prod(size)
-        return found
+                counts[part] = counts.get(part, 0) + math.prod(size)
+        return counts
 
     @property
     def trained_parameters(self) -> int:
-        """Parameters of the whole model that learn."""
+        """Number of trained parameters."""
         parts = {"language_model": sum(self.parameters_of.values()), **self.visual_parts}
         return sum(count for part, count in parts.items() if part not in self.frozen)
 
     @property
     def computing_parameters(self) -> int:
-        """Parameters that each token is multiplied with: no embedding, active experts only."""
+        """Number of matrix elements by which each token is multiplied: no embedding, active experts only."""
         return sum(self.multiplied_of.values())
 
 
 def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
-    """Return the facts of a Hugging Face config; `source` names it in errors. For a robot policy these are the facts of
-    its language model, with its vision part.
+    """Return the facts of a Hugging Face config; `source` names it in errors.
+
+    For a robot policy these are the facts of its language model, with its vision part.
 
     Raises:
         ConfigError: an unsupported architecture, variant, value or quantisation.
@@ -195,22 +196,22 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
 
 
 def _labels(raw: dict[str, Any]) -> int | None:
-    """Return the outputs of the classifier that a config describes; transformers omits its default, 2."""
+    """Return the number of outputs of the classifier in a config; transformers omits the default, 2."""
     if not any("Classification" in str(name) for name in raw.get("architectures") or ()):
         return None
     return len(raw["id2label"]) if raw.get("id2label") else int(raw.get("num_labels") or 2)
 
 
 def known_facts(model: ModelConfig, fix: str) -> ModelFacts:
-    """Return `model_facts` for a caller that requires them.
+    """Return `model_facts`, or raise an error if they are unknown.
 
     Raises:
-        ConfigError: the model's sizes are unknown on this machine.
+        ConfigError: the model's sizes are not known on this machine.
     """
     facts = model_facts(model)
     if facts is None:
         raise ConfigError(
-            "formulas go by the sizes of the model, and nothing here describes it",
+            "the model's sizes are unknown: its config is not on this machine",
             where="model.path",
             found=model.path,
             allowed="a folder, a model of the local hub cache, or a well-known name",
@@ -222,11 +223,11 @@ def known_facts(model: ModelConfig, fix: str) -> ModelFacts:
 def model_facts(model: ModelConfig) -> ModelFacts | None:
     """Return the facts of `model.path` (a folder, the hub cache, or a well-known hub name) or of `model.hf_config`.
 
-    Return None when `path` is a hub name that nothing local describes. Raise ConfigError when the model is missing or
+    Return None if `path` is a hub name without local description. Raise ConfigError if the model is missing or
     unsupported.
     """
-    found = raw_config(model)
-    return None if found is None else replace(facts_from_config(*found), frozen=tuple(model.freeze))
+    config = raw_config(model)
+    return None if config is None else replace(facts_from_config(*config), frozen=tuple(model.freeze))
 
 
 def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
@@ -234,7 +235,7 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
     if model.path is None:
         if model.hf_config is None:
             raise ConfigError(
-                "no model is named",
+                "the recipe names no model",
                 where="model",
                 allowed="model.path, or model.hf_config for a fresh random model",
                 fix="set model.path to a Hugging Face folder or hub name",
@@ -249,7 +250,7 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
     if not is_hub_name(model.path):
         folder = Path(model.path).expanduser()
         raise ConfigError(
-            "there is no such model folder",
+            "model folder does not exist",
             where="model.path",
             found=model.path,
             allowed="a folder with config.json and safetensors files, or a hub name such as Qwen/Qwen3-8B",
@@ -260,7 +261,7 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
 
 
 def local_folder(path: str) -> Path | None:
-    """Return the folder of `model.path`: itself, or its snapshot in the hub's cache; None if it is not here."""
+    """Return the folder of `model.path`, or its snapshot in the hub cache; None if neither is on this machine."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -268,13 +269,13 @@ def local_folder(path: str) -> Path | None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether this has the form `organisation/name` and is not written as a path (`./x/y`, `/x`)."""
+    """Return whether `name` has the form `organisation/name` and is not a path such as `./x/y` or `/x`."""
     parts = name.split("/")
     return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
 
 
 class HubPaths(NamedTuple):
-    """The places of the hub's packages: their home, the cache of repositories, and the user's token."""
+    """Paths of the hub's packages: their home, the cache of repositories, and the user's token file."""
 
     home: Path
     hub: Path
@@ -282,7 +283,7 @@ class HubPaths(NamedTuple):
 
 
 def hub_paths() -> HubPaths:
-    """Return the places from the variables that huggingface_hub.constants reads, in its order, without importing it."""
+    """Return the hub's paths from the variables that huggingface_hub.constants reads, without importing it."""
 
     def place(name: str, default: str) -> str:
         return os.path.expandvars(os.path.expanduser(os.environ.get(name, default)))
@@ -294,13 +295,13 @@ def hub_paths() -> HubPaths:
 
 
 def hub_cache_folder(name: str) -> Path | None:
-    """Return the snapshot folder of a hub model in the local cache, None when its configuration is not there."""
+    """Return a hub model's snapshot folder in the local cache; None if its config is not there."""
     snapshot = hub_snapshot(name)
     return snapshot if snapshot is not None and (snapshot / "config.json").is_file() else None
 
 
 def hub_snapshot(name: str) -> Path | None:
-    """Return the folder of a repository of models in the local Hugging Face cache; None if it is not there."""
+    """Return the folder of a hub repository in the local cache; None if it is not there."""
     cache = hub_paths().hub / ("models--" + name.replace("/", "--"))
     reference = cache / "refs" / "main"
     if not reference.is_file():
@@ -318,14 +319,14 @@ def _read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise no_model(file.parent, "model.path") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("the model's config cannot be read", where=str(file), found=str(error), fix=_AGAIN) from error
+        raise ConfigError("cannot read the model's config", where=str(file), found=str(error), fix=_AGAIN) from error
     if not isinstance(raw, dict):
         raise ConfigError("the model's config is not a mapping", where=str(file), found=raw, fix=_AGAIN)
     return raw
 
 
 def near_folder(folder: Path) -> str:
-    """Suggest what to write instead of `folder`, which is not there: a folder beside it with a similar name, if any."""
+    """Return the advice for a missing folder: one next to it with a similar name, if any."""
     siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     close = close_matches(folder.name, siblings)
     return f"did you mean {folder.parent / close[0]}?" if close else "check the path; it is relative to this folder"

@@ -1,6 +1,8 @@
-"""Append-only JSON lines that survive `kill -9`: at most the last line is partial; readers skip it, writers cut it.
+"""Append-only files of JSON lines that survive `kill -9`: only the last line can be partial.
 
-Other damage (zero bytes after a power cut, a full disk) loses the damaged lines, which is logged.
+Readers skip a partial line, and writers cut it off.
+
+Lines with other damage (zero bytes after a power cut, a full disk) are lost, which is logged.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ COLUMNS = frozenset({"step", "stage", "time"})
 
 
 class JsonlWriter:
-    """A writer of one record per line; with `durable` every line is on disk when `write` returns.
+    """Writes one record per line; with `durable` every line is on disk when `write` returns.
 
-    A partial last line of an earlier process is cut when the file is opened; a folder in its place is set aside. A file
+    Opening cuts off a partial last line of an earlier process, and sets aside a folder in the file's place. A file
     that is deleted meanwhile is created again, without the earlier lines.
     """
 
@@ -33,7 +35,7 @@ class JsonlWriter:
         if path.is_dir():
             set_aside(path, "a folder")
         self._path, self._durable = path, durable
-        self._file = open(path, "ab")  # noqa: SIM115  (lives as long as the writer)
+        self._file = open(path, "ab")  # noqa: SIM115  (closed by `close`)
         complete = _complete_bytes(path)
         if complete != path.stat().st_size:
             self._file.truncate(complete)
@@ -54,15 +56,16 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path, *, needs: Needs | None = None, must_exist: bool = False) -> list[Record]:
-    """Read all complete records, oldest first; none if the file is absent. Damaged lines are skipped and logged once.
+    """Read all complete records, oldest first; none if the file does not exist. Damaged lines are skipped and logged
+    once.
 
     Args:
         path: the file.
         needs: required fields of a line and their types.
-        must_exist: raise if the file is absent.
+        must_exist: raise an error if the file does not exist.
 
     Raises:
-        OSError: with `must_exist`, the file is absent or cannot be opened.
+        OSError: with `must_exist`, the file does not exist or cannot be opened.
     """
     if not must_exist and not path.is_file():
         return []
@@ -73,9 +76,10 @@ def read_jsonl(path: Path, *, needs: Needs | None = None, must_exist: bool = Fal
 
 
 def rewrite_jsonl(path: Path, keep: Callable[[Record], bool], *, needs: Needs | None = None) -> None:
-    """Drop the records that `keep` refuses, and a partial last line. Atomic: a crash leaves the old or the new file.
+    """Rewrite a file without the records that `keep` rejects and without a partial last line. A crash leaves the old
+    or the new file.
 
-    Damaged lines move to NAME.damaged, and a folder in place of the file is set aside; both are logged.
+    Damaged lines move to NAME.damaged, and a folder in the file's place is set aside; both are logged.
     """
     if path.is_dir():
         set_aside(path, "a folder")
@@ -99,7 +103,7 @@ def rewrite_jsonl(path: Path, keep: Callable[[Record], bool], *, needs: Needs | 
 
 
 def finite(value: Any) -> Any:
-    """Return a value with null for the numbers that JSON cannot hold (NaN, infinity), and text for all keys."""
+    """Replace NaN and infinity, which JSON lacks, by None, and convert all keys to text."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -110,7 +114,7 @@ def finite(value: Any) -> Any:
 
 
 def _parsed(data: bytes, needs: Needs) -> tuple[list[Record], dict[int, tuple[bytes, str]]]:
-    """Return the records of whole lines, and the damaged lines by number with their error."""
+    """Return the records of complete lines, and (line, error) of each damaged line by number."""
     records, damaged = [], {}
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
@@ -121,14 +125,14 @@ def _parsed(data: bytes, needs: Needs) -> tuple[list[Record], dict[int, tuple[by
 
 
 def _lines_text(numbers: list[int]) -> str:
-    """Describe the line numbers, with the verb."""
+    """Return the subject of a sentence about damaged lines, such as "line 3 is damaged and"."""
     if len(numbers) == 1:
         return f"line {numbers[0]} is damaged and"
     return f"{len(numbers)} lines from line {numbers[0]} on are damaged and"
 
 
 def _line(record: Record) -> bytes:
-    """Encode one line. Half a surrogate pair, which UTF-8 cannot hold, is written as its JSON escape."""
+    """Encode a record as one line; lone surrogates, which UTF-8 lacks, become JSON escapes."""
     return json.dumps(record, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
 
 

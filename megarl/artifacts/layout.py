@@ -1,4 +1,4 @@
-"""Problems of dividing a model by a layout: used by the checks of a recipe, and again where a model is built."""
+"""Problems of splitting a model by a layout, for the checks of a recipe and again when a model is built."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from megarl.system.errors import ConfigError, count
 
 
 def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:
-    """Return every problem of dividing a model by a layout. `key` is the layout's dotted key, as `actor.parallel`."""
+    """Return every problem of splitting a model by a layout; `key` is the layout's recipe key, such as
+    `actor.parallel`."""
     interleaving = interleaving_problem(key, parallel)
-    found = [sequence_problem(key, parallel), tensor_problem(key, parallel, facts)]
-    found.append(pipeline_problem(key, parallel, facts))
-    return [problem for problem in (interleaving, *found, *expert_problems(key, parallel, facts)) if problem]
+    problems = [sequence_problem(key, parallel), tensor_problem(key, parallel, facts)]
+    problems.append(pipeline_problem(key, parallel, facts))
+    return [problem for problem in (interleaving, *problems, *expert_problems(key, parallel, facts)) if problem]
 
 
 def makes_replicas(devices: int, parallel: ParallelConfig) -> bool:
-    """Return whether so many workers make whole replicas, including the experts'."""
+    """Return whether this number of workers makes whole replicas, including those of experts."""
     experts = parallel.expert_tp * parallel.ep * parallel.pp
     return devices % parallel.model_parallel_size == 0 and devices % experts == 0
 
 
 def interleaving_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
-    """Return the problem of virtual pipeline chunks without pipeline stages; None if there is none."""
+    """Return an error for virtual pipeline chunks without pipeline stages, else None."""
     if parallel.vpp is None or parallel.pp > 1:
         return None
     return ConfigError(
@@ -38,11 +39,11 @@ def interleaving_problem(key: str, parallel: ParallelConfig) -> ConfigError | No
 
 
 def sequence_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
-    """Return the problem of sequence parallelism without tensor parallel ranks; None if there is none."""
+    """Return an error for sequence parallelism without tensor parallelism, else None."""
     if not parallel.sp or parallel.tp > 1:
         return None
     return ConfigError(
-        "sequence parallelism splits over the tensor parallel ranks, and tp is 1",
+        "sequence parallelism needs several tensor-parallel ranks, but tp is 1",
         where=f"{key}.sp",
         found=True,
         allowed="false with tp 1",
@@ -51,12 +52,12 @@ def sequence_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
 
 
 def image_problems(layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
-    """Return what keeps a vision-language model from the layouts of the recipe's teams."""
+    """Return an error if a team's layout does not support a vision-language model."""
     if all(layout.cp == 1 for layout in layouts):
         return []
     return [
         ConfigError(
-            "images are not split over context-parallel ranks",
+            "context parallelism is not supported for models with images",
             where="actor.parallel.cp",
             found="above 1",
             allowed="1",
@@ -66,20 +67,20 @@ def image_problems(layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
 
 
 def tensor_widths(facts: ModelFacts) -> dict[str, int]:
-    """Return the widths that tensor parallelism divides, by name."""
+    """Return the widths that tensor parallelism splits, by name."""
     widths = {"attention heads": facts.heads, "key/value heads": facts.kv_heads}
     dense = facts.dense_ffn if facts.is_moe else facts.ffn
     return {**widths, "feed-forward width": dense} if dense else widths
 
 
 def tensor_sizes(facts: ModelFacts) -> list[int]:
-    """Return the tensor parallel sizes that divide a model, ascending."""
+    """Return the tensor-parallel sizes that divide the model's widths, ascending."""
     widths = tensor_widths(facts).values()
     return [size for size in divisors(facts.heads) if all(width % size == 0 for width in widths)]
 
 
 def tensor_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
-    """Return the problem of heads or widths that tensor parallelism does not divide; None if there is none."""
+    """Return an error if tensor parallelism does not divide the heads or widths, else None."""
     tp, widths = parallel.tp, tensor_widths(facts)
     bad = {name: width for name, width in widths.items() if width % tp}
     if not bad:
@@ -96,7 +97,7 @@ def tensor_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> Con
 
 
 def pipeline_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
-    """Return the problem of layers that do not make equal stages and chunks; None if there is none."""
+    """Return an error if the layers do not split into equal stages and chunks, else None."""
     if facts.layers % (parallel.pp * (parallel.vpp or 1)) == 0:
         return None
     if facts.layers % parallel.pp:
@@ -118,18 +119,18 @@ def pipeline_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> C
 
 
 def expert_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:
-    """Return the problems of experts that are not divided evenly, or do not exist."""
+    """Return the errors for experts that do not split evenly or do not exist."""
     if not facts.is_moe:
-        asked = {"ep": parallel.ep if parallel.ep > 1 else None, "etp": parallel.etp}
+        settings = {"ep": parallel.ep if parallel.ep > 1 else None, "etp": parallel.etp}
         return [
             ConfigError(
-                f"{name} splits experts, and {facts.model_type} has none",
+                f"{name} splits experts, but {facts.model_type} has none",
                 where=f"{key}.{name}",
                 found=value,
                 allowed="1" if name == "ep" else "null",
                 fix=f"set {key}.{name}={'1' if name == 'ep' else 'null'}",
             )
-            for name, value in asked.items()
+            for name, value in settings.items()
             if value is not None
         ]
     etp = parallel.expert_tp
@@ -155,39 +156,39 @@ def expert_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> li
 
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
-"""The sizes of groups that DeepEP has settings for, in its versions from 1.2.1 on (`Buffer.get_dispatch_config`)."""
-_DEEPEP_MACHINE, _DEEPEP_CHOICES = 8, 32  # processes of a machine in groups of more; experts of a token
+"""Group sizes for which DeepEP, from version 1.2.1 on, has settings (`Buffer.get_dispatch_config`)."""
+_DEEPEP_MACHINE, _DEEPEP_CHOICES = 8, 32  # processes per machine for larger groups; experts per token
 
 
 def dispatch_problem(
     key: str, parallel: ParallelConfig, facts: ModelFacts, dtype: str, here: int
 ) -> ConfigError | None:
-    """Return the problem of bringing tokens to experts with DeepEP; None if there is none.
+    """Return an error if DeepEP cannot bring tokens to the experts, else None.
 
     Args:
-        dtype: of the model, as `model.dtype` has it.
-        here: processes of each machine, numbered one after another.
+        dtype: value of `model.dtype`.
+        here: processes per machine, with consecutive ranks.
     """
     ranks, choices = parallel.expert_tp * parallel.ep, parallel.expert_tp * facts.experts_per_token
-    group = f"{count(ranks, 'process')} to share the experts (etp {parallel.expert_tp} * ep {parallel.ep})"
+    group = f"the experts are shared by {count(ranks, 'process')} (etp {parallel.expert_tp} * ep {parallel.ep})"
     inside = here % ranks == 0 if ranks <= _DEEPEP_MACHINE else here == _DEEPEP_MACHINE
-    found: tuple[str, object, str | Iterable[object]] | None = None
+    obstacle: tuple[str, object, str | Iterable[object]] | None = None
     if not facts.is_moe:
-        found = "the model has no experts", facts.model_type, "a mixture of experts"
+        obstacle = "the model has no experts", facts.model_type, "a mixture of experts"
     elif dtype != "bf16":
-        found = "its kernels add up bf16 only", dtype, "model.dtype=bf16"
+        obstacle = "its kernels support bf16 only", dtype, "model.dtype=bf16"
     elif ranks not in DEEPEP_RANKS:
-        found = group, ranks, DEEPEP_RANKS
+        obstacle = group, ranks, DEEPEP_RANKS
     elif not inside:
         whole = f"a multiple of {ranks}" if ranks <= _DEEPEP_MACHINE else f"{_DEEPEP_MACHINE}"
-        found = f"{group}, on machines of {here}", here, f"{whole} processes on each machine"
+        obstacle = f"{group} on machines with {here} processes", here, f"{whole} processes on each machine"
     elif facts.hidden % 8:
-        found = "it moves blocks of 8 numbers", f"hidden size {facts.hidden}", "a multiple of 8"
+        obstacle = "it moves blocks of 8 numbers", f"hidden size {facts.hidden}", "a multiple of 8"
     elif choices > _DEEPEP_CHOICES:
-        found = "a token has too many experts", f"{choices} (experts of a token * etp)", f"at most {_DEEPEP_CHOICES}"
-    if found is None:
+        obstacle = "a token has too many experts", f"{choices} (experts of a token * etp)", f"at most {_DEEPEP_CHOICES}"
+    if obstacle is None:
         return None
-    what, value, allowed = found
+    what, value, allowed = obstacle
     return ConfigError(
         f"DeepEP cannot bring tokens to these experts: {what}",
         where=f"{key}.dispatch",

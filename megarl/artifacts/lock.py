@@ -1,14 +1,15 @@
-"""The lock of a run folder: one command at a time, and no worker of an earlier attempt writes after a later one began.
+"""The lock of a run folder: one command at a time, and no worker of an earlier attempt writes after a later one starts.
 
-    first machine's launcher   .lock        locked by flock, where the file system has it
+    first machine's launcher   .lock        locked by flock, if the file system supports it
                                .lock.json   the holder: attempt, process, machines; touched every 2 s
-    other machines' launchers  .lock.K, .lock.K.json    the same, of machine K
-    worker                     MEGARL_ATTEMPT, else .lock.json when it begins: its attempt
-                               .lock.json before it writes: if another attempt holds the folder, it ends itself
+    other machines' launchers  .lock.K, .lock.K.json    the same for machine K
+    worker                     reads its attempt at the start: MEGARL_ATTEMPT, else .lock.json
+                               reads .lock.json before it writes, and exits if another attempt holds the folder
 
-.lock.json is created exclusively, and taken from another command only when that has ended: its process on this machine
-is gone, or, on another machine, it was silent for `SILENT_S`. So it also works where flock is missing (Lustre without
-it), or is local to this machine. flock adds the kernel's immediate knowledge, also across containers.
+.lock.json is created exclusively. It is taken from another command only if that has ended: its process on this machine
+is
+gone or, on another machine, it was silent for `SILENT_S`. So the lock also works where flock is missing (Lustre without
+it) or local to a machine. flock in addition gives the kernel's immediate answer, also across containers.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from megarl.system.errors import UserError, WorkerError
 from megarl.system.parents import began
 from megarl.system.processes import write_atomically
 
-#: Environment variable of a worker: its attempt. Empty or absent: that of the folder's record when it begins.
+#: Environment variable of a worker: its attempt. Empty or absent: the attempt in the folder's record when the worker
+#: starts.
 ATTEMPT = "MEGARL_ATTEMPT"
 #: Seconds between two heartbeats of a holder, and seconds of silence after which another machine may take the folder.
 BEAT_S, SILENT_S = 2.0, 30.0
 _LOOK_S = 0.25
-_SETTLE_S = 1.0  # two commands may find the same holder gone
+_SETTLE_S = 1.0  # two commands may see at the same time that the holder is gone
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP})
 _NEEDS: Needs = {
     "attempt": str,
@@ -56,22 +58,22 @@ log = logging.getLogger(__name__)
 
 
 class FolderTaken(WorkerError):
-    """Another attempt holds the run folder; the process ends without writing there."""
+    """Another attempt holds the run folder; this process exits without writing there."""
 
     repeats = True
 
 
 class FolderLock:
-    """The lock of a run folder, for one machine's part of a command; a context manager.
+    """The lock of a run folder for one machine's part of a command; a context manager.
 
     Args:
         run_dir: the folder.
-        machine: number of this machine among those of the command.
+        machine: number of this machine within the command.
         machines: number of machines.
-        meets: rendezvous address; the same for all machines of one command.
+        meets: rendezvous address, equal on all machines of one command.
 
     Attributes:
-        machine: its number.
+        machine: number of this machine.
         notes: lines for the log of the run.
 
     Raises:
@@ -88,7 +90,7 @@ class FolderLock:
         self._mine = {"attempt": _new_attempt(), "host": socket.gethostname(), "place": _place(), "pid": os.getpid()}
         self._mine |= {"began": began(os.getpid()), "machines": machines, "meets": meets}
         self._mine |= {"folder": run_dir.stat().st_ino}
-        self._kernel = False  # flock knows this machine's processes
+        self._kernel = False  # whether flock works among this machine's processes
         self._over = threading.Event()
         self.notes: list[str] = []
 
@@ -115,10 +117,10 @@ class FolderLock:
         self._file.close()
 
     def begin_attempt(self) -> str:
-        """Name a new attempt of this command: workers of the previous one must not write from now on.
+        """Start a new attempt of this command, after which workers of the previous one must not write; return its name.
 
         Raises:
-            FolderTaken: another command has taken the folder meanwhile.
+            FolderTaken: another command has taken the folder.
         """
         if not self.is_ours():
             raise FolderTaken(_taken_text(self._run_dir, read_record(self._record, tell=False)))
@@ -128,9 +130,9 @@ class FolderLock:
         return str(following["attempt"])
 
     def is_ours(self) -> bool:
-        """Return whether no other command has taken the folder; an unreadable record is ignored."""
-        mine = self._mine["attempt"]
-        return bool(read_record(self._record, tell=False).get("attempt", mine) == mine)
+        """Return whether no other command has taken the folder; an unreadable record counts as ours."""
+        attempt = self._mine["attempt"]
+        return bool(read_record(self._record, tell=False).get("attempt", attempt) == attempt)
 
     def _flock(self) -> None:
         try:
@@ -148,10 +150,10 @@ class FolderLock:
             )
 
     def _create(self) -> None:
-        """Create the record, when no other command has one.
+        """Create the record after any other command has ended.
 
         Raises:
-            UserError: another command is alive, or was faster.
+            UserError: another command is running, or was faster.
         """
         contested = False
         while True:
@@ -170,15 +172,15 @@ class FolderLock:
                 raise self._refusal(read_record(self._record, tell=False))
 
     def _await_end(self, record: Path, joins: Mapping[str, Any] | None = None) -> bool | None:
-        """Wait until the command of a record is gone; return whether this machine knows that, None if it left by
-        itself.
+        """Wait until the command of a record has ended; return whether that is certain, or None if the record is gone.
+
 
         Args:
-            record: of a command.
-            joins: its fields if this machine belongs to it, which also ends the wait.
+            record: path of a command's record.
+            joins: fields of the record if this machine belongs to that command, which also ends the wait.
 
         Raises:
-            UserError: it is alive.
+            UserError: the command is running.
         """
         first, start, announced = _touched(record), time.monotonic(), False
         while (touched := _touched(record)) is not None:
@@ -189,23 +191,23 @@ class FolderLock:
             if gone:
                 return True
             waited = time.monotonic() - start
-            if joins and not holder:  # it is being written
+            if joins and not holder:  # the record is being written
                 first = touched
             if gone is not None or (first is not None and touched - first > _SETTLE_S):
                 raise self._refusal(holder)
             if waited > SILENT_S or self._now() - touched > SILENT_S:
                 self.notes.append(
-                    f"megarl: {_owner(holder)} had this run folder and was silent for {SILENT_S:g} s: it is taken"
+                    f"megarl: {_owner(holder)} held this run folder but was silent for {SILENT_S:g} s; it is taken"
                 )
                 return False
             if not announced:
                 announced = True
-                log.warning("%s had %s: waiting for a sign of life, %g s at most", _owner(holder), record, SILENT_S)
+                log.warning("%s holds %s: waiting up to %g s for a sign of life", _owner(holder), record, SILENT_S)
             time.sleep(_LOOK_S)
         return None
 
     def _now(self) -> float:
-        """Return the time of the file system, whose clock may differ."""
+        """Return the current time of the file system, whose clock may differ."""
         os.utime(self._path)
         return self._path.stat().st_mtime
 
@@ -215,9 +217,9 @@ class FolderLock:
             "another run is using this run folder",
             where="--run-dir",
             found=f"{self._run_dir}, by {_owner(holder)}" + (f", on {machines} machines" if machines > 1 else ""),
-            fix="wait for it, or stop it"
+            fix="wait until it ends, or stop it"
             if self._joins is None
-            else "wait for it, or stop it; machines of one command need the same MASTER_ADDR and MASTER_PORT, "
+            else "wait until it ends, or stop it; machines of one command need the same MASTER_ADDR and MASTER_PORT, "
             f"here {self._joins['meets']}, there {holder.get('meets') or 'none'}",
         )
 
@@ -229,13 +231,13 @@ class FolderLock:
 
 
 def join_attempt(run_dir: Path) -> None:
-    """Join the attempt that the environment names, else the one that holds the folder now."""
+    """Set this process's attempt: from the environment, else from the folder's record."""
     if not os.environ.get(ATTEMPT):
         os.environ[ATTEMPT] = read_record(_record_path(run_dir), tell=False).get("attempt", "")
 
 
 def refuse_if_taken(run_dir: Path) -> None:
-    """Check the lock before a worker writes to its run folder.
+    """Check that this worker may write to its run folder.
 
     Raises:
         UserError: the folder was deleted or moved.
@@ -247,13 +249,13 @@ def refuse_if_taken(run_dir: Path) -> None:
 
 
 def is_taken(run_dir: Path) -> bool:
-    """Return whether another attempt holds the folder; without a readable record, return False."""
-    mine = os.environ.get(ATTEMPT)
-    return bool(mine) and read_record(_record_path(run_dir), tell=False).get("attempt", mine) != mine
+    """Return whether another attempt holds the folder; False without a readable record."""
+    attempt = os.environ.get(ATTEMPT)
+    return bool(attempt) and read_record(_record_path(run_dir), tell=False).get("attempt", attempt) != attempt
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return whether a command holds the folder; False where that is unknown."""
+    """Return whether a command holds the folder; False if that is unknown."""
     kernel = False
     try:
         with (run_dir / ".lock").open() as file:
@@ -277,19 +279,19 @@ def _new_attempt() -> str:
 
 
 def _touched(path: Path) -> float | None:
-    """Return the time of the last touch; opening the file first refreshes a network file system. None: it is gone."""
+    """Return when a file was last touched, or None if it is gone; opening it first refreshes a network file system."""
     try:
         with path.open() as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):  # the second: on another machine, a moment ago
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: another machine has just removed it
             raise
         return None
 
 
 @functools.cache
 def _place() -> str:
-    """Return the scope of a process number: this boot of this machine, and the namespace of processes."""
+    """Return the scope within which a process id is unique: this boot of this machine, and its pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -298,12 +300,12 @@ def _place() -> str:
 
 
 def _is_gone(holder: Mapping[str, Any], run_dir: Path, *, kernel: bool) -> bool | None:
-    """Return whether the process of a record has ended; None: unknown here.
+    """Return whether the process of a record has ended; None if this machine cannot tell.
 
     Args:
-        holder: the record.
-        run_dir: its folder; a record copied with another folder holds nothing here.
-        kernel: flock says that no process of this machine has the folder.
+        holder: the record's content.
+        run_dir: the record's folder; a record that was copied with its folder does not count.
+        kernel: flock shows that no process of this machine holds the folder.
     """
     if not holder:
         return None
@@ -325,5 +327,5 @@ def _taken_text(run_dir: Path, holder: Mapping[str, Any]) -> str:
     return (
         f"{_owner(holder)} has taken the run folder {run_dir} (attempt {holder.get('attempt', 'unknown')}): process "
         f"{os.getpid()} on {socket.gethostname()}, of an earlier attempt ({os.environ.get(ATTEMPT) or 'launcher'}), "
-        "ends and writes nothing there"
+        "exits without writing there"
     )

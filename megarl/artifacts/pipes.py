@@ -1,4 +1,4 @@
-"""Refusal of pipes, sockets and devices where files belong: reading one waits for ever, or never ends."""
+"""Detection of pipes, sockets and devices in place of files: reading one blocks for ever, or never ends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 from megarl.system.errors import UserError
 
-_DEPTH = 3  # folders inside one another: RUN_DIR/checkpoints/step_N
+_DEPTH = 3  # nested folders: RUN_DIR/checkpoints/step_N
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Refuse a run or model folder that holds something that is neither a file nor a folder.
+    """Check that a run or model folder has only files and folders; one that does not exist passes.
 
     Raises:
-        UserError: names it. A folder that is not there holds nothing.
+        UserError: there is a pipe, socket or device.
     """
     for path in _special(folder, _DEPTH):
         raise UserError(
-            "a pipe, socket or device stands where a file belongs",
+            "found a pipe, socket or device instead of a file",
             where=str(path),
             allowed="files and folders",
             fix="remove it",
@@ -27,7 +27,7 @@ def refuse_pipes(folder: Path) -> None:
 
 
 def is_special(path: Path) -> bool:
-    """Return whether this, or what a link leads to, is a pipe, socket or device."""
+    """Return whether a path, or the target of a link, is a pipe, socket or device."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 

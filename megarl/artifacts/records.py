@@ -1,10 +1,11 @@
-"""Small JSON files of a run folder: written atomically, and readable after a power cut, a full disk or a manual edit.
+"""Small JSON files of a run folder: written atomically, and read safely after a power cut, a full disk or a manual
+edit.
 
-    write_record   a reader sees the old file or the new one, and the new one is on disk
-    read_record    an absent or damaged file is an empty record; damage is logged once
-    set_aside      an obstructing file or folder is kept under another name
+    write_record   atomic: a reader sees the old or the new file; durable
+    read_record    an absent or damaged file gives an empty record; damage is logged once
+    set_aside      renames a damaged or obstructing file or folder
 
-None of them decides whether a run starts, resumes or has succeeded: its state is in its checkpoints.
+No record decides whether a run starts, resumes or has succeeded: its state is in its checkpoints.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ _RUN_TYPES: Needs = {
     "ended": _NUMBER,
     "machine": dict,
     "config": dict,
-    "folder": str,  # where relative paths of the configuration start; runs of earlier versions lack it
+    "folder": str,  # base of relative paths in the configuration; missing in runs of earlier versions
 }
 _told: set[Path] = set()
 log = logging.getLogger(__name__)
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a JSON object; it is on disk on return."""
+    """Write a JSON object atomically and durably."""
     if path.is_dir():
         set_aside(path, "a folder")
     write_atomically(path, json.dumps(record, indent=1, default=str), durable=True)
 
 
 def read_record(path: Path, needs: Needs | None = None, *, tell: bool = True) -> dict[str, Any]:
-    """Read the JSON object in a file; empty if there is none, or if something else is there, which is logged once.
+    """Read the JSON object in a file; {} if the file is missing or, which is logged once, damaged.
 
     Args:
         path: the file.
         needs: required fields and their types.
-        tell: log damage; False: the caller does.
+        tell: whether to log damage.
     """
     try:
         return parse_object(path.read_bytes(), needs or {})
@@ -58,7 +59,7 @@ def read_record(path: Path, needs: Needs | None = None, *, tell: bool = True) ->
     except ValueError as error:
         reason = str(error)
     if tell:
-        warn_once(path, f"{path} cannot be read and does not count: {reason}")
+        warn_once(path, f"{path} cannot be read and is ignored: {reason}")
     return {}
 
 
@@ -69,37 +70,37 @@ def read_run(run_dir: Path, *, tell: bool = True) -> dict[str, Any]:
 
 
 def setting(run: Mapping[str, Any], section: str, key: str) -> Any:
-    """Return `config.section.key` of the record of a run; None if it is missing."""
-    found = run.get("config", {}).get(section)
-    return found.get(key) if isinstance(found, dict) else None
+    """Return `config.section.key` from a run's record; None if it is missing."""
+    values = run.get("config", {}).get(section)
+    return values.get(key) if isinstance(values, dict) else None
 
 
 def parse_object(data: bytes, needs: Needs) -> dict[str, Any]:
     """Parse the JSON object in `data`; NaN and infinity become None.
 
     Raises:
-        ValueError: it is no object, or lacks a required field.
+        ValueError: it is not an object, or lacks a required field.
     """
-    text = data.strip(b"\0 \t\r\n")  # zero bytes: a file system reserved the space and then lost power
+    text = data.strip(b"\0 \t\r\n")  # a file system may leave zero bytes after a power cut
     if not text:
-        raise ValueError("it holds nothing but zero bytes" if b"\0" in data else "it is empty")
+        raise ValueError("it has only zero bytes" if b"\0" in data else "it is empty")
     try:
-        found = json.loads(text, parse_constant=lambda name: None)
+        parsed = json.loads(text, parse_constant=lambda name: None)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"it is no JSON object, but of type {type(found).__name__}")
+    if not isinstance(parsed, dict):
+        raise ValueError(f"it is not a JSON object but {type(parsed).__name__}")
     for name, kind in needs.items():
-        value = found.get(name)
+        value = parsed.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"its field {name} is missing or of another type")
-    return found
+            raise ValueError(f"its field {name} is missing or has a wrong type")
+    return parsed
 
 
 def has_fields(found: object, needs: Needs) -> bool:
-    """Return whether this is an object with these fields of these types."""
+    """Return whether `found` is an object with these fields of these types."""
     return isinstance(found, dict) and all(
         isinstance(found.get(name), kind) and not isinstance(found[name], bool) for name, kind in needs.items()
     )
@@ -111,7 +112,7 @@ def set_aside(path: Path, why: str) -> Path:
     while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
     path.rename(target)
-    log.warning("%s was damaged (%s): it is %s now, and the run goes on without it", path, why, target.name)
+    log.warning("%s is damaged (%s): renamed it to %s; the run continues without it", path, why, target.name)
     return target
 
 

@@ -1,12 +1,12 @@
-"""The folder of a run: whether it is still there, its damaged files, and what a start writes into it.
+"""The folder of a run: whether it still exists, its damaged files, and what a start writes into it.
 
-    launcher -> config.next.yaml -> every rank reads it -> accepted: config.yaml (rank 0, with the run's record)
-                                                        -> refused:  removed, config.yaml still fits the checkpoints
+    launcher -> config.next.yaml -> read by every rank -> accepted: config.yaml (rank 0, with the run's record)
+                                                        -> refused: removed; config.yaml still fits the checkpoints
     actor's team -> reference.next, start.next -> other teams make their models -> accepted: reference/
                                                                                -> refused:  removed
 
-A new run folder has config.yaml from the beginning. A worker that waits when another one refuses the start is ended, so
-whoever ended it removes what was written.
+A new run folder has config.yaml from the beginning. A worker that is waiting when another one refuses the start gets
+killed, so the process that kills it removes the files of the start.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megarl.system.errors import UserError
 from megarl.system.processes import write_atomically
 
 CONFIG, NEXT_CONFIG = "config.yaml", "config.next.yaml"
-NEXT_REFERENCE = "reference.next"  # the reference of a start that may still be refused
-START_WEIGHTS = "start.next"  # the weights that RL starts from, until all teams have their models
+NEXT_REFERENCE = "reference.next"  # the reference model of a start that may still be refused
+START_WEIGHTS = "start.next"  # the weights from which RL starts, until all teams have their models
 LAUNCH_FOLDER = "launch"
-COLD_START = "cold_start"  # checkpoints of a cold start that is not over
+COLD_START = "cold_start"  # checkpoints of a cold start that has not finished
 #: A request for a checkpoint: written by the job into RUN_DIR/launch when its time limit is near, or into RUN_DIR by an
 #: interrupted launcher; the run removes it once it has written a checkpoint.
 SAVE_REQUEST = "save"
@@ -47,10 +47,10 @@ _FOLDERS = (
 )
 _OF_FILES = (".", "checkpoints", "errors", "heartbeats", "logs", "trace")
 _SUFFIXES = frozenset({".html", ".json", ".jsonl", ".svg", ".txt", ".yaml"})
-#: Entries by which a folder is a run's, also where a start was refused, or only the files of a job are there.
+#: Entries that mark a run's folder, even after a refused start or with only a job's files.
 _MARKS = frozenset({RUN, "log.txt", "metrics.jsonl", "checkpoints", LAUNCH_FOLDER})
-_LOCK = ".lock"  # the beginning of the names of a run's locks
-_NOT_FILES = frozenset({"lost+found"})  # of a volume
+_LOCK = ".lock"  # prefix of a run's lock files
+_NOT_FILES = frozenset({"lost+found"})  # created by the file system of a volume
 _NAMED = 3
 _RECORDS: dict[str, Needs] = {
     RUN: {},
@@ -60,7 +60,7 @@ _RECORDS: dict[str, Needs] = {
 
 
 class RunFolder:
-    """The folder of a run, held open, so that the file system gives its inode to no other folder.
+    """The folder of a run, kept open so that the file system does not reuse its inode for another folder.
 
     Args:
         path: an existing folder.
@@ -77,19 +77,19 @@ class RunFolder:
         os.close(self._handle)
 
     def is_gone(self) -> bool:
-        """Return whether the path is gone or is another folder; writers create missing files again."""
+        """Return whether the path no longer exists or is another folder."""
         try:
             return not os.path.samestat(os.stat(self._path), self._own)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # a network file system that does not answer properly proves nothing
+        except OSError:  # an error of a network file system proves nothing
             return False
 
     def check(self, *, now: bool = True) -> None:
-        """Raise if the folder is gone; unless `now`, look only once in a while.
+        """Raise an error if the folder is gone; unless `now`, look at most once per second.
 
         Raises:
-            UserError: it is gone.
+            UserError: the folder is gone.
         """
         if now or time.monotonic() - self._looked > _LOOK_S:
             self._looked = time.monotonic()
@@ -102,7 +102,7 @@ _HELD: dict[Path, RunFolder] = {}
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[RunFolder]:
-    """Hold the folder of the run that this process works on; `refuse_if_gone` checks it inside the block."""
+    """Keep the folder of this process's run open; inside the block `refuse_if_gone` checks it."""
     with contextlib.closing(RunFolder(path)) as folder:
         _HELD[path.absolute()] = folder
         try:
@@ -112,32 +112,32 @@ def held(path: Path) -> Iterator[RunFolder]:
 
 
 def refuse_if_gone(path: Path) -> None:
-    """Raise if the run folder is gone; call this before a write, which would create a folder that looks like a run.
+    """Raise an error if the run folder is gone; call this before a write that would create a folder like a run's.
 
     Raises:
-        UserError: it is the folder that this process holds, and that was deleted or moved.
+        UserError: the folder that this process holds was deleted or moved.
     """
     if (folder := _HELD.get(path.absolute())) is not None:
         folder.check()
 
 
 def folder_gone(run_dir: Path) -> UserError:
-    """Return the error that tells a user that the folder is gone."""
-    left = "nothing is there now" if not run_dir.exists() else "a folder with what was written since is there now"
+    """Return the error for a run folder that is gone."""
+    left = "nothing is at this path now" if not run_dir.exists() else "this path is now a folder with later files"
     return UserError(
-        "the folder of this run was deleted or moved while the run went on, so the run has ended",
+        "the run has ended because its folder was deleted or moved",
         where=str(run_dir),
-        found=f"{left}; checkpoints, metrics and log are lost with the deleted one",
-        fix="of a folder that was moved: move it back, and start the same command with this --run-dir, which goes on "
-        "from the newest checkpoint; else start the run again",
+        found=f"{left}; checkpoints, metrics and log are lost with a deleted folder",
+        fix="if the folder was moved: move it back, and run the same command with this --run-dir, which continues from "
+        "the newest checkpoint; otherwise start the run again",
     )
 
 
 def refuse_other_files(run_dir: Path) -> None:
-    """Refuse a folder for a run that holds files, and none of a run: a run writes among them, and may replace some.
+    """Raise an error if a folder for a run has files, but none of a run: a run would write among them.
 
     Raises:
-        UserError: names some of them. A folder that is not there, or has hidden entries only, holds nothing.
+        UserError: names some of the files. A folder that is missing or has only hidden entries passes.
     """
     if not run_dir.is_dir():
         return
@@ -147,40 +147,40 @@ def refuse_other_files(run_dir: Path) -> None:
         return
     more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
     raise UserError(
-        "this folder holds other files than those of a run",
+        "this folder has files that do not belong to a run",
         where="--run-dir",
         found=f"{run_dir}: {', '.join(others[:_NAMED])}{more}",
         allowed="the folder of a run, an empty folder, or a new one",
-        fix=f"name a new folder, such as {run_dir / 'run'}",
+        fix=f"use a new folder, such as {run_dir / 'run'}",
     )
 
 
 def drop_start(run_dir: Path) -> None:
-    """Remove the weights of a refused start. One process calls this, when no other one uses them any more."""
+    """Remove the weights of a refused start. One process calls this, when no other one uses them."""
     for name in (NEXT_REFERENCE, START_WEIGHTS):
         shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
 def write_next_config(run_dir: Path, text: str) -> None:
-    """Write the configuration of a start; the previous one stays until `accept_config`."""
+    """Write the configuration of a start; the previous one is kept until `accept_config`."""
     discard_config(run_dir)
     path = run_dir / CONFIG
     write_atomically(run_dir / NEXT_CONFIG if path.is_file() and path.read_bytes() != text.encode() else path, text)
 
 
 def next_config(run_dir: Path) -> Path:
-    """Return the configuration that the ranks of this start read."""
+    """Return the path of the configuration that the ranks of this start read."""
     return path if (path := run_dir / NEXT_CONFIG).is_file() else run_dir / CONFIG
 
 
 def accept_config(run_dir: Path) -> None:
-    """Accept the start: its configuration becomes the run's. One process calls this."""
+    """Make the start's configuration the run's. One process calls this."""
     if (run_dir / NEXT_CONFIG).is_file():
         (run_dir / NEXT_CONFIG).replace(run_dir / CONFIG)
 
 
 def restore_config(run_dir: Path, text: str) -> None:
-    """Write the configuration of a run that has ended, if it was deleted meanwhile."""
+    """Write the configuration of a finished run again if it was deleted."""
     if not (run_dir / CONFIG).is_file():
         write_atomically(run_dir / CONFIG, text)
 
@@ -191,10 +191,10 @@ def discard_config(run_dir: Path) -> None:
 
 
 def repair(run_dir: Path) -> None:
-    """Set aside damaged files, with a log line for each. Intact and unknown files stay as they are.
+    """Set aside damaged files, with a log line for each; keep intact and unknown files.
 
-    Files of lines are repaired by their writers (`megarl.artifacts.jsonl`); checkpoints have checksums and their own
-    recovery. Only the holder of the folder's lock calls this.
+    Writers repair files of JSON lines (`megarl.artifacts.jsonl`); checkpoints have checksums and their own recovery.
+    Only the holder of the folder's lock calls this.
     """
     for name in _FOLDERS:
         if (run_dir / name).is_file():

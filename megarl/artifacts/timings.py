@@ -1,7 +1,7 @@
-"""Durations of a training run by phase, and its number of devices, read from its folder.
+"""Durations of a training run by phase, and its number of devices, read from its run folder.
 
 metrics.jsonl   timing_s/NAME of every step: the slowest rank's seconds
-run.json        the recipe: workers, and the teams that they are in
+run.json        the recipe: workers and their teams
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megarl.artifacts.jsonl import STEP, read_jsonl
 from megarl.system.errors import DataError
 from megarl.system.offload_schedule import MOVES
 
-#: Number of first steps that do not count: they allocate memory and load code.
+#: Number of first steps that are left out: they allocate memory and load code.
 WARM_UP = 2
-#: Timings whose seconds are also those of the phases that they were spent in: a sum over phases leaves them out.
+#: Timings that are also part of other phases, so that a sum over phases leaves them out.
 WITHIN_PHASES = frozenset({MOVES, "act", "wait_for_simulators"})
 _TIMING = "timing_s/"
 
@@ -31,7 +31,7 @@ class Timings:
     Attributes:
         seconds: median over the steps, by node or phase of the step.
         teams: roles and workers of every team, by name; empty: one team of all workers.
-        workers: of all teams.
+        workers: number of workers of all teams.
     """
 
     first: int
@@ -42,21 +42,21 @@ class Timings:
 
 
 def read_timings(run_dir: Path) -> Timings:
-    """Return the timings of a training run's steps after the first `WARM_UP`; the run may still be going.
+    """Return the timings of a training run's steps after the first `WARM_UP`; the run may be in progress.
 
     Raises:
-        DataError: this is no folder of a training run, or it has too few steps.
+        DataError: this is not a training run's folder, or it has too few steps.
     """
     lines = _lines(run_dir / "metrics.jsonl")
     steps = {line["step"]: line for line in lines if line["stage"] == "train" and line["step"] > 0}
     counted = sorted(steps)[WARM_UP:]
     if not counted:
         raise DataError(
-            "this run has measured too few steps",
+            "this run has too few measured steps",
             where=str(run_dir / "metrics.jsonl"),
-            found=f"{len(steps)} of RL",
-            allowed=f"at least {WARM_UP + 1}: the first {WARM_UP} do not count",
-            fix="let it make more steps",
+            found=f"{len(steps)} RL steps",
+            allowed=f"at least {WARM_UP + 1}, as the first {WARM_UP} do not count",
+            fix="let the run make more steps",
         )
     measured: dict[str, list[float]] = {}
     for step in counted:
@@ -85,10 +85,10 @@ def _teams(file: Path) -> tuple[dict[str, tuple[tuple[str, ...], int]], int]:
 
 
 def _no_run(file: Path, error: Exception) -> DataError:
-    what = getattr(error, "strerror", None) or getattr(error, "what", None) or f"{type(error).__name__}: {error}"
+    reason = getattr(error, "strerror", None) or getattr(error, "what", None) or f"{type(error).__name__}: {error}"
     return DataError(
-        f"this is not the record of a training run ({what.lower()})",
+        f"this is not the record of a training run ({reason.lower()})",
         where=getattr(error, "where", None) or str(file),
         allowed="a run folder of megarl train, with metrics.jsonl and run.json",
-        fix="name RUNS/<name>/<stamp>",
+        fix="use RUNS/<name>/<stamp>",
     )

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """A model in Hugging Face form in a run folder: its folder's name, its step, and its kind."""
+    """A Hugging Face model in a run folder: the name of its folder, its step, and whether it is the best or the
+    last."""
 
     folder: str
     step: int
@@ -30,25 +31,25 @@ class Exported:
 
 
 def write_exported(run_dir: Path, models: list[Exported]) -> None:
-    """Write the record that `exported` reads."""
+    """Write the record of a run's exported models."""
     write_atomically(run_dir / _RECORD, json.dumps([asdict(model) for model in models], indent=1))
 
 
 def exported(run_dir: Path) -> list[Exported]:
-    """Return the models that a finished run left in `run_dir`, the last one first; none while it is under way."""
+    """Return the models that a finished run exported, the last one first; empty while the run is in progress."""
     record = run_dir / _RECORD
     try:
-        found = [Exported(**fields) for fields in json.loads(record.read_text())]
+        models = [Exported(**fields) for fields in json.loads(record.read_text())]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, RecursionError) as error:
         log.warning("%s cannot be read, so no model counts as exported: %s", record, error)
         return []
-    return [model for model in found if (run_dir / model.folder / "config.json").is_file()]
+    return [model for model in models if (run_dir / model.folder / "config.json").is_file()]
 
 
 def forget_exported(run_dir: Path) -> None:
-    """Forget the exported models, since the run resumes or starts over; the folders stay until they are rewritten."""
+    """Remove the record of exported models because the run continues; their folders stay until they are rewritten."""
     (run_dir / _RECORD).unlink(missing_ok=True)
 
 
@@ -58,13 +59,13 @@ def steps_in(checkpoints: Path) -> list[int]:
 
 
 def steps_of(folders: Iterable[Path]) -> list[int]:
-    """Return the steps of folders called step_N, ascending; other names, such as step_07, are not a run's."""
+    """Return the steps of folders called step_N, ascending; other names, such as step_07, are ignored."""
     names = [folder.name.removeprefix("step_") for folder in folders]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name)
 
 
 def best_step(checkpoints: Path) -> int | None:
-    """Return the step recorded as the best; its checkpoint may be gone."""
+    """Return the step that best.json records; its checkpoint may no longer exist."""
     path = checkpoints / "best.json"
     try:
         return int(json.loads(path.read_text())["step"])
@@ -76,9 +77,9 @@ def best_step(checkpoints: Path) -> int | None:
 
 
 def untrained_best_note(run_dir: Path) -> str | None:
-    """Return a note if no step beat the model before training, which was not kept as step 0; else None.
+    """Return a note if no step beat the model before training and no step 0 was kept, else None.
 
-    It compares `trainer.best_metric`, from run.json and metrics.jsonl; without these there is no note.
+    It compares `trainer.best_metric` from run.json and metrics.jsonl; without these files there is no note.
     """
     if any(model.which == "best" for model in exported(run_dir)) or 0 in steps_in(run_dir / "checkpoints"):
         return None
@@ -92,23 +93,23 @@ def untrained_best_note(run_dir: Path) -> str | None:
     if before is None or not values or before <= max(values.values()):
         return None
     then = f"{metric} was {before:.4g} before training and {max(values.values()):.4g} at best after it"
-    return f"{then}; no model of step 0 was kept: the recipe's own model is the better one"
+    return f"{then}; no model of step 0 was kept, so the recipe's original model is better than the exported one"
 
 
 def run_folder_fix(folder: Path) -> str:
-    """Suggest the path to name instead of `folder`, which holds no run: the newest training run in it, if any."""
+    """Return the advice for a folder that has no run: its newest training run, if any."""
     inside = [record.parent for record in folder.glob("*/config.yaml")]
     trained = sorted(run for run in inside if not any(f"-{job}" in run.name for job in ("eval", "generate")))
     if trained:
-        return f"did you mean {trained[-1]}, the newest run in it?"
-    return "name RUNS/<name>/<stamp>, such as runs/my_run/20261122-142359"
+        return f"did you mean {trained[-1]}, the newest run in this folder?"
+    return "use RUNS/<name>/<stamp>, such as runs/my_run/20261122-142359"
 
 
 def check_holds_run(run_dir: Path) -> None:
-    """Refuse a folder that no training run wrote.
+    """Check that a training run wrote this folder.
 
     Raises:
-        UserError: names the newest run inside the folder, if there is one.
+        UserError: no run wrote it; suggests the newest run inside the folder.
     """
     if not (run_dir / "config.yaml").is_file():
         raise _no_run(run_dir)
@@ -117,25 +118,25 @@ def check_holds_run(run_dir: Path) -> None:
 def _no_run(folder: Path) -> UserError:
     model = (folder / "config.json").is_file()
     return UserError(
-        f"this folder holds {'a model, not a' if model else 'no'} run",
+        f"this folder has {'a model, not a' if model else 'no'} run",
         where="RECIPE",
         found=str(folder),
         allowed="a recipe file, the name of a shipped recipe, or a run folder with its config.yaml and run.json",
-        fix=f"name a recipe, and the model in it: RECIPE model.path={folder}" if model else run_folder_fix(folder),
+        fix=f"use a recipe with this model: RECIPE model.path={folder}" if model else run_folder_fix(folder),
     )
 
 
 def overrides_for_model(run_dir: Path, which: Which) -> tuple[list[str], str]:
-    """Return overrides of the run's own config.yaml that select a model of the run, and a description of the model.
+    """Return overrides of the run's config.yaml that select one of its models, and a description of the model.
 
-    Exported models are preferred to checkpoints. Without a known best model the last one is taken.
+    Exported models are preferred to checkpoints. If no best model is known, the last one is used.
 
     Args:
         run_dir: folder of a training run.
-        which: of its models.
+        which: best or last model.
 
     Raises:
-        UserError: this is no folder of a training run, or it has neither an exported model nor a checkpoint.
+        UserError: this is not a training run's folder, or it has neither an exported model nor a checkpoint.
     """
     check_holds_run(run_dir)
     models = {model.which: model for model in exported(run_dir)}
@@ -153,18 +154,18 @@ def overrides_for_model(run_dir: Path, which: Which) -> tuple[list[str], str]:
         folder = run_dir / "checkpoints" / f"step_{step}"
         name = "best" if step == best else "last" if which == "last" else f"last{_why_last(step, best)}"
         return [f"trainer.resume={folder}"], f"{folder} ({name})"
-    if not (run_dir / RUN).is_file():  # the file config.yaml of something else
+    if not (run_dir / RUN).is_file():  # a config.yaml that does not belong to a run
         raise _no_run(run_dir)
     raise UserError(
-        "this run has left no model yet: no exported one, no checkpoint",
+        "this run has no model yet, neither exported nor as a checkpoint",
         where="RECIPE",
         found=str(run_dir),
-        fix="let it finish, or set trainer.save_every",
+        fix="let the run finish, or set trainer.save_every",
     )
 
 
 def _why_last(step: int, best: int | None) -> str:
-    """Explain why the last model, of `step`, is used although the best is asked for."""
+    """Explain why the last model, of `step`, is used although the best was requested."""
     if best == step:
         return ", which is the best"
-    return "; no best one is known" if best is None else f"; the best one, of step {best}, is not here"
+    return "; no best model is known" if best is None else f"; the best model, of step {best}, is missing"

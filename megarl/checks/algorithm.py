@@ -269,8 +269,8 @@ def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
             found="keep",
             fix="set algorithm.dynamic_sampling.surplus=drop, or another loss",
         )
-    knobs = config.rollout_correction.resolved()
-    if knobs.bypass and knobs.loss == "ppo":
+    correction = config.rollout_correction.resolved()
+    if correction.bypass and correction.loss == "ppo":
         checks.warn(
             "algorithm.loss.name",
             f"mode bypass corrects through the ratio of the policy loss, but {name} has none, so nothing is corrected",

@@ -18,35 +18,35 @@ _KEY = "rollout_correction"
 def check_correction(config: RunConfig, checks: Checklist) -> None:
     """Check mode and loss, weights, rejection, and whether they suit how samples are generated."""
     checks = checks.of(_NAME)
-    knobs = config.rollout_correction.resolved()
-    _check_mode(config, knobs, checks)
-    _check_weights(config, knobs, checks)
-    _check_rejection(config, knobs, checks)
+    correction = config.rollout_correction.resolved()
+    _check_mode(config, correction, checks)
+    _check_weights(config, correction, checks)
+    _check_rejection(config, correction, checks)
     _check_generation(config, checks.of("sampling"))
 
 
-def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:
+def _check_mode(config: RunConfig, correction: ResolvedCorrection, checks: Checklist) -> None:
     name, default = config.algorithm.loss.name, PolicyLossConfig.model_fields["name"].default
     losses = POLICY_LOSSES.names()
     correcting = [other for other in losses if POLICY_LOSSES.spec(other).corrects]
-    if knobs.bypass and knobs.loss == "ppo" and knobs.is_level != "none":
+    if correction.bypass and correction.loss == "ppo" and correction.is_level != "none":
         checks.fail(
             f"{_KEY}.is_level",
             "with mode bypass the ppo loss already has the ratio pi_theta / pi_rollout, so weights would count it "
             "twice",
-            found=knobs.is_level,
+            found=correction.is_level,
             allowed="none, or loss: pg, or mode: decoupled",
             fix=f"set {_KEY}.is_level=none, {_KEY}.loss=pg, or {_KEY}.mode=decoupled",
         )
-    if knobs.loss == "pg" and not knobs.bypass:
+    if correction.loss == "pg" and not correction.bypass:
         checks.fail(
             f"{_KEY}.loss",
             "the pg loss uses the weight pi_theta / pi_rollout, which is the ratio of mode bypass",
-            found=f"pg with mode {knobs.mode}",
+            found=f"pg with mode {correction.mode}",
             allowed="ppo, or pg with mode: bypass",
             fix=f"set {_KEY}.mode=bypass, or {_KEY}.loss=ppo",
         )
-    if knobs.loss == "pg" and name not in (default, *correcting):
+    if correction.loss == "pg" and name not in (default, *correcting):
         checks.fail(
             "algorithm.loss.name",
             f"{_KEY}.loss: pg replaces the policy loss, but another one is named",
@@ -54,7 +54,7 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
             allowed=[*correcting, f"{default} (the default)"],
             fix=f"remove algorithm.loss.name, or set {_KEY}.loss=ppo",
         )
-    if knobs.bypass and "sum_pi_squared" in component_fields(config.algorithm):
+    if correction.bypass and "sum_pi_squared" in component_fields(config.algorithm):
         estimates = "sum_pi_squared" in estimator_fields(config.algorithm)
         kind, key = ("estimator", "advantage") if estimates else ("loss", "loss")
         section = AdvantageConfig if estimates else PolicyLossConfig
@@ -67,18 +67,18 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
             allowed=f"decoupled, or another {kind}",
             fix=f"set {_KEY}.mode=decoupled, or algorithm.{key}.name={instead}",
         )
-    if name in correcting and knobs.loss != "pg":
+    if name in correcting and correction.loss != "pg":
         checks.fail(
             "algorithm.loss.name",
             f"{name} takes its weights from {_KEY}, which does not enable them",
-            found=f"{name} with {_KEY}.loss: {knobs.loss}",
+            found=f"{name} with {_KEY}.loss: {correction.loss}",
             allowed=f"{_KEY}.loss: pg",
             fix=f"set {_KEY}.preset=pg_is and remove algorithm.loss.name",
         )
 
 
-def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:
-    threshold = knobs.is_threshold
+def _check_weights(config: RunConfig, correction: ResolvedCorrection, checks: Checklist) -> None:
+    threshold = correction.is_threshold
     if isinstance(threshold, tuple) and not (len(threshold) == 2 and threshold[0] < threshold[1]):
         checks.fail(
             f"{_KEY}.is_threshold",
@@ -87,23 +87,23 @@ def _check_weights(config: RunConfig, knobs: ResolvedCorrection, checks: Checkli
             allowed="number > 0, or [low, high] with low < high",
             fix=f"set {_KEY}.is_threshold=[0.5,5]",
         )
-    elif knobs.is_level != "none" and not isinstance(threshold, tuple) and threshold < 1:
+    elif correction.is_level != "none" and not isinstance(threshold, tuple) and threshold < 1:
         checks.warn(
             f"{_KEY}.is_threshold",
             "weights are clipped below 1, so even samples without any gap lose weight",
             found=threshold,
             fix="token level 1.5 to 5 and sequence level 2 to 10 are usual",
         )
-    if not knobs.is_batch_normalize:
+    if not correction.is_batch_normalize:
         return
-    if knobs.is_level == "none":
+    if correction.is_level == "none":
         checks.warn(
             f"{_KEY}.is_batch_normalize",
             "there are no weights to normalise",
             found=True,
             fix=f"set {_KEY}.is_level=token or sequence",
         )
-    elif knobs.bypass and (terms := _unweighted_terms(config)):
+    elif correction.bypass and (terms := _unweighted_terms(config)):
         checks.fail(
             f"{_KEY}.is_batch_normalize",
             "with mode bypass the mean weight is known only after the last micro-batch, when the gradient already "
@@ -125,16 +125,18 @@ def _unweighted_terms(config: RunConfig) -> list[str]:
     return [name for name, there in terms.items() if there]
 
 
-def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:
-    if knobs.rs_level != "none" and knobs.rs_threshold is None:
+def _check_rejection(config: RunConfig, correction: ResolvedCorrection, checks: Checklist) -> None:
+    if correction.rs_level != "none" and correction.rs_threshold is None:
         checks.fail(
             f"{_KEY}.rs_threshold",
-            f"rejection at level {knobs.rs_level} has no bound",
+            f"rejection at level {correction.rs_level} has no bound",
             found="null",
             allowed="number > 0",
-            fix=f"set {_KEY}.rs_threshold={'1.001' if knobs.rs_level == 'geometric' else '2'}",
+            fix=f"set {_KEY}.rs_threshold={'1.001' if correction.rs_level == 'geometric' else '2'}",
         )
-    elif knobs.rs_level == "none" and (knobs.rs_threshold is not None or knobs.rs_threshold_lower is not None):
+    elif correction.rs_level == "none" and (
+        correction.rs_threshold is not None or correction.rs_threshold_lower is not None
+    ):
         checks.warn(
             f"{_KEY}.rs_level",
             "a rejection threshold is set, but no level to which it applies",
@@ -142,8 +144,8 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
             fix=f"set {_KEY}.rs_level=token, sequence or geometric, or remove the threshold",
         )
     seen = set()
-    for number, rule in enumerate(knobs.rules):
-        short = knobs.rs_level != "none" and number == 0
+    for number, rule in enumerate(correction.rules):
+        short = correction.rs_level != "none" and number == 0
         key = f"{_KEY}.rs_threshold" if short else f"{_KEY}.rs"
         _check_rule(rule, key, checks)
         if (rule["level"], rule["stat"]) in seen:
@@ -155,15 +157,15 @@ def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Check
                 fix="keep the tighter bounds",
             )
         seen.add((rule["level"], rule["stat"]))
-    if knobs.veto_threshold >= 1:
+    if correction.veto_threshold >= 1:
         checks.fail(
             f"{_KEY}.veto_threshold",
             "every sequence has a token ratio below this threshold, so all would be rejected",
-            found=knobs.veto_threshold,
+            found=correction.veto_threshold,
             allowed="number from 0 to below 1",
             fix=f"set {_KEY}.veto_threshold=1e-4",
         )
-    if knobs.bypass and knobs.rejects and config.rollout_correction.rs_affects_baseline:
+    if correction.bypass and correction.rejects and config.rollout_correction.rs_affects_baseline:
         checks.fail(
             f"{_KEY}.rs_affects_baseline",
             "with mode bypass samples are rejected during the update, after the baseline was computed",
@@ -202,9 +204,9 @@ def _check_rule(rule: dict[str, Any], key: str, checks: Checklist) -> None:
 
 
 def _check_generation(config: RunConfig, checks: Checklist) -> None:
-    rollout, knobs = config.rollout, config.rollout_correction.resolved()
+    rollout, correction = config.rollout, config.rollout_correction.resolved()
     precision = rollout.dtype == "bf16" and config.model.dtype == "fp32"
-    if precision and not knobs.active:
+    if precision and not correction.active:
         checks.warn(
             "rollout.dtype",
             "generation in bf16 and training in fp32 give different log-probs, which is slightly off-policy",
@@ -212,7 +214,7 @@ def _check_generation(config: RunConfig, checks: Checklist) -> None:
             fix=f"set rollout.dtype=model, or a preset of {_KEY}",
         )
     lag = config.async_.max_staleness
-    if lag and not knobs.active:
+    if lag and not correction.active:
         checks.warn(
             "async.max_staleness",
             "samples are generated with older weights than those that are trained, and nothing corrects for that",

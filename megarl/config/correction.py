@@ -161,20 +161,22 @@ class ResolvedCorrection:
 
 def describe_correction(config: RunConfig) -> list[str]:
     """Return the lines of the plan and the log that describe the rollout correction and the gap that it corrects."""
-    knobs, section = config.rollout_correction.resolved(), config.rollout_correction
+    correction, section = config.rollout_correction.resolved(), config.rollout_correction
     lines = [f"gap       {gap_source(config)}", f"preset    {section.preset}"]
-    if not knobs.active:
+    if not correction.active:
         return [*lines, "effect    none: the gap is measured, not corrected"]
-    where = "in the update, pi_theta / pi_rollout" if knobs.bypass else "before the update, pi_old / pi_rollout"
-    lines.append(f"mode      {knobs.mode}, loss {knobs.loss}; ratios are taken {where}")
+    where = "in the update, pi_theta / pi_rollout" if correction.bypass else "before the update, pi_old / pi_rollout"
+    lines.append(f"mode      {correction.mode}, loss {correction.loss}; ratios are taken {where}")
     weights = "none"
-    if knobs.is_level != "none":
-        low_high = isinstance(knobs.is_threshold, tuple)
-        bound = f"inside {list(knobs.is_threshold)}" if low_high else f"at most {knobs.is_threshold}"  # type: ignore[arg-type]
-        over = " over all tokens, rejected ones too" if knobs.is_normalize_over == "all" else ""
-        weights = f"{knobs.is_level}, {bound}{f', divided by their mean{over}' if knobs.is_batch_normalize else ''}"
+    if correction.is_level != "none":
+        low_high = isinstance(correction.is_threshold, tuple)
+        bound = f"inside {list(correction.is_threshold)}" if low_high else f"at most {correction.is_threshold}"  # type: ignore[arg-type]
+        over = " over all tokens, rejected ones too" if correction.is_normalize_over == "all" else ""
+        weights = (
+            f"{correction.is_level}, {bound}{f', divided by their mean{over}' if correction.is_batch_normalize else ''}"
+        )
     lines.append(f"weights   {weights}")
-    for rule in knobs.rules:
+    for rule in correction.rules:
         lower, upper = rule["lower"], rule["upper"]
         if lower is None and rule["stat"] == "k1" and rule["level"] != "seq_max":
             lower = f"1/{upper}"
@@ -182,10 +184,12 @@ def describe_correction(config: RunConfig) -> list[str]:
             f"{side} {bound}" for side, bound in (("below", lower), ("above", upper)) if bound is not None
         )
         lines.append(f"reject    {rule['level']} {rule['stat']} {bounds}")
-    if knobs.veto_threshold:
-        lines.append(f"veto      sequences with a token ratio below {knobs.veto_threshold}")
-    if knobs.rejects:
-        lines.append(f"baseline  rejected samples {'leave' if knobs.rs_affects_baseline else 'stay in'} their group")
+    if correction.veto_threshold:
+        lines.append(f"veto      sequences with a token ratio below {correction.veto_threshold}")
+    if correction.rejects:
+        lines.append(
+            f"baseline  rejected samples {'leave' if correction.rs_affects_baseline else 'stay in'} their group"
+        )
     return lines
 
 

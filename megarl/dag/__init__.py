@@ -1,1 +1,1 @@
-"""Task graphs: declared (`pipeline`), checked (`graph`), drawn, placed on devices, and walked by every worker."""
+"""Task graphs: declared (`pipeline`), checked (`graph`), drawn (`draw`), placed on devices, and run by every worker."""

@@ -1,15 +1,15 @@
-"""The requirements on a graph and its teams for the rollout's team to run ahead of the actor's.
+"""Checks that a graph and its teams allow the rollout's team to run ahead of the actor's team.
 
     in_order   rollout's team   generate t + 1 ---->  generate t + 2 ---->
                                             \\  weights t /
                actor's team     train t ---------->  train t + 1 ------->
 
-    as_ready   rollout's team   group after group, each replica by itself; weights when there are new ones
-                                            \\ B groups that are ready
+    as_ready   rollout's team   group after group, per replica; new weights as they arrive
+                                            \\ B finished groups
                actor's team     train t ---------->  train t + 1 ------->
 
-Within a step everything goes from the rollout's team to others and nothing back to it. Where groups come one by one, it
-walks its nodes for each of them, and generates others meanwhile: only its first node may ask the engine.
+Within a step, data flow from the rollout's team to other teams and never back. If groups come one by one, the team runs
+its nodes for each group while it generates others: only its first node may use the engine.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from megarl.dag.placement import Handover, Placement, TeamPlan
 
 KEY, ORDER, PARTIAL = "async.max_staleness", "async.order", "async.partial"
-#: A team may be k + 1 steps ahead of who reads its mail, which lasts for `buffer.core.KEPT` steps; where both
-#: samples and steps that are formed of them run ahead, it is twice that.
+#: A team may be k + 1 steps ahead of a reader of its messages, which are kept for `buffer.core.KEPT` steps; it is twice
+#: that if both samples and the steps formed of them run ahead.
 MOST = 30
-#: The stage whose place a stream of groups takes.
+#: The stage that a stream of groups replaces.
 ROLLOUT_STAGE = "megarl.runtime.stages.rollout:rollout"
 _GREEDY = "megarl.runtime.stages.rollout:greedy_rollout"
 
 
 def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> None:
-    """Refuse a staleness that these teams cannot have.
+    """Check that the teams allow the recipe's `async.max_staleness`.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: they do not.
     """
     _refuse_keys(config)
     lag = config.async_.max_staleness
@@ -49,11 +49,15 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
     team = placement.of_role(Role.ROLLOUT)
     if team is None:
         raise ConfigError(
-            "nothing is generated, so nothing can run ahead", where=KEY, found=lag, allowed="0", fix=_off(config)
+            "this recipe generates no samples, so nothing can run ahead",
+            where=KEY,
+            found=lag,
+            allowed="0",
+            fix=_off(config),
         )
     if Role.ACTOR in team.roles:
         raise ConfigError(
-            "samples are generated while others are trained on, and the rollout takes turns with the actor in the team "
+            "running ahead needs a rollout in a separate team, but the rollout takes turns with the actor in the team "
             f"{team.name}",
             where=KEY,
             found=lag,
@@ -67,11 +71,12 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
             for one in back
         )
         raise ConfigError(
-            f"the team {team.name} generates samples before other teams work on them, and takes from these what it "
-            "needs in the same step",
+            f"the team {team.name} cannot run ahead: it needs results of other teams for the samples that it "
+            f"generated in "
+            "the same step",
             where=KEY,
             found=what,
-            allowed="0, or a team that takes nothing",
+            allowed="0, or a team that needs no results of other teams",
             fix=f"put the rollout into a team without these other roles, or {_off(config)}",
         )
     if not config.async_.in_order:
@@ -80,22 +85,22 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
 
 
 def _readers(graph: TaskGraph, team: TeamPlan, taken: Handover) -> str:
-    """Return the nodes of a team that use the fields it is handed."""
+    """Return the nodes of a team that read the fields of a handover."""
     sources = {id: graph.inputs(id).sources for id in team.nodes}
     return ", ".join(id for id in team.nodes if any(sources[id].get(name) == taken.node for name in taken.fields))
 
 
 def _off(config: RunConfig) -> str:
-    """Return the overrides to run no step ahead."""
+    """Return the overrides that turn running ahead off."""
     return f"set {KEY}=0" + (f" {ORDER}=in_order" if not config.async_.in_order else "")
 
 
 def _refuse_keys(config: RunConfig) -> None:
-    """Check the keys against each other."""
+    """Check the keys of `async` and keys that they exclude."""
     section, lag = config.async_, config.async_.max_staleness
     if lag > MOST:
         raise ConfigError(
-            "teams would be too far apart for what they tell each other, which is kept for some steps only",
+            "max_staleness is too large: messages between teams are kept for some steps only",
             where=KEY,
             found=lag,
             allowed=f"0 to {MOST}",
@@ -103,8 +108,9 @@ def _refuse_keys(config: RunConfig) -> None:
         )
     if section.in_order and section.partial:
         raise ConfigError(
-            "in order, all samples of a step are generated to their end with the weights of this step, so that no new "
-            "ones come meanwhile",
+            "in order, all samples of a step are generated completely with the weights of this step, so there are no "
+            "partial "
+            "samples",
             where=PARTIAL,
             found=True,
             allowed=f"false, or true with {ORDER}=as_ready",
@@ -112,7 +118,7 @@ def _refuse_keys(config: RunConfig) -> None:
         )
     if not section.in_order and lag == 0:
         raise ConfigError(
-            "what is trained on when it is ready was begun before the last step was over, with older weights",
+            "as_ready needs max_staleness: its groups begin before the previous step has ended, with older weights",
             where=KEY,
             found=lag,
             allowed=f"an integer from 1 on, or 0 with {ORDER}=in_order",
@@ -120,7 +126,7 @@ def _refuse_keys(config: RunConfig) -> None:
         )
     if policy_of(config).copies and config.actor.engine.offload:
         raise ConfigError(
-            "in order, weights wait for their turn as copies of the actor's parameters, which are away between steps",
+            "in order, waiting weights are copies of the actor's parameters, which offloading removes between steps",
             where="actor.engine.offload",
             found=True,
             allowed=f"false with {KEY} above 1",
@@ -131,8 +137,9 @@ def _refuse_keys(config: RunConfig) -> None:
 def _refuse_settings(config: RunConfig, lag: int) -> None:
     if config.algorithm.dynamic_sampling.enabled and config.async_.in_order:
         raise ConfigError(
-            "dynamic sampling asks for more samples of a step until there are enough, with the weights of that step, "
-            "and these are gone once the next ones have come",
+            "dynamic sampling requests more samples with the weights of a step until it has enough, but these "
+            "weights are gone "
+            "once newer ones have arrived",
             where=KEY,
             found=lag,
             allowed=f"0 with algorithm.dynamic_sampling.enabled=true, or {ORDER}=as_ready",
@@ -140,8 +147,9 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
         )
     if config.rollout.stale_steps:
         raise ConfigError(
-            "both make samples older than they have to be: rollout.stale_steps keeps old weights for experiments "
-            "in a rollout that takes turns with the actor",
+            "rollout.stale_steps and async.max_staleness both make samples older: rollout.stale_steps is for "
+            "experiments "
+            "in which the rollout takes turns with the actor",
             where="rollout.stale_steps",
             found=config.rollout.stale_steps,
             allowed=f"0 with {KEY} above 0",
@@ -149,8 +157,9 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
         )
     if config.async_.partial and config.rollout.sampling.min_new_tokens:
         raise ConfigError(
-            "a sample that goes on with new weights is a request of its own to the engine, which counts its tokens "
-            "from 0 again: its end could be put off once more",
+            "a partial sample continues with new weights as a new request, for which the engine counts tokens "
+            "from 0 again, so "
+            "min_new_tokens would apply again",
             where="rollout.sampling.min_new_tokens",
             found=config.rollout.sampling.min_new_tokens,
             allowed=f"0 with {PARTIAL}=true",
@@ -159,12 +168,13 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
 
 
 def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
-    """Refuse nodes of the rollout's team that it cannot walk group by group, or that need a model."""
+    """Check that the rollout's team can run its nodes group by group, and without a model."""
     first, *later = (graph[id] for id in team.nodes)
     if first.func_name != ROLLOUT_STAGE:
         raise _refused(
-            f"groups are generated one by one in the place of the stage {ROLLOUT_STAGE.partition(':')[2]}, and the "
-            f"team {team.name} begins with another one",
+            f"the team {team.name} generates group by group instead of the stage "
+            f"{ROLLOUT_STAGE.partition(':')[2]}, but its first "
+            "node is a different stage",
             f"node {first.id!r}, {first.func_name}",
             f"a pipeline whose first node in this team is {ROLLOUT_STAGE}",
         )
@@ -173,8 +183,9 @@ def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
             raise _refused(_model_reason(node, team), f"node {node.id!r}", *_model_way_out(node, team))
         if node.declared.resamples:
             raise _refused(
-                f"a step is as many groups as {first.id!r} generates, one of each prompt, and node {node.id!r} makes "
-                f"other samples of them in the team {team.name}",
+                f"a step has one group per prompt from {first.id!r}, but node {node.id!r} in the same team "
+                f"{team.name} changes the "
+                "samples",
                 f"node {node.id!r}",
                 f"no other node that resamples in the team {team.name}",
             )
@@ -183,17 +194,17 @@ def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
 def _model_reason(node: Node, team: TeamPlan) -> str:
     if node.func_name == _GREEDY:
         return (
-            f"node {node.id!r} generates greedy responses for a step as a whole, in the middle of its walk, and the "
-            "engine is at work on other groups then"
+            f"node {node.id!r} generates greedy responses for a whole step, while the engine is busy with other groups"
         )
     return (
-        f"node {node.id!r} works with the {' and the '.join(node.models)}, for which all replicas of a team come "
-        f"together, and those of the team {team.name} finish their groups each by itself"
+        f"node {node.id!r} uses the {' and the '.join(node.models)}, which needs all replicas of a team at once, but "
+        f"the "
+        f"replicas of the team {team.name} finish their groups independently"
     )
 
 
 def _model_way_out(node: Node, team: TeamPlan) -> tuple[str, str | None]:
-    """Return what is allowed, and the fix; None: as for everything else."""
+    """Return the allowed value, and the fix; None: the usual fix."""
     others = [role for role in node.models if role != Role.ROLLOUT.value]
     allowed = f"in the team {team.name} nodes that work with no model, after the one that generates"
     if Role.ROLLOUT.value in node.models or not others:
@@ -202,16 +213,17 @@ def _model_way_out(node: Node, team: TeamPlan) -> tuple[str, str | None]:
 
 
 def _refused(what: str, found: str, allowed: str, fix: str | None = None) -> ConfigError:
-    """Return the error for a setting that groups which come one by one cannot have."""
+    """Return the error for a setting that excludes groups that come one by one."""
     return ConfigError(what, where=ORDER, found=found, allowed=allowed, fix=fix or f"set {ORDER}=in_order {KEY}=1")
 
 
 def _refuse_samples(config: RunConfig, placement: Placement, team: TeamPlan) -> None:
-    samples = {one.samples for one in placement.given_by(team.name)}
+    samples = {handover.samples for handover in placement.given_by(team.name)}
     if len(samples) > 1:
         raise ConfigError(
-            f"the team {team.name} hands over samples of several nodes, and a checkpoint keeps those of one for the "
-            "next step",
+            f"the team {team.name} passes on samples of several nodes, but a checkpoint keeps those of one node "
+            f"for the next "
+            "step",
             where=KEY,
             found=", ".join(sorted(samples)),
             allowed="0, or a pipeline whose nodes in this team resample once",

@@ -1,4 +1,4 @@
-"""Task graphs as text and SVG."""
+"""Drawings of task graphs as text and SVG."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _OUTLINES = (
 
 
 def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping[str, float] | None = None) -> str:
-    """Return a line of flow, nodes that may run at the same time in brackets, and a table of all nodes, in 80 columns.
+    """Draw the graph as text in 80 columns: the flow, with parallel nodes in brackets, and a table of all nodes.
 
-    The fields that a node reads and writes stand below its row. With several teams each node has its team, and a second
-    table says what goes from one to another.
+    The fields that a node reads and writes are below its row. With several teams, each node has its team, and a second
+    table lists the transfers between teams.
 
     Args:
         placement: placement of the graph; None: one team.
-        sizes: bytes per step of each handover, by its key, as far as they are known.
+        sizes: bytes per step of each handover, by its key, if known.
     """
     placement = placement if placement is not None and placement.separate else None
     flow = " -> ".join(row[0] if len(row) == 1 else f"[{' | '.join(row)}]" for row in graph.layers())
@@ -82,7 +82,7 @@ def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping
 
 
 def _fields(verb: str, names: Sequence[str]) -> list[str]:
-    """Return the fields that a node reads or writes; nothing where there are none."""
+    """Return the lines that list the fields that a node reads or writes; none if there are no fields."""
     return _wrapped(f"      {verb + ':':<8}{', '.join(names)}", " " * 14) if names else []
 
 
@@ -91,7 +91,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the rows in columns, the first one underlined."""
+    """Return the rows as aligned columns, with the first row underlined."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
@@ -101,13 +101,13 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _handovers(placement: Placement, sizes: Mapping[str, float]) -> list[str]:
-    """List the transfers from team to team in a step, in the order of the graph."""
+    """Return a table of the transfers between teams in a step, in the order of the graph."""
     rows: list[tuple[str, ...]] = [("after", "from", "to", "MB (about)")]
     contents: list[Sequence[str]] = []
-    for one in placement.handovers:
-        size = f"{sizes[one.key] / 1e6:.3g}" if one.key in sizes else "?"
-        rows.append((one.node, one.giver, ", ".join(one.takers), size))
-        contents.append(one.fields)
+    for handover in placement.handovers:
+        size = f"{sizes[handover.key] / 1e6:.3g}" if handover.key in sizes else "?"
+        rows.append((handover.node, handover.giver, ", ".join(handover.takers), size))
+        contents.append(handover.fields)
     actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
     if actor is not None and rollout is not None and actor != rollout:
         rows.append(("the step", actor.name, rollout.name, "-"))
@@ -120,9 +120,9 @@ def _handovers(placement: Placement, sizes: Mapping[str, float]) -> list[str]:
 
 
 def as_svg(graph: TaskGraph, placement: Placement | None = None) -> str:
-    """Return a self-contained SVG, left to right, that follows the reader's light or dark theme.
+    """Draw the graph as a self-contained SVG, left to right, for light and dark themes.
 
-    With several teams the boxes of each have an outline of its colour, and edges from one to another show a queue.
+    With several teams, boxes have an outline in their team's colour, and edges between teams show a queue.
     """
     placement = placement if placement is not None and placement.separate else None
     plan = lay_out(graph)
@@ -148,12 +148,12 @@ def as_svg(graph: TaskGraph, placement: Placement | None = None) -> str:
 
 
 def _crossing(edge: tuple[str, str], placement: Placement) -> str | None:
-    """Return the transfer from team to team along an edge, None within a team."""
+    """Describe the transfer along an edge between teams; None within a team."""
     source, target = edge
     giver, taker = placement.of_node(source).name, placement.of_node(target).name
     if giver == taker:
         return None
-    fields = [name for one in placement.given(source) if taker in one.takers for name in one.fields]
+    fields = [name for given in placement.given(source) if taker in given.takers for name in given.fields]
     return f"{giver} to {taker}: {', '.join(fields) or 'the order of the nodes'}"
 
 
@@ -171,8 +171,9 @@ def _styles(roles: list[Role], teams: int) -> str:
 
 
 def _edge(route: list[Point], crosses: str | None) -> str:
-    """Draw a line, horizontal at both ends, through all points of the route, with an arrow head; with a queue where it
-    crosses."""
+    """Draw an edge through the points of its route, horizontal at both ends, with an arrow head.
+
+    An edge between teams gets a queue."""
     (x, y), *rest = route
     path = [f"M {x:.1f} {y:.1f}"]
     for next_x, next_y in rest:
@@ -220,7 +221,7 @@ def _legend(roles: list[Role], y: float) -> list[str]:
 
 
 def _outline(team: int) -> tuple[str, str]:
-    """Return the colours of a team on a light and on a dark page; after the last the first comes again."""
+    """Return the colours of a team on light and dark pages; they repeat after the last one."""
     return _OUTLINES[team % len(_OUTLINES)]
 
 

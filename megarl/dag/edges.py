@@ -1,28 +1,30 @@
-"""The edges of the task graph, which follow from the declarations of a pipeline's nodes, in reading order.
+"""The edges of the task graph, derived from what a pipeline's nodes declare, in reading order.
 
-The order in which a recipe lists its nodes gives every field a history, as in a program of assignments. Edges keep of
-that order what matters, and leave the rest free:
+The order in which a recipe lists its nodes gives every field a history, like a sequence of assignments. Edges keep the
+parts of this order that matter:
 
-1. Data. A node comes after the last node listed before it that writes a field which it reads. Optional reads count
-   when there is such a node; a field of the graph's entry needs none. What a node only may write, and what a node
-   has consumed, is not there for one that needs it.
+1. Data. A node comes after the last earlier node that writes a field that it reads. Optional reads count if there is
+such
+   a node; a field of the graph's entry needs none. A required field must not come from a node that only may write it,
+   or after a node that consumes it.
 
        reward (writes score), advantage (reads score)           reward -> advantage
 
-2. Samples. A node that resamples comes after all nodes listed before it, and everything listed after it comes after
-   it: all fields are then those of its samples.
+2. Samples. A node that resamples comes after all earlier nodes, and all later nodes come after it, so that all fields
+   belong to its samples.
 
        reward, dynamic_sampling (resamples), old_logp            reward -> dynamic_sampling -> old_logp
 
 3. Rewriting. A node that writes a field again comes after the last node that wrote or consumed it, and after all
-   readers of that value that are listed before it. So every reader sees the value that it would see in the listed
-   order, and one that can do without sees none where none is listed before it.
+earlier
+   readers of that value. So every reader sees the value that it would see in the listed order, and an optional reader
+   sees no value if no earlier node writes one.
 
        reward (writes token_rewards), overlong (rewrites it), advantage (reads it)   reward -> overlong -> advantage
        kl_in_reward (reads response_mask), filter (rewrites it)                      kl_in_reward -> filter
 
-4. Models. A node that trains a model comes after the nodes listed before it that work on this model, and those listed
-   after it come after it.
+4. Models. A node that trains a model comes after the earlier nodes that use this model, and before the later ones.
+
 
        old_logp (actor), actor_train (trains the actor)          old_logp -> actor_train
 
@@ -40,7 +42,7 @@ from megarl.system.errors import UserError, close_matches
 
 
 class MissingFieldError(UserError):
-    """A node reads a field that no node before it writes. `role` is the node's, `field` what it reads."""
+    """A node reads `field`, which no earlier node writes; `role` is the node's role."""
 
     role: Role
     field: str
@@ -48,9 +50,9 @@ class MissingFieldError(UserError):
 
 @dataclass
 class _Value:
-    """The value that a field has at one place of the list: who wrote it (None: the entry), and who has read it.
+    """The value of a field at one place of the list: its writer (None: the graph's entry) and its readers so far.
 
-    `there` is false where nobody, or a node that has consumed it, wrote it, and where it is written in some steps only.
+    `there` is False if no node wrote it, if a node consumed it, or if it is written in some steps only.
     """
 
     writer: str | None
@@ -58,34 +60,34 @@ class _Value:
     readers: list[str] = field(default_factory=list)
 
     def after(self) -> list[str]:
-        """Return the nodes that a node which writes another value must wait for."""
+        """Return the nodes that must run before a node that overwrites this value."""
         return [*self.readers, *([] if self.writer is None else [self.writer])]
 
 
 class _History:
-    """The effects of the nodes listed so far on fields, samples and models.
+    """The effects of the nodes so far on fields, samples and models.
 
     Attributes:
-        resampler: the last node listed that resamples: the samples are what it made.
+        resampler: the last node that resamples, which made the current samples.
     """
 
     def __init__(self, entry: Iterable[str]) -> None:
         self._values = {name: _Value(None, there=True) for name in entry}
         self.resampler: str | None = None
-        self._since: list[str] = []  # nodes listed since the last one that resampled
-        self._trained: dict[str, str] = {}  # the last node that trained a model
-        self._users: dict[str, list[str]] = {}  # nodes that have worked on it since then
+        self._since: list[str] = []  # nodes since the last one that resampled
+        self._trained: dict[str, str] = {}  # last node that trained each model
+        self._users: dict[str, list[str]] = {}  # nodes that have used each model since then
 
     @property
     def there(self) -> list[str]:
-        """Fields that the next node of the list can rely on."""
+        """Fields on which the next node can rely."""
         return [name for name, value in self._values.items() if value.there]
 
     def _value(self, name: str) -> _Value:
         return self._values.setdefault(name, _Value(None, there=False))
 
     def waits(self, node: Node) -> list[str]:
-        """Return the nodes that `node`, the next one of the list, comes after."""
+        """Return the nodes that must run before `node`, the next one of the list."""
         contract, before = node.declared, list(node.deps)
         if self.resampler is not None:
             before.append(self.resampler)
@@ -101,17 +103,16 @@ class _History:
         return before
 
     def sources(self, node: Node) -> dict[str, str]:
-        """Return the writers of the fields that `node`, the next one of the list, finds; those of the entry are left
-        out."""
+        """Return the writers of the fields that `node`, the next one, uses, except fields from the graph's entry."""
         writers = {name: self._value(name).writer for name in node.declared.uses}
         return {name: writer for name, writer in writers.items() if writer is not None}
 
     def all_sources(self) -> dict[str, str]:
-        """Return the writers of all fields, those of the entry left out."""
+        """Return the writers of all fields, except fields from the graph's entry."""
         return {name: value.writer for name, value in self._values.items() if value.writer is not None}
 
     def add(self, node: Node) -> None:
-        """Add `node` to the list, with its effects."""
+        """Add `node` to the list, and record its effects."""
         contract = node.declared
         for name in contract.uses:
             self._value(name).readers.append(node.id)
@@ -137,10 +138,9 @@ class Inputs:
     """The inputs of a node.
 
     Attributes:
-        waits: nodes that it comes after, in the order of the list.
-        sources: the node that wrote each field that it uses; fields of the entry, and those that nobody wrote, are not
-            here.
-        samples: the node that made its samples by resampling; None: they are those that enter the graph.
+        waits: nodes that must run before it, in the order of the list.
+        sources: the writer of each field that it uses, except fields of the entry and fields that no node wrote.
+        samples: the node that made its samples by resampling; None: they are the samples that enter the graph.
     """
 
     waits: list[str]
@@ -167,7 +167,7 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
             if name not in history.there:
                 raise _missing(node, name, nodes, history, where)
         waits = sorted(set(history.waits(node)), key=place.__getitem__)
-        # A node that resamples carries all fields, read or not.
+        # A node that resamples keeps all fields, whether it reads them or not.
         sources = history.all_sources() if node.declared.resamples else history.sources(node)
         inputs[node.id] = Inputs(waits, sources, history.resampler)
         history.add(node)
@@ -175,17 +175,17 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
 
 
 def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, where: str) -> MissingFieldError:
-    """Return `node` reads `name`, which is not there where it is listed."""
+    """Return the error that `node` reads `name`, which is not available at its place in the list."""
     number = [other.id for other in nodes].index(node.id)
     before, later = [other.id for other in nodes[:number]], nodes[number + 1 :]
     writer = next((other.id for other in later if name in other.declared.writes), None)
     perhaps = next((other.id for other in nodes[:number] if name in other.declared.may_write), None)
     near = close_matches(name, history.there)
-    taken = next((other.id for other in nodes[:number] if name in other.declared.consumes), None)
+    consumer = next((other.id for other in nodes[:number] if name in other.declared.consumes), None)
     if writer is not None:
         hint = f"{writer!r} writes it but is listed after {node.id!r}; list it first"
-    elif taken is not None:
-        hint = f"{taken!r} has consumed it; list {node.id!r} before that"
+    elif consumer is not None:
+        hint = f"{consumer!r} has consumed it; list {node.id!r} before that"
     elif perhaps is not None:
         hint = f"{perhaps!r} writes it in some steps only; read it as `optional`, or list a node that always writes it"
     else:

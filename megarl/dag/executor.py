@@ -1,16 +1,16 @@
-"""Walk a task graph on one worker.
+"""Run a task graph on one worker.
 
-Every worker runs this loop by itself; there is no controller process. The order of the walk is the same everywhere:
+Every worker runs this loop by itself; there is no controller process. The order of nodes is the same everywhere:
 
     samples = the batch that enters
     for node in topological order, of its team:
-        samples = samples with what other teams have made for it            (take)
-        samples = samples with what the node wrote          (a node that resamples: its new samples,
+        samples = samples with the fields from other teams that it uses            (take)
+        samples = samples with the fields that the node wrote          (a node that resamples: its new samples,
                                                              and replicas may exchange these)
-        what other teams read of that goes to them                          (give)
+        send fields that other teams read                          (give)
 
-A node sees the fields that it declares. Edges put every reader between the last writer before it and the next one, so
-what is there when a node runs is what it should read.
+A node sees the fields that it declares. Edges put every reader between the last writer before it and the next writer,
+so a node always reads the right values.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 class NodeError(MegarlError):
-    """A node raised; the message names node, function and the original error."""
+    """A node raised an error; the message names the node, its function and the original error."""
 
 
 class Channel(Protocol):
-    """The transfer between teams around the nodes that this worker walks; every rank of its team calls both methods."""
+    """Transfers between teams around the nodes of this worker; every rank of its team calls both methods."""
 
     def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
-        """Return `batch` with what other teams have made that `node` uses; None stands for a batch that has not come
+        """Return `batch` with the fields from other teams that `node` uses; `batch` is None if there are no samples
         yet."""
         ...
 
     def give(self, context: Any, node: Node, batch: Batch) -> None:
-        """Hand over the fields that `node` wrote and other teams use."""
+        """Send the fields that `node` wrote to the teams that use them."""
         ...
 
 
@@ -61,7 +61,7 @@ class NoChannel:
 
 
 class Executor:
-    """The object that runs a graph again and again.
+    """Runs a graph, once per step.
 
     Args:
         roles: by the names under which stages take them (`megarl.dag.stage.ROLES`).
@@ -84,15 +84,16 @@ class Executor:
         self.nodes = graph.order() if nodes is None else list(nodes)
 
     def run(self, context: Any, prompts: Batch | None, more: Iterator[Batch] | None = None) -> Batch:
-        """Walk the graph once, and return the samples with all fields that are there at the end.
+        """Run the graph once, and return the samples with all fields at the end.
 
         Args:
             context: first argument of every node's function.
-            prompts: this rank's part of what enters the graph; None: its team begins with what another one made.
-            more: the prompts after these, for a stage that declares `refills`.
+            prompts: this rank's part of the batch that enters the graph; None: its team starts with another team's
+                samples.
+            more: later prompts, for a stage that declares `refills`.
 
         Raises:
-            NodeError: a node failed. Errors of this package pass through with the node added as a note.
+            NodeError: a node failed. Errors of this package are raised unchanged, with the node in a note.
         """
         batch = None if prompts is None else prompts.copy()
         for id in self.nodes:
@@ -108,7 +109,7 @@ class Executor:
         return batch
 
     def _call(self, node: Node, context: Any, batch: Batch, more: Iterator[Batch] | None) -> Batch:
-        """Return the samples after the node."""
+        """Run the node, check what it did, and return the samples after it."""
         from megarl.dag.guard import GuardedBatch, settle, writes_in_place
         from megarl.system.device import ProcessState
 
@@ -129,11 +130,11 @@ class Executor:
             raise NodeError(f"{story}: {type(error).__name__}: {error}") from error
 
     def _refill(self, node: Node, context: Any, more: Iterator[Batch] | None) -> Batch:
-        """Return the next prompts after all nodes before `node`, as that one sees them."""
+        """Return the next prompts, after all nodes before `node`, as this node sees them."""
         from megarl.dag.guard import GuardedBatch
 
         if more is None:
-            raise NodeError(f"node {node.id!r} asks for more prompts, and this walk has only those it was given")
+            raise NodeError(f"node {node.id!r} requests more prompts, but this run of the graph has none")
         batch = next(more).copy()
         for id in self.graph.upstream(node.id):
             batch = self._call(self.graph[id], context, batch, more)

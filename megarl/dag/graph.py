@@ -1,4 +1,4 @@
-"""A checked, immutable task graph and the questions one asks of it."""
+"""A checked, immutable task graph, and queries on it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megarl.system.errors import UserError
 
 
 class TaskGraph:
-    """The nodes and the edges that follow from what they declare (`megarl.dag.edges`), without cycles.
+    """The nodes, and the edges derived from their declarations (`megarl.dag.edges`), without cycles.
 
     Args:
-        description: its purpose, in a few words.
+        description: purpose of the graph, in a few words.
         entry: fields of the batch that enters the graph.
 
     Raises:
-        UserError: an empty graph, a duplicate id, a func that does not import, an unknown dependency, a field that a
-            node reads and nothing before it writes, or a cycle.
+        UserError: the graph is empty or has a cycle, an id is not unique, a func does not import, a dependency is
+            unknown, or a node reads a field that no earlier node writes.
     """
 
     def __init__(self, id: str, description: str, nodes: Iterable[Node], entry: Iterable[str] = LOADER_FIELDS) -> None:
@@ -27,10 +27,10 @@ class TaskGraph:
         self.nodes: dict[str, Node] = {}
         for node in nodes:
             if node.id in self.nodes:
-                raise UserError(f"two nodes are called {node.id!r}", where=self._where)
+                raise UserError(f"two nodes have the id {node.id!r}", where=self._where)
             self.nodes[node.id] = node.resolved()
         if not self.nodes:
-            raise UserError("the pipeline has no node", where=self._where, fix="add one with Pipeline.add")
+            raise UserError("the pipeline has no nodes", where=self._where, fix="add one with Pipeline.add")
         self.entry = tuple(entry)
         self._inputs = derive(list(self), self.entry, self._where)
         self._parents = {id: inputs.waits for id, inputs in self._inputs.items()}
@@ -44,12 +44,12 @@ class TaskGraph:
 
     @property
     def roles(self) -> set[Role]:
-        """Whose work its nodes are, and what they work with."""
+        """The roles of its nodes, and the roles that their stages take as arguments."""
         return {node.role for node in self} | {ROLES[name] for node in self for name in node.needs_roles}
 
     @property
     def has_responses(self) -> bool:
-        """Whether the batch that enters already has responses, so that none are generated."""
+        """Whether the batch that enters already has responses, so that no node generates them."""
         return "response_ids" in self.entry
 
     def __iter__(self) -> Iterator[Node]:
@@ -63,15 +63,15 @@ class TaskGraph:
 
     def __getitem__(self, id: str) -> Node:
         if id not in self.nodes:
-            raise UserError(f"no node {id!r}", where=self._where, allowed=self.nodes)
+            raise UserError(f"the graph has no node {id!r}", where=self._where, allowed=self.nodes)
         return self.nodes[id]
 
     def order(self) -> list[str]:
-        """Return the node ids in topological order; nodes that are ready at once keep the order of the list."""
+        """Return the node ids in topological order; independent nodes keep the order of the list."""
         return list(self._order)
 
     def parents(self, id: str) -> list[str]:
-        """Return the nodes that this one waits for directly."""
+        """Return the nodes that must run directly before this node."""
         self[id]
         return list(self._parents[id])
 
@@ -81,18 +81,18 @@ class TaskGraph:
         return self._inputs[id]
 
     def upstream(self, id: str) -> list[str]:
-        """Return all ancestors, in topological order."""
-        found: set[str] = set()
+        """Return all nodes that must run before this node, in topological order."""
+        ancestors: set[str] = set()
         todo = self.parents(id)
         while todo:
             other = todo.pop()
-            if other not in found:
-                found.add(other)
+            if other not in ancestors:
+                ancestors.add(other)
                 todo += self._parents[other]
-        return [other for other in self._order if other in found]
+        return [other for other in self._order if other in ancestors]
 
     def layers(self) -> list[list[str]]:
-        """Return the nodes by longest distance from the start; nodes of one layer do not depend on each other."""
+        """Group the nodes by their longest distance from the start; nodes of one layer do not depend on each other."""
         depth: dict[str, int] = {}
         for id in self._order:
             depth[id] = 1 + max((depth[dep] for dep in self._parents[id]), default=-1)
@@ -102,7 +102,7 @@ class TaskGraph:
         return rows
 
     def direct(self) -> list[tuple[str, str]]:
-        """Return the edges without shortcuts: u -> w is left out when another path leads from u to w (transitive
+        """Return the edges without shortcuts: u -> w is left out if another path leads from u to w (transitive
         reduction)."""
         return [
             (parent, id)
@@ -112,7 +112,7 @@ class TaskGraph:
         ]
 
     def _sorted(self) -> list[str]:
-        """Return the nodes so that each comes after those it waits for: always the first listed one that may."""
+        """Sort the nodes topologically: always take the first listed node whose predecessors are done."""
         order: dict[str, None] = {}
         while left := [id for id in self.nodes if id not in order]:
             ready = next((id for id in left if all(parent in order for parent in self._parents[id])), None)
@@ -126,8 +126,8 @@ class TaskGraph:
         return list(order)
 
     def _cycle(self, left: set[str]) -> list[str]:
-        """Return one cycle among nodes that never became ready, written in the direction data would flow."""
-        # Every such node has a dependency that never became ready either, so walking back must repeat itself.
+        """Return one cycle among nodes that never became ready, in the direction of the data."""
+        # Each of these nodes depends on another one of them, so walking back ends in a cycle.
         path = [next(id for id in self.nodes if id in left)]
         while path.count(path[-1]) == 1:
             path.append(next(dep for dep in self._parents[path[-1]] if dep in left))

@@ -1,4 +1,4 @@
-"""Contracts kept: a node sees the fields that it declares, and only what it declares is taken from it."""
+"""Enforces contracts: a node can only read fields that it declares, and only its declared writes are accepted."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megarl.system.errors import MegarlError
 
 
 class ContractError(MegarlError):
-    """A node did what its stage does not declare; the message names the node, the field, and what to declare."""
+    """A node did something that its stage does not declare; the message names the node, the field, and what to
+    declare."""
 
     repeats = True
 
 
 class GuardedBatch(Batch):
-    """The samples as one node sees them, and so all batches that it makes of them.
+    """The samples as one node may see them; batches that the node derives from them are guarded as well.
 
-    A field that the stage does not declare cannot be read, nor can one ask whether it is there. Where a node resamples,
-    the others are carried along by `select`, `repeat`, `concat` and so on, but cannot be read either. What the stage
-    sets itself it may read.
+    Reading an undeclared field, or checking whether it exists, is an error. If a node resamples, undeclared fields are
+    carried along by `select`, `repeat`, `concat` and so on, but still cannot be read. A stage may read what it sets.
     """
 
     _node: Node
@@ -33,7 +33,7 @@ class GuardedBatch(Batch):
 
     @classmethod
     def of(cls, samples: Batch, node: Node) -> GuardedBatch:
-        """Return all `samples`, as `node` may see them; `set` on it does not change `samples`."""
+        """Return a view of `samples` for `node`; `set` on it does not change `samples`."""
         contract = node.declared
         if contract.resamples:
             return cls._make(samples.fields, samples.columns, len(samples), node, set(contract.uses))
@@ -76,7 +76,7 @@ class GuardedBatch(Batch):
         return self._make(*by_kind(every), len(self), self._node, every.keys() - unseen)
 
     def names(self) -> list[str]:
-        """Return the names of the fields that may be read."""
+        """Return the names of the fields that the node may read."""
         return [name for name in super().names() if name not in self._carried]
 
     def _check(self, name: str) -> None:
@@ -87,14 +87,14 @@ class GuardedBatch(Batch):
             raise ContractError(
                 f"node {self._node.id!r} ({self._node.func_name}) reads {name!r}, which it does not declare\n"
                 f"  allowed: {', '.join(contract.uses) or 'no field'}\n"
-                f"  fix:     add {name!r} to `reads` of its @stage, or to `optional` if it can do without"
+                f"  fix:     add {name!r} to `reads` of its @stage, or to `optional` if the stage also works without it"
             )
 
 
 def writes_in_place(node: Node, batch: Batch) -> dict[str, int]:
-    """Count the in-place writes to each tensor field of `batch` that `node` does not declare to write.
+    """Return the number of in-place writes so far to each tensor field that `node` does not declare to write.
 
-    Writes that PyTorch does not count go unnoticed: those through `Tensor.numpy()`, and into tensors of inference mode.
+    PyTorch does not count writes through `Tensor.numpy()` and to tensors of inference mode.
     """
     contract = node.declared
     allowed = {*contract.writes, *contract.may_write}
@@ -103,18 +103,21 @@ def writes_in_place(node: Node, batch: Batch) -> dict[str, int]:
 
 def _writes(value: Tensor | Jagged) -> int:
     tensors = (value.values, value.offsets) if isinstance(value, Jagged) else (value,)
-    return sum(tensor._version for tensor in tensors if not tensor.is_inference())  # views count with their storage
+    return sum(
+        tensor._version for tensor in tensors if not tensor.is_inference()
+    )  # views share the count of their storage
 
 
 def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> Batch:
-    """Return the samples after `node`: those of `batch` with what it wrote, or what it made of them if it resamples.
+    """Check what `node` did, and return the samples after it: with its writes, or its new samples if it resamples.
 
     Args:
-        batch: the samples before it.
-        before: `writes_in_place` before it ran.
+        batch: the samples before the node.
+        before: result of `writes_in_place` before the node ran.
 
     Raises:
-        ContractError: it returned no batch, other samples, or not what it declares, or wrote into a tensor in place.
+        ContractError: the node returned no batch, different samples or undeclared fields, lacks a declared field, or
+            wrote to a tensor in place.
     """
     name = f"node {node.id!r} ({node.func_name})"
     contract = node.declared
@@ -125,8 +128,10 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
             "  fix:     work on a clone, and add the field to `writes` of its @stage if others are to see it"
         )
     if not isinstance(output, Batch):
-        what = "None" if output is None else type(output).__name__
-        raise ContractError(f"{name} returned {what}; a stage returns a batch\n  fix:     end it with `return batch`")
+        returned = "None" if output is None else type(output).__name__
+        raise ContractError(
+            f"{name} returned {returned}, but a stage must return a batch\n  fix:     end it with `return batch`"
+        )
     made = {**output.fields, **output.columns}
     lost = [field for field in contract.writes if field not in made]
     if lost:
@@ -144,8 +149,9 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
         return Batch(*by_kind(kept), size=len(output))
     if len(output) != len(batch):
         raise ContractError(
-            f"{name} returned {len(output)} samples for {len(batch)}; only a stage that declares `resamples=True` may "
-            "change them"
+            f"{name} returned {len(output)} samples for {len(batch)}; only a stage with `resamples=True` may "
+            f"change the number of "
+            "samples"
         )
     other = [
         field for field in made if field in batch and field not in allowed and not _same(batch[field], made[field])
@@ -153,7 +159,7 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
     if other:
         raise ContractError(
             f"{name} changes {', '.join(map(repr, other))}, which it does not declare\n"
-            "  fix:     add it to `writes` of its @stage; one that gives the samples another order declares "
+            "  fix:     add it to `writes` of its @stage; a stage that reorders samples declares "
             "`resamples=True`"
         )
     for field in allowed & made.keys():
@@ -179,7 +185,7 @@ def _same(a: Tensor | Jagged | list, b: Tensor | Jagged | list) -> bool:
         return _same_tensor(a.offsets, b.offsets) and _same_tensor(a.values, b.values)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _same_tensor(a, b)
-    # repr: NaN inside a column is unequal to itself unless it is the same object.
+    # repr, because NaN inside a column is not equal to itself.
     return type(a) is type(b) and (a == b or repr(a) == repr(b))
 
 

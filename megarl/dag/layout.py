@@ -1,4 +1,4 @@
-"""The layout of a drawing: layers from left to right, few crossings, long edges around boxes."""
+"""Layout of a drawing: layers from left to right, few crossings, long edges around boxes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SWEEPS = 24
 
 @dataclass
 class Drawing:
-    """The pixel coordinates of a drawing.
+    """Coordinates of a drawing, in pixels.
 
     Attributes:
         boxes: top left corner of each node.
@@ -37,7 +37,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class _Lane:
-    """The place of a long edge in a layer that it passes."""
+    """The place of a long edge in a layer that it passes through."""
 
     source: str
     target: str
@@ -45,11 +45,11 @@ class _Lane:
 
 
 def lay_out(graph: TaskGraph) -> Drawing:
-    """Return the layered drawing (Sugiyama): longest-path layers, lanes for long edges, barycentre ordering,
-    straightened rows."""
+    """Compute the layout (Sugiyama): longest-path layers, lanes for long edges, barycentre ordering, straightened
+    rows."""
     layers: list[list[str | _Lane]] = [list(row) for row in graph.layers()]
     depth = {id: number for number, row in enumerate(graph.layers()) for id in row}
-    # An edge that a longer path repeats says nothing new, and would only clutter the picture.
+    # Edges that a longer path implies are left out.
     chains: list[list[str | _Lane]] = []
     for source, target in graph.direct():
         lanes = [_Lane(source, target, k) for k in range(depth[source] + 1, depth[target])]
@@ -78,7 +78,7 @@ def lay_out(graph: TaskGraph) -> Drawing:
 
 
 def _caption(node: Node) -> str:
-    """Return the fields that the node writes, or its kind of work."""
+    """Return the first fields that the node writes, or its kind of work if it writes none."""
     writes = node.writes
     if not writes:
         return node.kind.value.replace("_", " ")
@@ -86,7 +86,7 @@ def _caption(node: Node) -> str:
 
 
 def _order(layers: list[list[str | _Lane]], links: list[tuple]) -> None:
-    """Sort each layer by the mean place of its neighbours, forwards and backwards, until it settles."""
+    """Sort each layer by the mean position of its neighbours, forwards and backwards, for some sweeps."""
     before: dict = {}
     after: dict = {}
     for a, b in links:
@@ -101,7 +101,7 @@ def _order(layers: list[list[str | _Lane]], links: list[tuple]) -> None:
 
 
 def _rows(layers: list[list[str | _Lane]], links: list[tuple]) -> dict:
-    """Return the vertical centre of every item: near its neighbours, never overlapping."""
+    """Return the vertical centre of every item: near its neighbours, without overlap."""
     height = {item: _BOX_HEIGHT if isinstance(item, str) else _LANE for layer in layers for item in layer}
     centre: dict = {}
     for layer in layers:
@@ -122,7 +122,7 @@ def _rows(layers: list[list[str | _Lane]], links: list[tuple]) -> dict:
 
 
 def _settle(layer: list, wish: dict, height: dict, centre: dict) -> None:
-    """Give each item its wish, pushed apart where they overlap, the whole layer centred on the mean wish."""
+    """Place items at their wished positions, pushed apart if they overlap, with the layer centred on the mean wish."""
     bottom = None
     for item in layer:
         y = wish[item]
@@ -136,7 +136,7 @@ def _settle(layer: list, wish: dict, height: dict, centre: dict) -> None:
 
 
 def _columns(layers: list[list[str | _Lane]], plan: Drawing) -> list[Point]:
-    """Return the left and right edge of every layer."""
+    """Return the left and right edges of every layer."""
     spans: list[Point] = []
     x = _LEFT
     for layer in layers:

@@ -1,5 +1,4 @@
-"""The input of `placement.auto: measured`: seconds of nodes in an earlier run of the recipe, and their number of
-workers.
+"""Measurements for `placement.auto: measured`: seconds of nodes in an earlier run of the recipe, and their workers.
 
 earlier run      actor + rollout on 2 workers                     reference on 1
 seconds          rollout 6, old_logp 1, actor_train 3             ref_logp 4
@@ -24,11 +23,11 @@ _KEY = "placement.measured"
 
 @dataclass(frozen=True)
 class Measured:
-    """The earlier run.
+    """The measurements of the earlier run.
 
     Attributes:
-        workers: that worked on each node, by its id.
-        served: nodes whose work servers do on devices of their own: more workers would not make them faster.
+        workers: number of workers that ran each node, by its id.
+        served: nodes whose work servers do on separate devices, so that more workers would not make them faster.
     """
 
     timings: Timings
@@ -36,20 +35,20 @@ class Measured:
     served: frozenset[str]
 
     def device_seconds(self, nodes: Iterable[str]) -> float:
-        """Return the seconds of a step times workers, for these nodes."""
+        """Return the device-seconds of these nodes: seconds of a step times workers."""
         return sum(self.timings.seconds[id] * self.workers[id] for id in nodes if id not in self.served)
 
 
 def read_measured(config: RunConfig, graph: TaskGraph) -> Measured:
-    """Read the measurements that the run `placement.measured` made of the nodes of `graph`.
+    """Read the measurements of the nodes of `graph` from the run `placement.measured`.
 
     Raises:
-        ConfigError: no run is named, it cannot be read, or it has measured nothing of a node.
+        ConfigError: no run is set, it cannot be read, or it lacks a node.
     """
     folder = config.placement.measured
     if folder is None:
         raise ConfigError(
-            "placement.auto=measured goes by what an earlier run has measured, and none is named",
+            "placement.auto=measured needs the measurements of an earlier run, but none is set",
             where=_KEY,
             found=None,
             allowed="a run folder of this recipe, whatever its placement",
@@ -58,16 +57,16 @@ def read_measured(config: RunConfig, graph: TaskGraph) -> Measured:
     try:
         timings = read_timings(Path(folder))
     except DataError as error:
-        what = f"{error.what}: {error.where}"
-        raise ConfigError(what, where=_KEY, found=folder, allowed=error.allowed, fix=error.fix) from error
+        message = f"{error.what}: {error.where}"
+        raise ConfigError(message, where=_KEY, found=folder, allowed=error.allowed, fix=error.fix) from error
     missing = [id for id in graph.order() if id not in timings.seconds]
     if missing:
         raise ConfigError(
-            f"this run has measured nothing of {', '.join(missing)}",
+            f"this run has no measurements of {', '.join(missing)}",
             where=_KEY,
             found=folder,
             allowed=f"a run with the nodes {', '.join(graph.order())}",
-            fix="run this recipe for a few steps, with one team or with placement.auto=even, and name its folder",
+            fix="run this recipe for a few steps, with one team or with placement.auto=even, and set its folder",
         )
     by_servers = config.rollout.servers is not None and not config.rollout.colocated
     served = frozenset(node.id for node in graph if by_servers and node.role is Role.ROLLOUT)
@@ -75,7 +74,7 @@ def read_measured(config: RunConfig, graph: TaskGraph) -> Measured:
 
 
 def _workers(timings: Timings, node: Node) -> int:
-    """Return the workers of the team that walked the node in the earlier run."""
+    """Return the number of workers of the team that ran the node in the earlier run."""
     if not timings.teams:
         return timings.workers
     owner = {Role(role): name for name, (roles, _) in timings.teams.items() for role in roles}

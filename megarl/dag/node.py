@@ -1,4 +1,4 @@
-"""One node of a task graph: a stage under a name, with its settings."""
+"""One node of a task graph: a stage with a name and settings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _TRAINED = tuple(role.value for role in _WITH_MODEL if role is not Role.ROLLOUT)
 
 @dataclass(frozen=True)
 class Node:
-    """One task.
+    """One node.
 
     Attributes:
-        id: name, unique in its graph; also the name of its phase in traces and errors.
+        id: unique name in the graph, also used for its phase in traces and errors.
         func: called as `func(context, batch, **roles, **config)`, returns a batch. A callable, or
             "pkg.mod:Class.method", "pkg.mod:fn" or "pkg.mod.fn".
-        deps: ids of nodes that it comes after although no field says so.
+        deps: ids of nodes that must run before it, in addition to those that fields imply.
         config: further keyword arguments of `func`.
-        contract: its reads and writes; None: those that the callable declares with `@stage`.
-        needs_roles: names of the roles that a resolved node's function needs.
-        may_take: names of those that it takes if the run has them.
+        contract: its reads and writes; None: as declared by the callable's `@stage`.
+        needs_roles: names of the roles that the function of a resolved node needs.
+        may_take: names of the roles that it takes if the run has them.
     """
 
     id: str
@@ -40,15 +40,16 @@ class Node:
     may_take: tuple[str, ...] = ()
 
     def resolved(self, settings: Any = None) -> Node:
-        """Return this node with `func` imported and the whole contract filled in.
+        """Return this node with `func` imported and its contract complete.
 
         Args:
             settings: the run's configuration, for stages whose fields depend on it.
 
         Raises:
-            UserError: a path that does not import, `config` keys that `func` does not take, an argument that is neither
-                such a key nor a role, roles without a declared one, a stage that trains and does not name the model of
-                its role, or a stage whose fields depend on the settings where none are given.
+            UserError: the path does not import; `config` has keys that `func` does not take; an argument is neither a
+                key nor
+                a role; the stage takes roles without declaring its own; it trains without taking its role's model; or
+                its fields depend on settings, but none are passed.
         """
         where = f"node {self.id!r}"
         func = import_callable(self.func, where=f"{where}, func")
@@ -58,7 +59,7 @@ class Node:
         _check_call(func, {**given, **dict.fromkeys(needed)}, where)
         if needed and contract.role is Role.DEFAULT:
             raise UserError(
-                f"this stage works with the {' and the '.join(needed)}, and does not declare whose work it is",
+                f"this stage uses the {' and the '.join(needed)}, but does not declare its role",
                 where=where,
                 allowed=[role.name for role in Role if role is not Role.DEFAULT],
                 fix=f"@stage(..., role=Role.{ROLES[needed[0]].name})",
@@ -71,17 +72,17 @@ class Node:
     @property
     def declared(self) -> Contract:
         """The contract of a resolved node."""
-        assert self.contract is not None, "a graph holds resolved nodes"
+        assert self.contract is not None, "nodes of a graph are resolved"
         return self.contract
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Fields that it needs, those that it consumes included."""
+        """Fields that the node needs, including those that it consumes."""
         return (*self.declared.reads, *self.declared.consumes)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Fields that it always writes."""
+        """Fields that the node always writes."""
         return self.declared.writes
 
     @property
@@ -91,7 +92,7 @@ class Node:
 
     @property
     def role(self) -> Role:
-        """Whose work it is."""
+        """The role to which the node belongs."""
         return self.declared.role
 
     @property
@@ -103,28 +104,28 @@ class Node:
 
     @property
     def model(self) -> str | None:
-        """Name of the model that the node works on; None for roles without one."""
+        """Name of the model of its role; None for roles without a model."""
         return self.role.value if self.role in _WITH_MODEL else None
 
     @property
     def models(self) -> list[str]:
-        """Names of all models that it works with."""
+        """Names of all models that the node uses."""
         roles = [self.role, *(ROLES[name] for name in self.needs_roles)]
         return list(dict.fromkeys(role.value for role in roles if role in _WITH_MODEL))
 
     @property
     def trains(self) -> str | None:
-        """Name of the model that it changes."""
+        """Name of the model that the node trains, if any."""
         return self.model if self.kind is Kind.MODEL_TRAIN else None
 
 
 def _settled(contract: Contract, settings: Any, where: str) -> Contract:
-    """Return `contract` with what follows from the settings in its lists."""
+    """Return `contract` with the fields that depend on the settings added."""
     if contract.needs is None and contract.gives is None:
         return contract
     if settings is None:
         raise UserError(
-            "what this stage reads and writes depends on the settings, and the pipeline was not given them",
+            "the fields of this stage depend on the settings, but the pipeline has no settings",
             where=where,
             fix="Pipeline(id, description, config)",
         )
@@ -141,10 +142,10 @@ def _settled(contract: Contract, settings: Any, where: str) -> Contract:
 
 
 def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the roles that `func` needs, and of those that it takes if they are there.
+    """Return the names of the roles that `func` needs, and of those that it takes if the run has them.
 
     Raises:
-        UserError: it needs an argument that is no role; names it.
+        UserError: it needs an argument that is neither a role nor a config key.
     """
     try:
         arguments = list(inspect.signature(func).parameters.values())[2:]
@@ -166,12 +167,12 @@ def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tu
 
 
 def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
-    """Check that a stage of kind MODEL_TRAIN changes the model of its role, for which other nodes wait."""
+    """Check that a stage of kind MODEL_TRAIN takes the model of its role, since other nodes wait for this model."""
     models = [name for name in _TRAINED if name in named]
     if role.value in models:
         return
     raise UserError(
-        f"this stage is of kind MODEL_TRAIN for the role {role.name}, and does not take that role's model",
+        f"this stage trains (kind MODEL_TRAIN, role {role.name}), but does not take the role's model as an argument",
         where=where,
         found=", ".join(named) or "no role",
         allowed=_TRAINED,
@@ -182,7 +183,7 @@ def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
 
 
 def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str) -> None:
-    """Check that `func(context, batch, **config)` fits the signature; builtins without one are taken at their word."""
+    """Check that `func(context, batch, **config)` fits the signature; builtins without a signature are not checked."""
     try:
         signature = inspect.signature(func)
     except ValueError:
@@ -199,7 +200,7 @@ def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str)
 
 
 def team_of(node: Node, owner: Mapping[Role, str]) -> str:
-    """Return the team that walks `node`; of the roles without a model the scorer is where samples are generated."""
+    """Return the team that runs `node`; rewards run in the team that generates samples."""
     named = [role for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in owner]
     if node.role in owner:
         home = owner[node.role]
@@ -211,12 +212,8 @@ def team_of(node: Node, owner: Mapping[Role, str]) -> str:
     if away or ("scorer" in node.needs_roles and home != owner[Role.ROLLOUT]):
         roles = list(dict.fromkeys(role.value for role in named)) or [node.role.value]
         raise ConfigError(
-            f"node {node.id!r} works with the {' and the '.join(roles)}"
-            + (
-                " and with what scores samples, which is where they are generated"
-                if "scorer" in node.needs_roles
-                else ""
-            ),
+            f"node {node.id!r} needs the {' and the '.join(roles)}"
+            + (" and the scorer, which is in the rollout's team" if "scorer" in node.needs_roles else ""),
             where="placement.teams",
             found=", ".join(f"{role} in {owner[Role(role)]}" for role in roles if Role(role) in owner),
             fix="put these roles into one team",

@@ -1,4 +1,4 @@
-"""List the stages of a task graph in reading order; `build` checks them, derives the edges and returns the graph."""
+"""Builds a task graph from stages in reading order; `build` checks them, derives the edges and returns the graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megarl.system.errors import UserError
 
 
 class Pipeline:
-    """A list of nodes on its way to a TaskGraph.
+    """A list of nodes from which a TaskGraph is built.
 
     Args:
-        description: its purpose, in a few words.
+        description: purpose of the graph, in a few words.
         config: the run's configuration, for stages whose fields depend on it.
 
     >>> from megarl.dag.stage import stage
@@ -40,14 +40,14 @@ class Pipeline:
         config: Mapping[str, Any] | None = None,
         contract: Contract | None = None,
     ) -> Pipeline:
-        """Add a node after those that are there. Returns the pipeline.
+        """Append a node, and return the pipeline.
 
         Args:
             func: the stage, or its import path.
-            id: name of the node; None: the stage's own.
-            deps: ids of nodes that it must come after although no field says so.
+            id: name of the node; None: the stage's name.
+            deps: ids of nodes that must run before it, in addition to those that fields imply.
             config: further keyword arguments of the stage.
-            contract: the stage's reads and writes; None: those that it declares with `@stage`.
+            contract: the stage's reads and writes; None: as declared by its `@stage`.
 
         Raises:
             UserError: the id is empty, taken, or contains "/" (phases are named after nodes).
@@ -57,23 +57,25 @@ class Pipeline:
             path = func if isinstance(func, str) else getattr(func, "__name__", "")
             id = path.rpartition(":")[2].rpartition(".")[2]
         if not id or "/" in id:
-            raise UserError("a node id is a non-empty word without '/'", where=where, found=id)
+            raise UserError("invalid node id: it must be a non-empty word without '/'", where=where, found=id)
         if id in self._nodes:
-            raise UserError(f"two nodes are called {id!r}", where=where, fix="give every node its own id")
+            raise UserError(f"two nodes have the id {id!r}", where=where, fix="give every node its own id")
         if isinstance(deps, str):
-            raise UserError("deps is a list of node ids", where=f"{where}, node {id!r}", found=deps, fix=f"[{deps!r}]")
+            raise UserError(
+                "deps must be a list of node ids", where=f"{where}, node {id!r}", found=deps, fix=f"[{deps!r}]"
+            )
         self._nodes[id] = Node(id, func, tuple(dict.fromkeys(deps)), dict(config or {}), contract)
         return self
 
     def build(self, entry: Iterable[str] = LOADER_FIELDS) -> TaskGraph:
-        """Check everything and return the graph.
+        """Check the nodes and return the graph.
 
         Args:
             entry: fields of the batch that enters the graph.
 
         Raises:
-            UserError: no node, an unknown dependency, a cycle, a func that does not import, or a node that reads a
-                field which neither the entry has nor a node before it writes.
+            UserError: there is no node, a dependency is unknown, there is a cycle, a func does not import, or a node
+                reads a field that neither the entry nor an earlier node provides.
         """
         nodes = [node.resolved(self.config) for node in self._nodes.values()]
         return TaskGraph(self.id, self.description, nodes, entry)

@@ -1,12 +1,13 @@
-"""The assignment of a graph's nodes to teams, and the transfers between teams.
+"""Assignment of a graph's nodes to teams, and the transfers between teams.
 
     teams      train: actor, rollout        reference: reference
     nodes      rollout, reward, actor_train    ref_logp
     handovers  rollout -> {prompt_ids, response_ids} -> reference,   ref_logp -> {ref_logp} -> train
 
-A node with a model belongs to the team of its role; so must the other models be that it works with. Rewards are made
-where samples are generated; everything else that has no model is done where the actor is. A team walks its nodes in the
-graph's order. The other teams hand over the fields that they wrote and this team reads.
+A node with a model belongs to the team of its role, which must also hold the other models that the node uses. Rewards
+are
+computed in the team that generates samples; other nodes without a model run in the actor's team. A team runs its nodes
+in the graph's order. Other teams send the fields that they wrote and this team reads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megarl.dag.shares import settings_of_workers, share_out, workers_of_machine
 from megarl.dag.stage import ROLES, Role
 from megarl.system.errors import ConfigError, count
 
-#: Roles that hold a model, in the order in which teams are named and counted.
+#: Roles with a model, in the order in which teams are named and counted.
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL, Role.ROLLOUT)
 ONLY_TEAM = "all"
 _TRAINED = (Role.ACTOR, Role.CRITIC)
@@ -38,11 +39,11 @@ class TeamPlan:
     """One team of a run.
 
     Attributes:
-        name: in messages and metrics.
-        roles: models that it holds, as far as the graph works with them.
-        first: number of its first worker among those of all teams, which are counted team by team.
-        nodes: the nodes that it walks, in the graph's order.
-        cuts: where mini-batches of the models that it trains begin among the prompts of a step, but the first.
+        name: name in messages and metrics.
+        roles: models that it holds and that the graph uses.
+        first: number of its first worker, counted over all teams, team by team.
+        nodes: nodes that it runs, in the graph's order.
+        cuts: prompts of a step at which mini-batches of its trained models begin, except the first.
     """
 
     name: str
@@ -60,26 +61,26 @@ class TeamPlan:
 
     @property
     def may_restart(self) -> bool:
-        """True when it only scores samples: its output follows from them, so it may lose its processes and begin again.
+        """Whether the team only scores samples, so that it can lose its processes and start again.
 
-        Other teams have what is in no message between teams: weights that are trained, and what they generate with.
+        Other teams have state that no message carries: trained weights, and what they generate with.
         """
         return bool(self.roles) and not _KEPT & {*self.roles}
 
 
 def begins_again(config: RunConfig, team: TeamPlan) -> bool:
-    """Tell whether a team may begin again, without the others, when one of its processes dies."""
+    """Return whether a team may start again by itself when one of its processes dies."""
     return bool(config.placement.restarts) and team.may_restart
 
 
 @dataclass(frozen=True)
 class Handover:
-    """The fields of one node that other teams read. All that a team is handed of a node comes in one or more of these.
+    """The fields of one node that the same other teams read; a node may have several handovers.
 
     Attributes:
-        node: wrote them, and `giver` is its team.
-        fields: that all `takers` read, and nobody else.
-        samples: the node that made these samples by resampling.
+        node: node that wrote the fields; `giver` is its team.
+        fields: fields that exactly the teams `takers` read.
+        samples: node that made these samples by resampling.
     """
 
     node: str
@@ -90,13 +91,13 @@ class Handover:
 
     @property
     def key(self) -> str:
-        """Names it in the buffer."""
+        """Name of the handover in the buffer."""
         return f"{self.node}>{'+'.join(self.takers)}"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The teams of a run, that of the actor first, and what goes from one to another."""
+    """The teams of a run, the actor's first, and the transfers between them."""
 
     teams: tuple[TeamPlan, ...]
     handovers: tuple[Handover, ...] = ()
@@ -106,7 +107,7 @@ class Placement:
 
     @property
     def separate(self) -> bool:
-        """There are several teams."""
+        """Whether there are several teams."""
         return len(self.teams) > 1
 
     def of_worker(self, number: int) -> TeamPlan:
@@ -114,29 +115,29 @@ class Placement:
         return next(team for team in self.teams if team.first <= number < team.first + team.devices)
 
     def of_role(self, role: Role) -> TeamPlan | None:
-        """Return the team that holds this model; None: the graph does not work with it."""
+        """Return the team that holds this model; None if the graph does not use it."""
         return next((team for team in self.teams if role in team.roles), None)
 
     @property
     def asking(self) -> int:
-        """Workers of a team that has the rollout only: with servers they hold no model, and send requests."""
+        """Number of workers of a team with only the rollout, which with servers hold no model and send requests."""
         return sum(team.devices for team in self.teams if team.roles == (Role.ROLLOUT,))
 
     def of_node(self, id: str) -> TeamPlan:
-        """Return the team that walks this node."""
+        """Return the team that runs this node."""
         return next(team for team in self.teams if id in team.nodes)
 
     def given(self, id: str) -> list[Handover]:
         """Return the transfers after this node."""
-        return [one for one in self.handovers if one.node == id]
+        return [handover for handover in self.handovers if handover.node == id]
 
     def given_by(self, team: str) -> list[Handover]:
         """Return the transfers from this team, in the order of the graph."""
-        return [one for one in self.handovers if one.giver == team]
+        return [handover for handover in self.handovers if handover.giver == team]
 
     def taken(self, team: str) -> list[Handover]:
         """Return the transfers to this team, in the order of the graph."""
-        return [one for one in self.handovers if team in one.takers]
+        return [handover for handover in self.handovers if team in handover.takers]
 
 
 def devices_key(config: RunConfig, team: TeamPlan) -> str:
@@ -145,41 +146,52 @@ def devices_key(config: RunConfig, team: TeamPlan) -> str:
 
 
 def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
-    """Return the models that a run of this graph holds. There always are an actor, and something that generates
-    samples, unless the data have them."""
-    there = graph.roles | ({Role.ACTOR} if graph.has_responses else {Role.ACTOR, Role.ROLLOUT})
-    return tuple(role for role in MODEL_ROLES if role in there)
+    """Return the models that a run of this graph holds.
+
+    There is always an actor and, unless the data have responses, something that generates them."""
+    needed = graph.roles | ({Role.ACTOR} if graph.has_responses else {Role.ACTOR, Role.ROLLOUT})
+    return tuple(role for role in MODEL_ROLES if role in needed)
 
 
 def together(config: RunConfig, roles: Sequence[Role] = (Role.ACTOR, Role.ROLLOUT)) -> Placement:
-    """Return one team of all workers, with the actor's layout: of commands that walk no graph."""
+    """Return one team of all workers with the actor's layout, for commands that run no graph."""
     return Placement((TeamPlan(ONLY_TEAM, tuple(roles), config.cluster.nproc, 0, config.actor.parallel, ()),))
 
 
 def place(graph: TaskGraph, config: RunConfig) -> Placement:
-    """Return the teams that `placement` asks for.
+    """Return the teams that `placement` sets, with their nodes and handovers.
 
     Raises:
-        ConfigError: roles, devices or the graph do not fit; the message says which.
+        ConfigError: roles, devices and graph do not match.
     """
     roles = roles_of(graph)
     shares = _shares(config, graph, roles)
     teams, first = [], 0
-    owner = {role: name for name, (held, _) in shares.items() for role in held}
+    owner = {role: name for name, (team_roles, _) in shares.items() for role in team_roles}
     nodes = {node.id: team_of(node, owner) for node in graph}
-    for name, (held, devices) in shares.items():
-        mine = tuple(id for id in graph.order() if nodes[id] == name)
-        teams.append(TeamPlan(name, held, devices, first, _layout(config, name, held), mine, _cuts(config, held)))
+    for name, (team_roles, devices) in shares.items():
+        team_nodes = tuple(id for id in graph.order() if nodes[id] == name)
+        teams.append(
+            TeamPlan(
+                name,
+                team_roles,
+                devices,
+                first,
+                _layout(config, name, team_roles),
+                team_nodes,
+                _cuts(config, team_roles),
+            )
+        )
         first += devices
-    found = Placement(tuple(teams), tuple(_handovers(graph, nodes, config)) if len(teams) > 1 else ())
-    refuse_ahead(config, found, graph)
-    return found
+    placement = Placement(tuple(teams), tuple(_handovers(graph, nodes, config)) if len(teams) > 1 else ())
+    refuse_ahead(config, placement, graph)
+    return placement
 
 
 def settled(config: RunConfig, placement: Placement) -> RunConfig:
-    """Return the recipe with the teams of `placement` by name where `placement.auto` has made them.
+    """Return the recipe with the teams of `placement` written out if `placement.auto` chose them.
 
-    A run goes by them to its end: their source, another run's folder or a model's files, may change or go.
+    The run keeps them: what they were chosen from, another run's folder or a model's files, may change or disappear.
     """
     if config.placement.auto is None:
         return config
@@ -192,7 +204,7 @@ def settled(config: RunConfig, placement: Placement) -> RunConfig:
 
 
 def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[str, tuple[tuple[Role, ...], int]]:
-    """Return the roles and workers of every team, that of the actor first."""
+    """Return the roles and workers of every team, the actor's first."""
     placement, nproc = config.placement, config.cluster.nproc
     if placement.auto is not None:
         return share_out(config, graph, roles)
@@ -205,7 +217,7 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
     if devices != nproc:
         table = "; ".join(f"{name} ({', '.join(team.roles)}) {team.devices}" for name, team in placement.teams.items())
         raise ConfigError(
-            f"the teams have {count(devices, 'device')}, and the run has {count(nproc, 'worker')}: "
+            f"the teams need {count(devices, 'device')}, but the run has {count(nproc, 'worker')}: "
             f"{abs(devices - nproc)} too {'many' if devices > nproc else 'few'} in the teams",
             where="placement.teams",
             found=table,
@@ -219,7 +231,7 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
 
 
 def _other_numbers(config: RunConfig, devices: int) -> str:
-    """Return the overrides that give teams with so many devices their workers, on whole machines."""
+    """Return the overrides with which the run has as many workers as the teams need, on whole machines."""
     settings = settings_of_workers(config, devices)
     if settings is not None:
         return f"set {settings}, or other numbers of devices"
@@ -230,15 +242,15 @@ def _other_numbers(config: RunConfig, devices: int) -> str:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Check the names of teams: files, metrics and transfers use them."""
+    """Check the names of teams, which are used in files, metrics and transfers."""
     wrong = [name for name in names if not _NAME.fullmatch(name)]
     if wrong:
         raise ConfigError(
-            "this cannot be the name of a team",
+            "invalid name of a team",
             where="placement.teams",
             found=", ".join(map(repr, wrong)),
             allowed="letters, digits, _ and -, beginning with a letter",
-            fix="rename it",
+            fix="rename the team",
         )
 
 
@@ -248,14 +260,14 @@ def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> N
         holders = [name for name, held in named.items() for held_role in held if held_role is role]
         if len(holders) > 1:
             raise ConfigError(
-                f"the role {role.value} is placed twice",
+                f"the role {role.value} is in two teams",
                 where="placement.teams",
                 found=f"in {' and '.join(holders)}",
-                fix="name it in one team only",
+                fix="list it in one team only",
             )
         if role in roles and not holders:
             raise ConfigError(
-                f"no team holds the role {role.value}, and the graph of this recipe works with it",
+                f"no team has the role {role.value}, which this recipe's graph needs",
                 where="placement.teams",
                 found="; ".join(f"{name}: {', '.join(r.value for r in held)}" for name, held in named.items()),
                 allowed=[role.value for role in roles],
@@ -264,16 +276,16 @@ def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> N
     for name, held in named.items():
         if not any(role in roles for role in held):
             raise ConfigError(
-                "the graph of this recipe works with none of this team's roles",
+                "this recipe's graph needs none of this team's roles",
                 where=f"placement.teams.{name}.roles",
                 found=", ".join(role.value for role in held),
                 allowed=[role.value for role in roles],
-                fix="leave the team out, or give it another role",
+                fix="remove the team, or give it another role",
             )
 
 
 def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConfig:
-    """Return the layout that all roles of a team have."""
+    """Return the layout shared by all roles of a team."""
     roles = tuple(roles)
     if roles == (Role.ROLLOUT,) and not config.rollout.holds_model:
         return config.rollout.parallel or ParallelConfig()  # its workers hold no model: they ask servers
@@ -282,17 +294,18 @@ def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConf
     other = next((role for role, layout in layouts.items() if layout != first), None)
     if other is not None:
         raise ConfigError(
-            f"the {other} and the {next(iter(layouts))} share the team {name!r}, and a team has one layout",
+            f"the {other} and the {next(iter(layouts))} are in the team {name!r} with different layouts, but a "
+            f"team has one layout",
             where=f"{other}.parallel",
             found=layouts[other].model_dump(exclude_defaults=True) or "one process per replica",
             allowed=first.model_dump(exclude_defaults=True) or "one process per replica",
-            fix=f"give the {other} a team of its own (placement.teams), or the same layout",
+            fix=f"put the {other} into a separate team (placement.teams), or use the same layout",
         )
     return first
 
 
 def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
-    """Return the starts of mini-batches of all models that these roles train, as `runtime.stages.update` cuts them."""
+    """Return where mini-batches of all trained models of these roles begin, as in `runtime.stages.update`."""
     batch = config.data.batch_size
     trained = [config.actor if role is Role.ACTOR else config.critic for role in roles if role in _TRAINED]
     sizes = [settings.mini_batch_size or batch for settings in trained]
@@ -300,12 +313,12 @@ def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
 
 
 def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> Iterable[Handover]:
-    """Yield the transfers from team to team, in the order of the graph."""
+    """Yield the transfers between teams, in the order of the graph."""
     readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> teams
-    known: dict[str, str | None] = {}  # team -> the samples that it has, by the node that made them
+    known: dict[str, str | None] = {}  # team -> node that made the samples that it has
     for id in graph.order():
         node, inputs = graph[id], graph.inputs(id)
-        # Where samples come as they get ready, groups are left out before they come to a node that would ask for more.
+        # With as_ready, groups are dropped before a node that would request more samples.
         if not (node.declared.refills and not config.async_.in_order):
             _check_together(node, None if inputs.samples is None else graph[inputs.samples], graph, nodes)
         for name, writer in inputs.sources.items():
@@ -319,10 +332,10 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> It
             known[nodes[id]] = id
     for writer, fields in readers.items():
         made = {takers: [f for f in fields if fields[f] == set(takers)] for takers in map(_ordered, fields.values())}
-        own = graph[writer].declared.resamples
-        samples = writer if own else graph.inputs(writer).samples
+        resamples = graph[writer].declared.resamples
+        samples = writer if resamples else graph.inputs(writer).samples
         for takers, names in made.items():
-            assert samples is not None, "the first node of a graph resamples, else its readers are in its team"
+            assert samples is not None, "the first node of a graph resamples, or all its readers are in its team"
             yield Handover(writer, nodes[writer], tuple(names), takers, samples)
 
 
@@ -331,26 +344,26 @@ def _ordered(teams: set[str]) -> tuple[str, ...]:
 
 
 def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: dict[str, str]) -> None:
-    """Check that a node which resamples, asks for more prompts or reads prompts is in a team that walks all nodes
-    before it.
+    """Check the team of a node that resamples, requests more prompts or reads prompts: it must also run all nodes
+    before.
 
     Args:
-        samples: made the samples that `node` works on; None: these are prompts.
+        samples: node that made the samples that `node` reads; None: it reads prompts.
     """
     first = next(iter(graph))
-    if node.declared.refills:  # its team walks all that comes before, again and again
+    if node.declared.refills:  # its team runs all nodes before it repeatedly
         again = [graph[id] for id in graph.order() if id in graph.upstream(node.id)]
         before = next((other for other in again if nodes[other.id] != nodes[node.id]), node)
-        why = f"asks {before.id!r} for more samples until a step has enough, which it does in turns"
+        why = f"requests more samples from {before.id!r} until a step has enough"
     elif samples is None:
-        before, why = first, "works on prompts, before samples are generated"
+        before, why = first, "reads prompts, before samples are generated"
     elif node.declared.resamples:
-        before, why = samples, f"makes other samples of those of {samples.id!r}"
+        before, why = samples, f"changes the samples of {samples.id!r}"
     else:
         return
     if nodes[node.id] != nodes[before.id]:
         raise ConfigError(
-            f"node {node.id!r} {why}: both have to be in one team",
+            f"node {node.id!r} {why}: both must be in one team",
             where="placement.teams",
             found=f"{before.id} in {nodes[before.id]}, {node.id} in {nodes[node.id]}",
             fix=_one_team(before, node),
@@ -358,30 +371,31 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
 
 
 def _one_team(*nodes: Node) -> str:
-    """Return the fix for nodes that have to be in one team: it names the roles by which they come into theirs."""
-    found: list[str] = []
+    """Return the fix for nodes that must be in one team, by the roles that determine their teams."""
+    roles_needed: list[str] = []
     for node in nodes:
         roles = [role.value for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in MODEL_ROLES]
         scores = node.role is Role.REWARD or "scorer" in node.needs_roles
-        found += roles or [Role.ROLLOUT.value if scores else Role.ACTOR.value]
-    return f"put {' and '.join(dict.fromkeys(found))} into one team; other roles may have teams of their own"
+        roles_needed += roles or [Role.ROLLOUT.value if scores else Role.ACTOR.value]
+    return f"put {' and '.join(dict.fromkeys(roles_needed))} into one team; other roles may be in separate teams"
 
 
 def _unknown_samples(node: Node, maker: Node, nodes: dict[str, str]) -> ConfigError:
     return ConfigError(
-        f"node {node.id!r} works on the samples of {maker.id!r} and reads nothing of them, so its team does not learn "
-        "which they are",
+        f"node {node.id!r} uses the samples of {maker.id!r} but reads none of their fields, so its team does not get "
+        f"these "
+        "samples",
         where="placement.teams",
         found=f"{maker.id} in {nodes[maker.id]}, {node.id} in {nodes[node.id]}",
-        fix=f"let its stage read a field of theirs, or {_one_team(maker, node)}",
+        fix=f"make its stage read one of their fields, or {_one_team(maker, node)}",
     )
 
 
 def _check_handle(node: Node, name: str, writer: Node, nodes: dict[str, str]) -> None:
-    """Refuse a handle of work under way between teams: it means something in its own process only."""
+    """Refuse a handle of work in progress between teams: it is only valid within its process."""
     if name in node.declared.consumes:
         raise ConfigError(
-            f"node {node.id!r} waits for {name!r}, which lives in the process of {writer.id!r}",
+            f"node {node.id!r} waits for {name!r}, which only exists in the process of {writer.id!r}",
             where="placement.teams",
             found=f"{node.id} in {nodes[node.id]}, {writer.id} in {nodes[writer.id]}",
             fix=_one_team(writer, node),

@@ -1,4 +1,4 @@
-"""Workers of machines, and how `placement.auto` shares them out: whole replicas, evenly or by the work of each team."""
+"""Workers per machine, and how `placement.auto` distributes them: whole replicas, evenly or by each team's work."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ Roles = tuple[Role, ...]
 
 
 def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[str, tuple[Roles, int]]:
-    """Return the roles and workers of every team: one for the actor with what decodes on its weights, one for each
-    other model.
+    """Return the roles and workers of every team: one for the actor (with an embedded rollout), one per other model.
 
     Raises:
-        ConfigError: teams are also given by hand; too few workers; no whole replicas that add up; or sizes of models
-            are asked for and not known here, or an earlier run that has not measured what is asked for.
+        ConfigError: teams are also set by hand; there are too few workers; no whole replicas add up; or sizes of
+            models or measurements of an earlier run are needed but not known.
     """
     placement, nproc = config.placement, config.cluster.nproc
     if placement.teams:
         raise ConfigError(
-            "teams are given, and placement.auto would make others",
+            "placement.auto and placement.teams are both set",
             where="placement.auto",
             found=placement.auto,
             allowed="null, with placement.teams",
-            fix="leave one of the two out",
+            fix="remove one of the two",
         )
     held: list[Roles] = [(Role.ACTOR, Role.ROLLOUT)]
     held += [(role,) for role in roles if role not in held[0]]
@@ -40,11 +39,11 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
     needs = ", ".join(f"{team[0].value} {size}" for team, size in zip(held, sizes, strict=True))
     if nproc < sum(sizes):
         raise ConfigError(
-            f"{count(nproc, 'worker')} for teams that need {sum(sizes)}: {sum(sizes) - nproc} missing",
+            f"the teams need {count(sum(sizes), 'worker')}, but the run has {nproc}",
             where="cluster.nproc",
             found=nproc,
             allowed=f"at least {sum(sizes)}: {needs}",
-            fix=f"set cluster.nproc={sum(sizes)}, or leave placement.auto out",
+            fix=f"set cluster.nproc={sum(sizes)}, or remove placement.auto",
         )
     weights = [1.0] * len(held)
     if placement.auto == "measured":
@@ -57,7 +56,7 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
         near = next((n for n in range(nproc - 1, 0, -1) if whole_replicas(n, sizes, weights, batches)), None)
         rows = [(team[0].value, batch) for team, batch in zip(held, batches, strict=True) if batch]
         raise ConfigError(
-            f"{count(nproc, 'worker')} cannot be shared out in whole replicas whose number divides the batches",
+            f"{count(nproc, 'worker')} cannot be distributed as whole replicas whose number divides the batches",
             where="placement.auto",
             found=f"cluster.nproc={nproc}",
             allowed=f"workers per replica: {needs}; replicas: "
@@ -68,9 +67,9 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
 
 
 def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
-    """Return the sizes that the number of replicas of a team with these roles has to divide, by key; none: any number.
+    """Return the sizes, by key, that the number of replicas of a team must divide; empty: any number is possible.
 
-    Updates need equal shares; teams that only generate or score samples work on any.
+    Updates need equal shares; teams that only generate or score samples can have any number of replicas.
     """
     trains = [role for role in (Role.ACTOR, Role.CRITIC) if role in roles]
     sizes = {"data.batch_size": config.data.batch_size} if trains else {}
@@ -84,14 +83,14 @@ def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
 def whole_replicas(
     devices: int, sizes: Sequence[int], weights: Sequence[float], batches: Sequence[int]
 ) -> list[int] | None:
-    """Return the shares of `devices` that are whole replicas, at least one each, about in proportion to `weights`.
+    """Distribute `devices` as whole replicas, at least one per team, about in proportion to `weights`.
 
     Args:
         sizes: workers per replica of each team.
-        batches: the sizes that the number of a team's replicas divides; 0: any.
+        batches: number that each team's number of replicas must divide; 0: any.
 
     Returns:
-        They add up to `devices`; None: no such shares do.
+        Devices per team, which add up to `devices`; None if that is impossible.
 
     >>> whole_replicas(8, [1, 1, 1], [1, 1, 1], [0, 0, 0]), whole_replicas(8, [1, 1, 1], [1, 1, 1], [16, 16, 0])
     ([3, 3, 2], [2, 4, 2])
@@ -104,38 +103,37 @@ def whole_replicas(
     if not attainable[0] >> devices & 1:
         return None
     shares, left = [], devices
-    for place, mine in enumerate(choices):
+    for place, allowed in enumerate(choices):
         wish = left * weights[place] / sum(weights[place:])
         rest = attainable[place + 1]
-        options = [share for share in mine if share <= left and rest >> (left - share) & 1]
+        options = [share for share in allowed if share <= left and rest >> (left - share) & 1]
         shares.append(min(options, key=lambda share: (abs(share - wish), -share)))
         left -= shares[-1]
     return shares
 
 
 def _attainable(devices: int, choices: Sequence[Sequence[int]]) -> list[int]:
-    """Return integers: bit n of entry i says that the teams from i on can have n devices together."""
-    found, everything = [1], (1 << (devices + 1)) - 1
-    for mine in reversed(choices):
+    """Return, for each i, an integer whose bit n is set if the teams from i on can have n devices together."""
+    sums_from, everything = [1], (1 << (devices + 1)) - 1
+    for shares in reversed(choices):
         sums = 0
-        for share in mine:
-            sums |= found[0] << share
-        found.insert(0, sums & everything)
-    return found
+        for share in shares:
+            sums |= sums_from[0] << share
+        sums_from.insert(0, sums & everything)
+    return sums_from
 
 
 def _measured(config: RunConfig, graph: TaskGraph, held: Sequence[Roles]) -> list[float]:
-    """Return the device-seconds of a step that each team's nodes took in an earlier run."""
+    """Return the device-seconds per step of each team's nodes in an earlier run."""
     run = read_measured(config, graph)
     owner = {role: team[0].value for team in held for role in team}
     homes = {node.id: team_of(node, owner) for node in graph}
     seconds = [run.device_seconds(id for id in homes if homes[id] == team[0].value) for team in held]
-    return [max(each, 1e-9) for each in seconds]  # a team whose model no node computes with has its share, too
+    return [max(each, 1e-9) for each in seconds]  # a team whose model no node uses also gets a share
 
 
 def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:
-    """Return the multiplications for each token of a step: parameters that compute it, times passes over them, at least
-    one."""
+    """Return the work of a team per token: parameters times passes over them, counting at least one pass."""
     passes = {role: sum(_passes(config, node) for node in graph if node.role is role) for role in team}
     passes[team[0]] = max(passes[team[0]], 1.0)
     return sum(number * _facts(config, role).computing_parameters for role, number in passes.items() if number)
@@ -155,27 +153,26 @@ def _facts(config: RunConfig, role: Role) -> ModelFacts:
     path = None if role in (Role.ACTOR, Role.ROLLOUT) else getattr(config, role.value).path
     where = "model.path" if path is None else f"{role.value}.path"
     try:
-        found = model_facts(config.model if path is None else ModelConfig(path=path))
+        facts = model_facts(config.model if path is None else ModelConfig(path=path))
     except ConfigError as error:
         raise ConfigError(error.what, where=where, found=error.found, allowed=error.allowed, fix=error.fix) from error
-    if found is None:
+    if facts is None:
         raise ConfigError(
-            "placement.auto=param_aware goes by the sizes of all models, and those of this one are not known here",
+            "placement.auto=param_aware needs the sizes of all models, but this model is not on this machine",
             where=where,
             found=path or config.model.path,
             allowed="a folder, or a hub name that is in the local cache",
             fix="download the model first, or set placement.auto=even",
         )
-    return found
+    return facts
 
 
-#: GPUs of a machine, as a rule.
+#: Usual number of GPUs per machine.
 USUAL_GPUS = 8
 
 
 def workers_of_machine(config: RunConfig) -> int:
-    """Count the workers that a machine of this run may have: as the recipe says, and with GPUs no more than is
-    usual."""
+    """Return the number of workers per machine: as in the recipe, but with GPUs at most the usual number."""
     cluster = config.cluster
     if cluster.device_memory_gb is None:
         return -(-cluster.nproc // cluster.nnodes)
@@ -184,14 +181,13 @@ def workers_of_machine(config: RunConfig) -> int:
 
 
 def settings_of_workers(config: RunConfig, workers: int, unit: int = 1) -> str | None:
-    """Return the overrides for a run of so many workers, its machines about as full as now; None: they fill no whole
-    machines.
+    """Return the overrides for a run with this many workers on whole machines, about as full as now, or None.
 
     Args:
-        unit: workers of a machine are a multiple of it.
+        unit: the number of workers per machine must be a multiple of it.
     """
     cluster, most = config.cluster, workers_of_machine(config)
-    if config.launch.slurm.teams:  # their nodes are their own
+    if config.launch.slurm.teams:  # each team has its own nodes
         return f"cluster.nproc={workers}"
     room = USUAL_GPUS if cluster.device_memory_gb is not None else most
     even = [n for n in range(1, workers + 1) if workers % n == 0 and workers // n % unit == 0]

@@ -1,4 +1,4 @@
-"""The declaration of a stage: the batch fields it reads and writes, its kind of work, and its role."""
+"""The declaration of a stage: the batch fields that it reads and writes, its kind of work, and its role."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 from megarl.data.fields import IMAGES, known
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: Field names that follow from the run's configuration.
+#: Returns field names for a run's configuration.
 FromConfig = Callable[[Any], Sequence[str]]
 
-#: The fields that the prompt loader puts on every batch that enters a graph; images where `data.image_key` names them.
+#: Fields that the prompt loader sets on every batch; images only if `data.image_key` is set.
 LOADER_FIELDS = ("prompt_ids", "uid", "prompt_text", "answer", "data_source", "row", *IMAGES)
 
 
 class Kind(Enum):
-    """The kind of work that a stage does."""
+    """The kind of work of a stage."""
 
     COMPUTE = "compute"
     MODEL_INFERENCE = "model_inference"
@@ -26,7 +26,7 @@ class Kind(Enum):
 
 
 class Role(Enum):
-    """The role that a stage belongs to. Nodes of one role share a model, if the role has one."""
+    """The role of a stage. Nodes of one role share a model, if the role has one."""
 
     DEFAULT = "default"
     ACTOR = "actor"
@@ -40,7 +40,7 @@ class Role(Enum):
     DYNAMIC_SAMPLING = "dynamic_sampling"
 
 
-#: Name of an argument of a stage -> the role that it stands for.
+#: Argument name of a stage -> the role that is passed.
 ROLES = {
     "actor": Role.ACTOR,
     "critic": Role.CRITIC,
@@ -54,7 +54,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Contract:
-    """The declared effect of a stage on a batch; see `stage`."""
+    """The declared effects of a stage on a batch; see `stage`."""
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -70,12 +70,12 @@ class Contract:
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """All fields whose value it may look at."""
+        """All fields that the stage may read."""
         return (*self.reads, *self.optional, *self.consumes)
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """All fields that may be others after it."""
+        """All fields that the stage may change."""
         return (*self.writes, *self.may_write, *self.consumes)
 
 
@@ -93,24 +93,25 @@ def stage(
     needs: FromConfig | None = None,
     gives: FromConfig | None = None,
 ) -> Callable[[F], F]:
-    """Declare what a stage callable does; the callable itself stays as it is.
+    """Declare what a stage function does; the function itself is not changed.
 
-    It is called as `fn(context, batch, **roles, **config)`: the roles are those that its signature names (`ROLES`), one
-    with a default only if the run has it. Nothing else reaches the stage, and nothing else that it writes is taken: an
-    undeclared read or write is an error.
+    It is called as `fn(context, batch, **roles, **config)`: roles are those that its signature names (`ROLES`); one
+    with a
+    default is only passed if the run has it. The stage gets no other fields, and may write no others: an undeclared
+    read or write is an error.
 
     Args:
-        reads: fields that it needs; those of megarl's own stages are in `megarl.data.fields`.
-        writes: fields that it adds or replaces, always.
-        optional: fields that it uses when an earlier stage writes them.
+        reads: fields that it needs; megarl's own fields are listed in `megarl.data.fields`.
+        writes: fields that it always adds or replaces.
+        optional: fields that it uses if an earlier stage writes them.
         may_write: fields that it adds or replaces in some steps only; later stages read them as `optional`.
-        consumes: fields that it needs and that nobody sees after it (handles of work that it waits for).
+        consumes: fields that it needs and that later stages cannot read (such as handles of work that it waits for).
         kind: kind of work.
-        role: whose work it is.
-        resamples: it may return other samples than it was given. It carries all their fields, read or not.
-        refills: it is also given `more`: `more()` is the next prompts of the graph's entry, after all stages before it.
-        needs: `needs(config)` are fields that it needs under these settings, in addition to `reads`.
-        gives: `gives(config)` are fields that it writes under these settings, in addition to `writes`.
+        role: its role.
+        resamples: it may return different samples; all their fields are kept, whether it reads them or not
+        refills: it also gets `more`: `more()` returns the next prompts, processed by all stages before it.
+        needs: `needs(config)` returns further fields that it needs under these settings.
+        gives: `gives(config)` returns further fields that it writes under these settings.
 
     >>> @stage(reads=["score"], writes=["advantages"], role=Role.ADVANTAGE)
     ... def advantage(context, batch): ...
@@ -118,10 +119,10 @@ def stage(
     (('score',), ('advantages',))
 
     Raises:
-        ValueError: a stage of megarl's own declares a field that `megarl.data.fields` does not have.
+        ValueError: a stage of megarl declares a field that `megarl.data.fields` does not list.
     """
-    own, at_times = (tuple(reads), tuple(writes)), (tuple(optional), tuple(may_write), tuple(consumes))
-    contract = Contract(*own, *at_times, kind, role, resamples, refills, needs, gives)
+    always, sometimes = (tuple(reads), tuple(writes)), (tuple(optional), tuple(may_write), tuple(consumes))
+    contract = Contract(*always, *sometimes, kind, role, resamples, refills, needs, gives)
 
     def declare(func: F) -> F:
         _refuse_unknown(func, contract)
@@ -134,9 +135,9 @@ def stage(
 def _refuse_unknown(func: Callable[..., Any], contract: Contract) -> None:
     unknown = [name for name in (*contract.uses, *contract.changes) if known(name) is None]
     if unknown and func.__module__.partition(".")[0] == __package__.partition(".")[0]:
-        raise ValueError(f"{func.__module__}.{func.__qualname__}: no such field in megarl/data/fields.py: {unknown}")
+        raise ValueError(f"{func.__module__}.{func.__qualname__}: fields missing in megarl/data/fields.py: {unknown}")
 
 
 def contract_of(func: Callable[..., Any]) -> Contract:
-    """Return the declared contract of a callable; an empty one when nothing was declared."""
+    """Return the declared contract of a callable; an empty one if nothing is declared."""
     return getattr(func, "__stage__", Contract())

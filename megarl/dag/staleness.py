@@ -1,19 +1,19 @@
-"""The age that samples may have when they are trained on: the contract between generation and training, in one place.
+"""How old samples may be when they are trained on: the contract between generation and training, in one place.
 
-    version v   the weights after step v; 0: those that the run begins with
+    version v   the weights after step v; 0: the initial weights
     step t      is trained on B groups (`data.batch_size`) with the weights t - 1, and makes the weights t
-    k           `async.max_staleness`: a group of step t began with the weights t - 1 - k or later
+    k           `async.max_staleness`: a group of step t starts with the weights t - 1 - k or later
 
                             in_order                              as_ready, and policies of a user
     a group may begin       while fewer than (v + 1 + k) B groups have begun, v: the weights sampled with
     a step is               the next B prompts                    B finished groups, those that expire first
-    weights v may go        when nothing is under way, and nothing more may begin with the weights before them
-    weights v have to go    when those before them begin too few groups for
+    weights v may go        when no group is in flight, and no more may begin with the weights before them
+    weights v have to go    when the weights before them allow too few groups for
                             the step after the next one           the next step; `partial`: after every step
 
-Loops, buffer, planning and simulation ask a policy, and none of them has a rule of its own. A policy of a user is a
-class in a file (`async.order: my_policy.py:Policy`), derived from `AsReady` or `StalenessPolicy`. Policies are pure:
-they are told what there is, answer, and keep nothing, so that every process makes one of its own from the recipe.
+Loops, buffer, planning and simulation call a policy and have no rules themselves. A user's policy is a class in a file
+(`async.order: my_policy.py:Policy`) derived from `AsReady` or `StalenessPolicy`. Policies are pure: they get the state
+as arguments and store nothing, so every process creates its own from the recipe.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ ByVersion = Mapping[int, Collection[int]]
 
 
 class PolicyError(MegarlError):
-    """A policy gave an answer that no run can go by."""
+    """A policy returned a decision that a run cannot follow."""
 
 
 class StalenessSettings(NamedTuple):
-    """A policy as plain values, which every process makes it from.
+    """The values from which every process creates its policy.
 
     Attributes:
-        order: `async.order`; a file by its absolute path.
+        order: `async.order`; a file has its absolute path.
         max_staleness: k.
-        groups: of a step, B.
-        steps: of the run.
-        partial: new weights interrupt samples, which go on with them.
+        groups: groups per step, B.
+        steps: steps of the run.
+        partial: new weights interrupt samples, which continue with them.
     """
 
     order: str
@@ -73,14 +73,14 @@ class StalenessSettings(NamedTuple):
 class StalenessPolicy(ABC):
     """Decides which groups begin, which make up a step, and when weights are replaced.
 
-    `oldest`, `last_step`, `steps_ahead`, `in_time` and `capacity` are what `async.max_staleness` promises: every policy
-    is held to them, and they are not to be overridden. The rest is the policy's own.
+    `oldest`, `last_step`, `steps_ahead`, `in_time` and `capacity` define `async.max_staleness`: every policy must keep
+    to them, and must not override them. The other methods are the policy's own decisions.
 
     Attributes:
         max_staleness: k.
-        groups: of a step, B.
-        steps: of the run; nothing begins that no step of it needs.
-        partial: new weights interrupt samples, which go on with them.
+        groups: groups per step, B.
+        steps: steps of the run; no group begins that no step needs.
+        partial: new weights interrupt samples, which continue with them.
     """
 
     max_staleness: int
@@ -91,23 +91,23 @@ class StalenessPolicy(ABC):
     # -- what k means ------------------------------------------------------------------------------------------------
 
     def oldest(self, step: int) -> int:
-        """Return the oldest version of the weights that a group of `step` may have begun with."""
+        """Return the oldest weight version with which a group of `step` may have begun."""
         return max(0, step - 1 - self.max_staleness)
 
     def last_step(self, version: int) -> int:
-        """Return the last step that may be trained on a group which began with `version`."""
+        """Return the last step that may train on a group that began with `version`."""
         return min(version + 1 + self.max_staleness, self.steps)
 
     def steps_ahead(self, step: int) -> int:
-        """Count the steps after `step` whose groups may have begun before the weights after `step` are there."""
+        """Return how many steps after `step` may have groups that began before the weights after `step` exist."""
         return max(0, self.last_step(step - 1) - step)
 
     def in_time(self, step: int, left: Mapping[int, int]) -> bool:
-        """Tell whether groups that are left after `step` fit into the steps until the last one that may use them.
+        """Return whether the groups that are left after `step` fit into the steps that may still use them.
 
         Args:
-            step: that has been formed.
-            left: how many groups there are, by version, finished or not.
+            step: the step that has been formed.
+            left: number of groups left, finished or not, by weight version.
         """
         total = 0
         for version in sorted(left):
@@ -118,54 +118,54 @@ class StalenessPolicy(ABC):
 
     @property
     def capacity(self) -> int:
-        """Groups that have begun and that no step has been trained on, at most."""
+        """Largest number of groups that have begun and that no step has trained on."""
         return (1 + self.max_staleness) * self.groups
 
     # -- what a policy decides ---------------------------------------------------------------------------------------
 
     def may_begin(self, version: int) -> int:
-        """Count the groups of the run, trained ones included, that may have begun while samples come from `version`.
+        """Return how many groups of the run, including trained ones, may have begun while samples use `version`.
 
-        Never less for a later version. At least (version + 1) B, or step version + 1 could not be formed; and at most
-        B for each step until `last_step(version)`, or some would be too old for all of them.
+        Must not decrease with the version. At least (version + 1) B, or step version + 1 could not be formed; at most
+        B per step until `last_step(version)`, or some groups would be too old for every step.
         """
         return self.last_step(version) * self.groups
 
     @abstractmethod
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> Sequence[int] | None:
-        """Return the numbers of the B finished groups that `step` is trained on; None: it waits for others.
+        """Return the numbers of the B finished groups that `step` trains on; None: wait for more.
 
         Args:
-            step: the next one.
-            under_way: groups that have begun and are not finished.
-            finished: groups that are, and that no step has been trained on.
+            step: the next step.
+            under_way: groups in flight.
+            finished: finished groups that no step has trained on.
         """
 
     def samples_with(self, version: int, *, validates: bool = False) -> bool:
-        """Tell whether anything is sampled with `version`, so that these weights have to go to the engines.
+        """Return whether anything is sampled with `version`, so that these weights must be sent to the engines.
 
         Args:
             version: 1 or more.
-            validates: held-out responses are.
+            validates: whether this version generates held-out responses.
         """
         return version == self.steps or validates or self.may_begin(version) > self.may_begin(version - 1)
 
     def weights_may_go(self, version: int, begun: int, under_way: int) -> bool:
-        """Tell whether newer weights may replace `version`: nothing is sampled with it, and nothing will be.
+        """Return whether newer weights may replace `version`: no group is in flight, and no more may begin with it.
 
         Args:
-            version: that is sampled with.
-            begun: groups of the run that have begun, those trained on included.
-            under_way: of these, groups that are not finished.
+            version: the version that generates now.
+            begun: groups of the run that have begun, including trained ones.
+            under_way: groups in flight.
         """
         return not under_way and begun >= self.may_begin(version)
 
     def weights_must_go(self, version: int, step: int) -> bool:
-        """Tell whether newer weights have to replace `version` before `step` is trained, and are waited for.
+        """Return whether newer weights must replace `version` before `step` is trained; training then waits for that.
 
         Args:
-            version: that is sampled with.
-            step: the next one.
+            version: the version that generates now.
+            step: the next step.
         """
         return self.may_begin(version) < step * self.groups
 
@@ -173,16 +173,16 @@ class StalenessPolicy(ABC):
 
     @property
     def copies(self) -> int:
-        """The number of versions of the weights that may wait at the same time until they may go."""
+        """Largest number of weight versions that may be waiting to be sent."""
         return 0
 
     @property
     def name(self) -> str:
-        """The name in messages."""
+        """Name of the policy in messages."""
         return next((name for name, kind in ORDERS.items() if kind is type(self)), type(self).__qualname__)
 
     def describe(self) -> str:
-        """Describe the policy as a line of the plan."""
+        """Describe the policy in one line of the plan."""
         k = self.max_staleness
         rest = "new weights interrupt samples" if self.partial else "samples end with the weights they began with"
         limit = f"(1 + {k}) * {self.groups} = {self.capacity}"
@@ -190,28 +190,28 @@ class StalenessPolicy(ABC):
 
 
 class InOrder(StalenessPolicy):
-    """Step t is the next B prompts, with exactly the weights after step max(0, t - 1 - k).
+    """Step t is the next B prompts, generated with exactly the weights after step max(0, t - 1 - k).
 
-    Every version goes, one after the other. While a step is trained, the one after it is sampled.
+    Every version is sent, one after the other. While a step is trained, the next one is generated.
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
-        """Return the first B prompts, when all of them are finished."""
+        """Return the first B prompts if all of them are finished."""
         done = set(_numbers(finished))
         chosen = sorted([*done, *_numbers(under_way)])[: self.groups]
         return chosen if len(chosen) == self.groups and done.issuperset(chosen) else None
 
     def weights_must_go(self, version: int, step: int) -> bool:
-        """Tell whether weights must go: the step after `step` is sampled while `step` is trained."""
+        """Return whether weights must be sent: the step after `step` is generated while `step` is trained."""
         return super().weights_must_go(version, step + 1)
 
     @property
     def copies(self) -> int:
-        """The number of versions that may wait: with k = 1 weights have to go after every step, so that none wait."""
+        """Number of versions that may be waiting; with k = 1 weights are sent after every step, so none wait."""
         return self.max_staleness if self.max_staleness > 1 else 0
 
     def describe(self) -> str:
-        """Describe the policy as a line of the plan."""
+        """Describe the policy in one line of the plan."""
         k = self.max_staleness
         if k:
             return f"in_order, {count(k, 'step')} stale: step t is generated with the weights after step t - {1 + k}"
@@ -219,28 +219,28 @@ class InOrder(StalenessPolicy):
 
 
 class AsReady(StalenessPolicy):
-    """A step is B groups that are finished, in whatever order they get so. The newest weights go.
+    """A step is B finished groups, in the order in which they finish. The newest weights are sent.
 
-    Those that began with the oldest weights come first, for they expire first. A step waits for a slow group only where
-    the groups that are left would not fit into the steps that may use them: so nothing grows too old, and nothing is
-    thrown away.
+    Groups that began with the oldest weights come first, since they expire first. A step waits for a slow group only
+    if the
+    groups left would not fit into the steps that may use them. So no group becomes too old, and none is discarded.
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
-        """Return the finished groups of the oldest versions, the first prompt first among equals."""
+        """Return the finished groups of the oldest versions, by prompt number within a version."""
         left = {version: len(some) for version, some in under_way.items()}
         wanted = self.groups
         for version in sorted(finished):
-            there = len(finished[version])
-            taken = min(there, wanted)
-            wanted -= taken
-            left[version] = left.get(version, 0) + there - taken
+            finished_now = len(finished[version])
+            used = min(finished_now, wanted)
+            wanted -= used
+            left[version] = left.get(version, 0) + finished_now - used
         if wanted or not self.in_time(step, left):
             return None
         return [number for version in sorted(finished) for number in sorted(finished[version])][: self.groups]
 
     def weights_must_go(self, version: int, step: int) -> bool:
-        """Tell whether weights must go: partial samples take new weights after every step."""
+        """Return whether weights must be sent; with `partial`, after every step."""
         return self.partial or super().weights_must_go(version, step)
 
 
@@ -251,17 +251,17 @@ def policy_of(config: RunConfig) -> StalenessPolicy:
     """Return the policy of a recipe.
 
     Raises:
-        ConfigError: a user's class cannot be imported, or no run could go by it.
+        ConfigError: a user's class cannot be imported, or a run could not follow it.
     """
     return make_policy(StalenessSettings.of(config))
 
 
 @cache
 def make_policy(settings: StalenessSettings) -> StalenessPolicy:
-    """Make the policy with these settings; one object per process.
+    """Return the policy with these settings, one object per process.
 
     Raises:
-        ConfigError: a user's class cannot be imported, or no run could go by it.
+        ConfigError: a user's class cannot be imported, or a run could not follow it.
     """
     order, values = settings.order, settings[1:]
     if order in ORDERS:
@@ -271,7 +271,7 @@ def make_policy(settings: StalenessSettings) -> StalenessPolicy:
     except UserError as error:
         raise ConfigError(error.what, where=ORDER, found=order, allowed=error.allowed, fix=error.fix) from error
     if not (isinstance(kind, type) and issubclass(kind, StalenessPolicy)) or issubclass(kind, InOrder):
-        raise _refused(order, "this is not a policy that chooses among groups that are ready", "derive it from AsReady")
+        raise _refused(order, "this is not a staleness policy", "derive it from AsReady")
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise _refused(order, f"this policy lacks {', '.join(missing)}", "define it, or derive the class from AsReady")
     try:
@@ -282,13 +282,13 @@ def make_policy(settings: StalenessSettings) -> StalenessPolicy:
     except Exception as error:
         problem = f"it {_raises(error, kind)}"
     if problem is not None:
-        raise _refused(order, f"no run could go by this policy: {problem}", "correct the class")
+        raise _refused(order, f"a run could not follow this policy: {problem}", "correct the class")
     return policy
 
 
-def _refused(order: str, what: str, fix: str) -> ConfigError:
-    allowed = "in_order, as_ready, or a class derived from megarl.dag.staleness.StalenessPolicy, as AsReady is"
-    return ConfigError(what, where=ORDER, found=order, allowed=allowed, fix=fix)
+def _refused(order: str, problem: str, fix: str) -> ConfigError:
+    allowed = "in_order, as_ready, or a class derived from megarl.dag.staleness.StalenessPolicy, such as AsReady"
+    return ConfigError(problem, where=ORDER, found=order, allowed=allowed, fix=fix)
 
 
 def _raises(error: Exception, kind: type) -> str:
@@ -297,47 +297,48 @@ def _raises(error: Exception, kind: type) -> str:
 
 
 def choose(policy: StalenessPolicy, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
-    """Ask the policy for the groups of `step`; None: it waits.
+    """Return the groups that the policy chooses for `step`; None: it waits.
 
     Raises:
-        PolicyError: it names what are not B finished groups, or those that are left would grow too old; or it raises.
+        PolicyError: it does not choose B finished groups, the groups left would become too old, or it raises an error.
     """
-    said = f"forms_step({step}) of the policy {policy.name}"
+    call = f"forms_step({step}) of the policy {policy.name}"
     try:
         chosen = policy.forms_step(step, under_way, finished)
     except Exception as error:
-        raise PolicyError(f"{said} {_raises(error, type(policy))}") from error
+        raise PolicyError(f"{call} {_raises(error, type(policy))}") from error
     if chosen is None:
         return None
-    taken = set(chosen)
-    if not len(chosen) == len(taken) == policy.groups or not taken.issubset(_numbers(finished)):
+    numbers = set(chosen)
+    if not len(chosen) == len(numbers) == policy.groups or not numbers.issubset(_numbers(finished)):
         raise PolicyError(
-            f"{said} names {sorted(chosen)[:8]}: {len(chosen)} groups; allowed: {policy.groups} different groups that "
+            f"{call} returns {sorted(chosen)[:8]}: {len(chosen)} groups; allowed: {policy.groups} different groups "
+            f"that "
             "are finished"
         )
     left = {version: len(some) for version, some in under_way.items()}
     for version, some in finished.items():
-        left[version] = left.get(version, 0) + len(some) - len(taken.intersection(some))
+        left[version] = left.get(version, 0) + len(some) - len(numbers.intersection(some))
     if not policy.in_time(step, left):
         raise PolicyError(
-            f"{said} leaves groups that would be more than {count(policy.max_staleness, 'step')} stale; left by "
+            f"{call} leaves groups that would be more than {count(policy.max_staleness, 'step')} stale; groups left by "
             f"version: {dict(sorted(left.items()))}"
         )
     return list(chosen)
 
 
 def _find_problem(policy: StalenessPolicy) -> str | None:
-    """Return why a run with this policy would stand still, or train on groups that are too old; None: it is usable.
+    """Return why a run with this policy would stop or train on groups that are too old; None if it is usable.
 
-    Forms the first steps as if every group finished at once: with the newest weights, and with weights that go only
-    when they have to.
+    Forms the first steps as if every group finished at once: with the newest weights, and with weights that are sent
+    only when they must be.
     """
     size, steps = policy.groups, min(policy.steps, policy.max_staleness + 3)
     for version in range(steps):
         least = max(min(version + 1, policy.steps) * size, policy.may_begin(version - 1) if version else 0)
-        most, found = policy.last_step(version) * size, policy.may_begin(version)
-        if not least <= found <= most:
-            return f"may_begin({version}) is {found}; allowed: {least} to {most}"
+        most, limit = policy.last_step(version) * size, policy.may_begin(version)
+        if not least <= limit <= most:
+            return f"may_begin({version}) is {limit}; allowed: {least} to {most}"
     for newest in (True, False):
         version = begun = 0
         finished: dict[int, list[int]] = {}
@@ -348,9 +349,13 @@ def _find_problem(policy: StalenessPolicy) -> str | None:
             begun = policy.may_begin(version)
             chosen = choose(policy, step, {}, finished)
             if chosen is None:
-                there = {version: len(some) for version, some in finished.items()}
-                return f"forms_step({step}) waits where nothing is under way and nothing may begin; finished: {there}"
-            finished = {one: [number for number in some if number not in chosen] for one, some in finished.items()}
+                numbers = {version: len(some) for version, some in finished.items()}
+                return (
+                    f"forms_step({step}) waits although no group is in flight and none may begin; finished: {numbers}"
+                )
+            finished = {
+                version: [number for number in some if number not in chosen] for version, some in finished.items()
+            }
     return None
 
 

@@ -11,13 +11,13 @@ class Announcement:
     """The tools that every prompt presents.
 
     Attributes:
-        schemas: JSON schemas for the variable `tools` of the chat template.
-        system: text for the end of the system message; empty: none.
+        schemas: JSON schemas of the tools: the value of the chat template's variable `tools`.
+        system: text that is added at the end of the system message; empty: nothing is added.
     """
 
     schemas: list[dict[str, Any]] = field(default_factory=list)
     system: str = ""
 
 
-#: What a run without tools has.
+#: The announcement of a run without tools.
 NO_TOOLS = Announcement()

@@ -1,8 +1,8 @@
 """Shares of nearly equal total length: groups of samples over replicas, sequences over micro-batches.
 
-A start is built greedily and then improved: the heaviest part is paired with the lightest, the next with the next,
-and each pair exchanges the two items that bring it closest to even. All pairs of a round are solved by one sort and
-one binary search, so 8192 lengths over 512 ranks take milliseconds.
+The start is greedy. Each round then pairs the heaviest part with the lightest, the second heaviest with the second
+lightest and so on, and each pair exchanges the two items that make it most even. One sort and one binary search solve
+all pairs of a round, so 8192 lengths over 512 ranks take milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the process of the buffer balances groups without torch
 # Largest items * parts for which the k-way Karmarkar-Karp start, O(n k log k), is worth its time.
 _DIFFERENCING_LIMIT = 4_096
 _MAX_ROUNDS = 32
-# Most over mean from which on nothing is gained by looking for more exchanges.
+# Largest part over the mean at which the search for exchanges stops.
 _EVEN = 1.02
 
 
@@ -55,7 +55,7 @@ def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[i
 
 
 def _longest_first(sizes: np.ndarray, k: int) -> list[list[int]]:
-    """Return each item, longest first, to the part with the smallest total (then the fewest items)."""
+    """Give each item, longest first, to the part with the smallest total (of equal ones, the one with fewest items)."""
     heap = [(0, 0, part) for part in range(k)]
     parts: list[list[int]] = [[] for _ in range(k)]
     order = np.argsort(-sizes, kind="stable")
@@ -82,7 +82,7 @@ def _differencing(sizes: np.ndarray, k: int) -> list[list[int]]:
 
 
 def _rows(sizes: np.ndarray, k: int) -> np.ndarray:
-    """Start with equal counts: rows of k items, longest first; each row's longest goes to the lightest part."""
+    """Start with equal counts: rows of k items, longest first; the longest item of a row goes to the lightest part."""
     width = -(-len(sizes) // k)
     order = np.full(width * k, -1, dtype=np.int64)
     order[: len(sizes)] = np.argsort(-sizes, kind="stable")
@@ -98,8 +98,9 @@ def _rows(sizes: np.ndarray, k: int) -> np.ndarray:
 
 
 def _as_table(parts: list[list[int]]) -> np.ndarray:
-    """Return the parts as [k, most items + 1], filled up with -1: every part has a free place, so an exchange can also
-    be a move."""
+    """Return the parts as an array [k, most items + 1], padded with -1. Every part has a free place, so that an
+    exchange
+    can also move one item."""
     table = np.full((len(parts), max(map(len, parts)) + 1), -1, dtype=np.int64)
     for part, items in enumerate(parts):
         table[part, : len(items)] = items
@@ -114,7 +115,7 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
     padded = np.append(sizes, 0)
     order = np.append(sizes, -1)  # unused places first, before items of length 0
     pairs = np.arange(k // 2)
-    # Lengths of different pairs must not meet in the one sorted list that is searched.
+    # The lengths of a pair get an offset of the pair's own, so that one sorted list serves all pairs.
     gap = 4 * (int(sizes.sum()) + 1)
     for _ in range(_MAX_ROUNDS):
         totals = padded[table].sum(1)
@@ -125,11 +126,11 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
         surplus = totals[heavy] - totals[light]
         table[light] = np.take_along_axis(table[light], np.argsort(order[table[light]], axis=1, kind="stable"), 1)
         give, take = padded[table[heavy]], padded[table[light]]
-        # An item of length x is best exchanged for one of length x - surplus / 2: look at both neighbours of that.
+        # The best exchange for an item of length x is one of length x - surplus / 2: look at both its neighbours.
         keys = (2 * take + pairs[:, None] * gap).ravel()
         wanted = 2 * give - surplus[:, None] + pairs[:, None] * gap
         right = np.searchsorted(keys, wanted.ravel()).reshape(wanted.shape) - pairs[:, None] * width
-        # Of two parts with unused places neither may give its own away, or the counts would drift apart.
+        # Of two parts with unused places neither may give its own away, or the numbers of items would drift apart.
         first = np.zeros((len(pairs), 1), dtype=np.int64)
         if fixed_counts:
             first[:, 0] = (table[light[:, None], 0] < 0).any(1) & (table[heavy] < 0).any(1)
@@ -142,25 +143,24 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
             return
         i = best[better] // 2
         j = near.reshape(len(pairs), -1)[pairs[better], best[better]]
-        one, two = heavy[better], light[better]
-        table[one, i], table[two, j] = table[two, j], table[one, i]
+        heavier, lighter = heavy[better], light[better]
+        table[heavier, i], table[lighter, j] = table[lighter, j], table[heavier, i]
 
 
 def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) -> list[list[int]]:
-    """Return the groups of samples for each of `parts` replicas: equally many of every mini-batch, tokens as even as
-    can be.
+    """Assign the groups of a step to `parts` replicas: equally many of every mini-batch, tokens as even as possible.
 
-    A mini-batch holds the same groups whatever their tokens, and is shared out by itself. The next makes up for what
-    stays uneven in it: the fullest share goes to the replica that has least so far.
+    Each mini-batch is divided by itself and keeps its groups. Unevenness is made up for in the next mini-batch, whose
+    largest share goes to the replica with the fewest tokens so far.
 
     Args:
         tokens: tokens of each group of a step, in the order of the data.
         parts: number of replicas.
-        cuts: where all mini-batches but the first begin, rising.
+        cuts: places of the first group of every mini-batch but the first, ascending.
 
     Returns:
-        Places of groups, rising, of each replica. Replicas have equally many of a mini-batch where their number divides
-        its groups, else they differ by one.
+        Places of the groups of each replica, ascending. The numbers of groups of a mini-batch are equal where `parts`
+        divides them, else they differ by at most one.
 
     >>> share_groups([9, 1, 9, 1], 2), share_groups([9, 1, 9, 1], 2, cuts=[2])
     ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
@@ -180,14 +180,12 @@ def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) ->
 
 
 def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts: Sequence[int] = ()) -> float:
-    """Return the most tokens that one of `parts` replicas has of a mini-batch, over the mean; both are summed over
-    mini-batches.
-
-    So much longer do updates take, whose time goes by tokens, than if all replicas had equally many.
+    """Return the imbalance of replicas: the most tokens that one replica has of a mini-batch, summed over mini-batches,
+    over the mean. Updates whose time is proportional to tokens take this factor longer than with equal shares.
 
     Args:
         tokens: tokens of each group of a step, in the order of the data.
-        owners: the replica that has it.
+        owners: replica of each group.
         parts: number of replicas.
         cuts: as in `share_groups`.
 
@@ -205,25 +203,23 @@ def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts
 
 
 def _mini_batches(count: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the begin and end of each mini-batch."""
+    """Return the first place and the end of each mini-batch."""
     return list(itertools.pairwise([0, *(cut for cut in cuts if 0 < cut < count), count]))
 
 
 def _evened(parts: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
-    """Go on until no exchange of two items takes something off the fullest part, or that one is full enough.
-
-    `_exchange` compares it with the lightest part only, which is all that can be paid for with hundreds of parts.
-    """
+    """Exchange two items between the fullest part and any other until no exchange makes it smaller, or it is near the
+    mean. `_exchange` compares the fullest part with the lightest only, since hundreds of parts cost too much."""
     owner = np.zeros(len(sizes), dtype=np.int64)
     for part, items in enumerate(parts):
         owner[items] = part
     totals = np.array([sizes[items].sum() for items in parts])
     while True:
         full = int(totals.argmax())
-        mine, others = np.flatnonzero(owner == full), np.flatnonzero(owner != full)
+        inside, others = np.flatnonzero(owner == full), np.flatnonzero(owner != full)
         if not len(others) or totals[full] * len(parts) <= _EVEN * totals.sum():
             break
-        moved = sizes[mine][:, None] - sizes[others]
+        moved = sizes[inside][:, None] - sizes[others]
         after = np.maximum(totals[full] - moved, totals[owner[others]] + moved)
         give, take = np.unravel_index(after.argmin(), after.shape)
         if after[give, take] >= totals[full]:
@@ -231,5 +227,5 @@ def _evened(parts: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
         other = owner[others[take]]
         totals[full] -= moved[give, take]
         totals[other] += moved[give, take]
-        owner[mine[give]], owner[others[take]] = other, full
+        owner[inside[give]], owner[others[take]] = other, full
     return [np.flatnonzero(owner == part).tolist() for part in range(len(parts))]

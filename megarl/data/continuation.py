@@ -1,11 +1,9 @@
-"""The tokens of text that continues other text: of a response after its prompt, and of an answer after a turn.
+"""The tokens of text that follows other text: of a response after its prompt, or of an answer after a turn.
 
-A prompt's tokens stay what the model is given, and a response has those that its text has in the whole text:
-
-    "4+8=" | "12"     4 + 8 = | 1 2      and not ▁ 1 2, as tokenizers that put a blank before every text have it
-
-Where a token of the whole text reaches from the prompt into the response ("\\n" | "\\n2" as one token of two line
-breaks), the response is tokenised by itself, without the tokenizer's blank: the prompt is not changed by what follows.
+The prompt keeps its tokens. The response gets the tokens that its text has inside the whole text:
+    "4+8=" | "12"     4 + 8 = | 1 2      not ▁ 1 2, the tokens from tokenizers that put a blank before every text
+Where one token of the whole text spans prompt and response ("\\n" | "\\n2", with one token for two line breaks), the
+response is tokenised separately, without that blank, so that the prompt's tokens stay the same.
 """
 
 from __future__ import annotations
@@ -13,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-#: Texts with a token of their own in most tokenizers, which no blank follows.
+#: Texts that are single tokens in most tokenizers and after which no blank is added.
 _ANCHORS = ("\n", "0", "a", "=")
-#: Text without special tokens, for what a tokenizer adds to every text.
+#: Text without special tokens, which shows the tokens that a tokenizer adds to every text.
 _ANY = "a"
 
 
 def to_continue(tokenizer: Any, texts: Sequence[list[int]]) -> list[list[int]]:
-    """Return the tokens of texts that go on: without the end token that some tokenizers add to every text, and with the
-    begin token once where the text had it already, as prompts made elsewhere often do.
+    """Remove the end token that some tokenizers add to every text, and the second begin token of texts that had one
+    already, as prompts made elsewhere often do.
 
     Args:
-        texts: tokens of each text, with what the tokenizer adds by itself.
+        texts: tokens of each text as the tokenizer returns them.
     """
     plain, whole = (tokenizer(_ANY, add_special_tokens=special)["input_ids"] for special in (False, True))
     starts = (n for n in range(len(whole)) if plain and whole[n : n + len(plain)] == plain)
@@ -50,7 +48,7 @@ def inside(tokenizer: Any, text: str, *anchors: str) -> list[int]:
     """Return the tokens of `text` in the middle of a text, without the blank that some tokenizers put before one.
 
     Args:
-        anchors: texts to tokenise it after, before those that are tried otherwise.
+        anchors: texts to tokenise it after; they are tried before `_ANCHORS`.
     """
     for anchor in (*anchors, *_ANCHORS):
         before, whole = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (anchor, anchor + text))

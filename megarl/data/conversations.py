@@ -1,8 +1,7 @@
-"""The text of responses to learn: the turns of the assistant, as the chat template writes the whole conversation.
+"""The text of responses to learn: the assistant's turns as the chat template writes the whole conversation.
 
-The template is called once for all messages. Its text is cut where the assistant begins to answer, which is where a
-prompt ends, and after the end token that the template writes:
-
+The template is called once for all messages. Its text is cut where the assistant's answers begin (the end of a prompt)
+and after the end token that the template writes:
     <start>user 1+1<end><start>assistant | 2<end> | <end><start>user 2+2<end><start>assistant | 4<end>
     before                                 text     before                                     text
 """
@@ -31,9 +30,9 @@ class Turn(NamedTuple):
 
     Attributes:
         before: text from the end token of the turn before, or from the start, to where the assistant begins.
-        text: what the assistant says, and the end token that the template writes.
-        ended: the text ends with an end token; else the model learns one after it.
-        learnt: the loss counts the turn.
+        text: the assistant's text with the end token that the template writes.
+        ended: `text` ends with an end token; if not, one is appended to the tokens to learn.
+        learnt: the turn counts in the loss.
     """
 
     before: str
@@ -43,7 +42,7 @@ class Turn(NamedTuple):
 
 
 class Conversations:
-    """Write responses as text.
+    """Writer of responses as text.
 
     Args:
         chat: the chat template; None: prompts and responses are plain text.
@@ -52,14 +51,14 @@ class Conversations:
 
     Attributes:
         without_reasoning: rows whose prompt opens `<think>` and whose response has no reasoning.
-        shortened: rows with reasoning in turns that the template writes without it, as Qwen3's does before the last.
+        shortened: rows from whose turns the template removes reasoning, as Qwen3's does in all but the last turn.
     """
 
     def __init__(self, chat: ChatTemplate | None, ends: Sequence[str], special: Sequence[str] = ()) -> None:
         self._chat, self._ends = chat, [end for end in dict.fromkeys(ends) if end]
         self._special = [token for token in dict.fromkeys(special) if token]
         # Number of characters, such as a blank, that the template writes between a prompt and the answer, by whether
-        # the turn is the last one; None: it begins an answer in another way than it ends a prompt.
+        # the turn is the last one; None: the template begins an answer differently from the end of a prompt.
         self._inserted: dict[bool, int | None] = {}
         self.without_reasoning = list[Row]()
         self.shortened = list[Row]()
@@ -68,29 +67,29 @@ class Conversations:
         """Return the turns of a response.
 
         Args:
-            prompt: text of the prompt, as the model is given it.
-            given: messages of the prompt; its text where no chat template is in use.
+            prompt: text of the prompt as the model sees it.
+            given: messages of the prompt, or its text if no chat template is used.
             talk: messages of the response.
 
         Raises:
-            DataError: an end token inside a turn, or messages that the template does not write; the row is named.
+            DataError: an end token stands inside a turn, or the template does not write a message; it names the row.
         """
         talk = [self._without_end(message, row) if message["role"] == ASSISTANT else message for message in talk]
         if self._chat is not None and not isinstance(given, str) and (len(talk) > 1 or self._writes_turns):
             turns = self._written(self._chat, prompt, [*given, *without_weight(talk)], len(given), row)
         else:
             turns = [self._plain(prompt, given, talk, row)]
-        said = [message for message in talk if message["role"] == ASSISTANT]
-        turns = [turn._replace(learnt=is_learnt(message)) for turn, message in zip(turns, said, strict=True)]
+        answers = [message for message in talk if message["role"] == ASSISTANT]
+        turns = [turn._replace(learnt=is_learnt(message)) for turn, message in zip(turns, answers, strict=True)]
         if turns[-1].learnt and _is_opened(prompt) and not _has_reasoning(turns[-1].text):
             self.without_reasoning.append(row)
-        if any(turn.learnt and _is_shortened(message, turn.text) for message, turn in zip(said, turns, strict=True)):
+        if any(turn.learnt and _is_shortened(message, turn.text) for message, turn in zip(answers, turns, strict=True)):
             self.shortened.append(row)
         return turns
 
     @cached_property
     def _writes_turns(self) -> bool:
-        """Return whether the template writes what the assistant says; some are for one question only."""
+        """Return whether the template writes the assistant's turns; some templates take a single question only."""
         assert self._chat is not None
         try:
             return self._chat.write([_QUESTION, _MARKED], Row({}, "an example", 0), prompt=False).count(MARK) == 1
@@ -98,7 +97,7 @@ class Conversations:
             return False
 
     def _without_end(self, message: Message, row: Row) -> Message:
-        """Return the message without the end token that its text may have at the end, which is learnt once."""
+        """Remove the end token at the end of the message's text, which is learnt once."""
         content = message["content"]
         end = next((end for end in self._ends if content.endswith(end)), "")
         message = {**message, "content": content.removesuffix(end)}
@@ -118,7 +117,7 @@ class Conversations:
         return message
 
     def _plain(self, prompt: str, given: str | list[Message], talk: Sequence[Message], row: Row) -> Turn:
-        """Return the response after the prompt's text, where no template writes it."""
+        """Return the response as one turn after the prompt's text, for prompts without a template for conversations."""
         message, keys = talk[0], extra_keys(talk[0])
         if self._chat is None and (keys or len(talk) > 1):
             held = f"a message of the response holds {', '.join(map(repr, keys))}" if keys else "the response is a talk"
@@ -157,10 +156,11 @@ class Conversations:
     def _start(
         self, chat: ChatTemplate, messages: list[Message], place: int, text: str, prompt: str, row: Row
     ) -> tuple[int, str]:
-        """Return where in the text of the conversation the assistant begins message `place`, where it is written in
-        another way than after its prompt: without the prompt's `<think>`, or without the reasoning of earlier turns.
+        """Find message `place`, an answer, in the conversation's text where it does not follow its prompt's text: the
+        prompt's `<think>` or the reasoning of earlier turns is missing there.
 
-        Also returns the prompt where the template begins an answer and a prompt for one differently; else empty text.
+        Returns:
+            The position, and the prompt where the template begins answers and prompts differently, else empty text.
         """
         is_last = place == len(messages) - 1
         if is_last not in self._inserted:
@@ -236,7 +236,7 @@ def _is_opened(prompt: str) -> bool:
 
 
 def _continued(prompt: str, content: str) -> str:
-    """Return the content without the `<think>` that the prompt has opened already."""
+    """Remove `<think>` from the content where the prompt has opened it already."""
     if not (_is_opened(prompt) and content.lstrip().startswith(_OPEN)):
         return content
     opened = content.lstrip().removeprefix(_OPEN)
@@ -249,6 +249,6 @@ def _has_reasoning(text: str) -> bool:
 
 
 def _is_shortened(message: Message, text: str) -> bool:
-    """Return whether reasoning of the message is missing in its turn's text."""
+    """Return whether the turn's text lacks reasoning that the message has."""
     keys = [message[key].strip() for key in extra_keys(message) if isinstance(message[key], str)]
     return (_CLOSE in message["content"] and _CLOSE not in text) or any(value not in text for value in keys)

@@ -1,5 +1,5 @@
-"""The tokens that end a response: the tokenizer's, those of the model's generation_config.json, and the one that the
-chat template writes after a turn. An engine that serves the model stops at the same ones.
+"""The tokens that end a response: the tokenizer's end token, those of the model's generation_config.json, and the one
+that the chat template writes after a turn. Inference engines that serve the model stop at the same tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EndTokens:
     """The tokens that end a response.
 
     Attributes:
-        sources: token id -> who names it; the tokenizer's own comes first.
+        sources: token id -> where it comes from; the tokenizer's end token is first.
         notes: further messages for the user, a line each.
     """
 
@@ -39,11 +39,11 @@ class EndTokens:
 
     @property
     def ids(self) -> list[int]:
-        """All of them, the tokenizer's own first."""
+        """All end tokens; the tokenizer's is first."""
         return list(self.sources)
 
     def describe(self, token: Callable[[int], str]) -> str:
-        """Return one line: every token, its id, and who names it."""
+        """Return one line with the text, the id and the sources of every token."""
         parts = [f"{token(number)} ({number}: {', '.join(names)})" for number, names in self.sources.items()]
         return f"a response ends at {' or '.join(parts)}"
 
@@ -51,8 +51,8 @@ class EndTokens:
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig) -> EndTokens:
     """Return the tokens that end a response of `model`.
 
-    A number of generation_config.json counts where the tokenizer is the model's own, or calls that token special: with
-    another tokenizer it may be a letter.
+    A token of generation_config.json counts if the tokenizer is the model's own or the token is special in it: in
+    another tokenizer the number may mean a letter.
 
     Raises:
         ConfigError: generation_config.json cannot be read.
@@ -79,10 +79,9 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: Dat
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int | None, str | None]:
-    """Return the special token that the chat template in use writes after the assistant's turn, and the text it stands
-    in.
-
-    None and text: it is no special token. None and None: the template renders no such conversation, or changes it.
+    """Return the special token that the chat template writes after the assistant's turn, and the text that begins with
+    it. (None, text): the text begins with no special token. (None, None): the template cannot write the example
+    conversation, or changes its text.
     """
     render = chat_renderer(tokenizer, data.override_chat_template, more=data.chat_template_kwargs, date=data.date)
     try:
@@ -97,7 +96,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int 
 
 
 def is_special(tokenizer: PreTrainedTokenizerBase, number: int) -> bool:
-    """Return whether the tokenizer calls a token special."""
+    """Return whether the token is special in the tokenizer."""
     added: Any = tokenizer.added_tokens_decoder.get(number)
     return number in tokenizer.all_special_ids or bool(getattr(added, "special", False))
 
@@ -109,10 +108,10 @@ def _of_generation_config(path: str | None) -> list[int]:
     if folder is not None and (folder / GENERATION_CONFIG).is_file():
         return end_token_ids(folder)
     if not is_hub_name(path) or (folder is not None and any(folder.glob("*.safetensors"))):
-        return []  # what comes with the weights brings this file, too, where the model has one
+        return []  # the download of the weights includes this file where the model has one
     from huggingface_hub import hf_hub_download
 
     try:
         return end_token_ids(Path(hf_hub_download(path, GENERATION_CONFIG)).parent)
-    except OSError:  # errors of the hub are of this kind, too: the model has none, or it is out of reach
+    except OSError:  # errors of the hub are OSErrors, too: the model has no such file, or the hub cannot be reached
         return []

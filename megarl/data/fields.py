@@ -1,4 +1,4 @@
-"""All fields that a batch may have in a run of megarl's own stages: form, writer and meaning of each, in one place.
+"""All fields that a batch may have in a run of megarl's own stages: form, writer and meaning of each.
 
 A stage of megarl's own that declares another field does not import, and a node that returns one of these with a value
 of another form fails. A stage of a user's own may add fields of other names. The table in docs/architecture.md is what
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Fields of samples with images.
 IMAGES = PATCHES, GRIDS, DIGESTS = "image_patches", "image_grids", "image_digests"
-#: The same of the data's prompt, of samples that have the images of a whole episode.
+#: The same fields for the images of the data's prompt, in samples that have the images of a whole episode.
 DATA_IMAGES = tuple(f"data_{name}" for name in IMAGES)
 
 _MODEL_DTYPE = "float32 or bfloat16"
@@ -35,9 +35,9 @@ class Field:
     """A field.
 
     Attributes:
-        dtype, shape: see the module.
-        writer: the stages that write it, or what else does.
-        example: example of one sample.
+        dtype, shape: as the module's docstring lists them.
+        writer: the stages, or other parts of the program, that write it.
+        example: value of one sample.
     """
 
     dtype: str
@@ -48,21 +48,21 @@ class Field:
 
     @property
     def is_column(self) -> bool:
-        """It is a list of plain values."""
+        """True if the field is a list of plain values."""
         return self.dtype not in _TENSORS
 
     @property
     def is_jagged(self) -> bool:
-        """Samples have different numbers of entries."""
+        """True if samples have different numbers of entries."""
         return self.shape[4:5].islower()
 
     @property
     def form(self) -> str:
-        """Dtype and shape, as messages and the table have them."""
+        """Dtype and shape, as messages and the table show them."""
         return f"column of {self.dtype}" if self.is_column else f"{self.dtype} {self.shape}"
 
     def misfit(self, value: Tensor | Jagged | list[Any]) -> str | None:
-        """Return the form of `value`, if it has another one than this field."""
+        """Return the form of `value` if it differs from the field's form, else None."""
         if isinstance(value, list):
             return None if self.is_column else "a column"
         jagged = hasattr(value, "offsets")
@@ -72,7 +72,7 @@ class Field:
         return f"{dtype}, {'of different lengths' if jagged else list(value.shape)}"  # type: ignore[union-attr]
 
 
-#: All of them by name, in the order of a step. Names that end in "/" are the beginnings of one field per camera.
+#: All fields by name, in the order of a step. A name that ends in "/" is the prefix of one field per camera.
 FIELDS: dict[str, Field] = {
     # -- what the loader gives every prompt
     "prompt_ids": Field(
@@ -261,7 +261,7 @@ FIELDS: dict[str, Field] = {
 
 
 def known(name: str) -> Field | None:
-    """Return the field of that name, a camera's included; None: one of a user's own."""
+    """Return the field of that name, or of a camera's prefix; None: a user's field."""
     prefix, slash, _ = name.partition("/")
     return FIELDS.get(prefix + slash)
 

@@ -24,8 +24,7 @@ ORDINAL = "ordinal"
 
 
 def group_numbers(samples: Batch, groups: Sequence[Sequence[int]], replica: int, replicas: int) -> list[int]:
-    """Return the number of each of a replica's `groups` (places, from `group_places`) among those of the step; see
-    `ORDINAL`."""
+    """Return the number in the step of each of a replica's `groups` (lists from `group_places`); see `ORDINAL`."""
     if ORDINAL in samples:
         numbers = samples[ORDINAL]
         return [int(numbers[places[0]]) for places in groups]
@@ -54,7 +53,7 @@ def by_group(uid: Sequence[Hashable], values: Sequence[T]) -> list[list[T]]:
 
 
 def tokens_of(batch: Batch) -> Sequence[int]:
-    """Return the prompt and response tokens of every sample."""
+    """Return the number of prompt and response tokens of every sample."""
     from megarl.data.batch import Jagged
 
     parts = [batch[name] for name in ("prompt_ids", "response_ids") if name in batch]

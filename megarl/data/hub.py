@@ -1,6 +1,6 @@
-"""The state of the Hugging Face hub: is a source in the local cache, and else can the hub be reached? In seconds.
+"""Checks, within seconds, whether a source is in the local cache of the Hugging Face hub or the hub can be reached.
 
-The hub's own packages try for a minute, in every worker, and end in the advice to check the name.
+The hub's own packages try for a minute in every worker and then advise to check the name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.data.sources import HUB, SUFFIXES, TEXT
 from megarl.system.errors import ConfigError
 from megarl.system.imports import is_module_reference
 
-ASK_S = 4.0  # for all questions together; a hub that is there answers in a fraction of a second
+ASK_S = 4.0  # for all questions together; a hub that can be reached answers in a fraction of a second
 _TRUE = ("1", "ON", "YES", "TRUE")
 _SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 Answer = Literal["there", "not there", "unknown"]
@@ -47,12 +47,12 @@ class HubSource:
 
 
 def offline() -> str | None:
-    """Return the variable that forbids to ask the hub; None: it may be asked."""
+    """Return the environment variable that forbids requests to the hub; None if no variable does."""
     return next((name for name in _SWITCHES if os.environ.get(name, "").upper() in _TRUE), None)
 
 
 def hub_dataset(source: str) -> str | None:
-    """Return the hub repository that a data source stands for; None when it is something else."""
+    """Return the hub repository that a data source names; None if it is not one."""
     path = Path(source).expanduser()
     if source.startswith(TEXT) or path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
         return None
@@ -63,12 +63,12 @@ def hub_dataset(source: str) -> str | None:
 
 
 def advice(kind: str, name: str, otherwise: str) -> str:
-    """Return the fix for a source that could not be loaded, by the present obstacle; takes `ASK_S` at most.
+    """Return the advice for a source that could not be loaded; takes at most `ASK_S`.
 
     Args:
         kind: `models` or `datasets`.
-        name: the source as the recipe names it.
-        otherwise: advice when it is no hub name, or the hub is there and has it.
+        name: the source as in the recipe.
+        otherwise: advice if the source is not on the hub by its name, or the hub has it.
     """
     hub_name = hub_dataset(name) if kind == "datasets" else name if is_hub_name(name) else None
     if hub_name is None or Path(name).exists():
@@ -81,8 +81,11 @@ def advice(kind: str, name: str, otherwise: str) -> str:
 
 
 def problem_of(source: HubSource, why: str | None) -> ConfigError:
-    """Return the error for a source that is not in the cache; `why`: the hub was not reached; None: it was, or may not
-    be."""
+    """Return the error for a source that is not in the cache.
+
+    Args:
+        why: why the hub could not be reached; None: it was reached, or requests to it are forbidden.
+    """
     switch = offline()
     download = f"download it where there is a network (hf download {source.name}), and name its folder"
     if switch is not None:
@@ -97,13 +100,13 @@ def problem_of(source: HubSource, why: str | None) -> ConfigError:
     return ConfigError(what, where=source.key, found=source.name, allowed="a local folder, or a hub name", fix=fix)
 
 
-def ask(asked: list[HubSource]) -> tuple[dict[HubSource, Answer], str | None]:
-    """Return the hub's answer on every source, and why it could not be reached; None: it could."""
-    answers: dict[HubSource, Answer] = dict.fromkeys(asked, "unknown")
+def ask(sources: list[HubSource]) -> tuple[dict[HubSource, Answer], str | None]:
+    """Return the hub's answer for each source, and why the hub could not be reached (None if it was)."""
+    answers: dict[HubSource, Answer] = dict.fromkeys(sources, "unknown")
     reasons: dict[HubSource, str] = {}
     reached: list[HubSource] = []
 
-    def one(source: HubSource) -> None:
+    def request(source: HubSource) -> None:
         url = f"{_endpoint()}/api/{source.kind}/{quote(source.name)}"
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "megarl"})
@@ -118,8 +121,8 @@ def ask(asked: list[HubSource]) -> tuple[dict[HubSource, Answer], str | None]:
             return
         reached.append(source)
 
-    # Threads that nobody has to wait for: a name server that is silent holds them for longer than any timeout.
-    threads = [threading.Thread(target=one, args=(source,), daemon=True) for source in asked]
+    # Daemon threads, since a silent name server blocks them for longer than any timeout.
+    threads = [threading.Thread(target=request, args=(source,), daemon=True) for source in sources]
     for thread in threads:
         thread.start()
     end = time.monotonic() + ASK_S

@@ -1,8 +1,8 @@
-"""Prompts with images: `<image>` in a prompt becomes the model's tokens of an image, one for each of its features.
+"""Prompts with images: `<image>` in a prompt is replaced by the model's image tokens, one for each feature of the
+image.
 
     "<image> How many circles?"  ->  <|vision_start|> <|image_pad|> x features <|vision_end|> How many circles?
-
-Sizes are known when prompts are read, so that lengths are; pixels are read when a prompt is trained on.
+The sizes of images are read with the prompts, because lengths depend on them; pixels are read when a prompt is used.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImagePrompts:
-    """The way from rows with images to prompts.
+    """Reader of images for prompts, and how they stand in the text.
 
     Attributes:
         key: `data.image_key`.
-        prompt_key: `data.prompt_key`, whose messages may hold images themselves.
+        prompt_key: `data.prompt_key`; the messages in that column may contain images, too.
         folder: `data.image_dir`.
         limit: `data.limit_images`.
         settings: sizes of patches and pixels.
-        token: id of the token that stands for a feature.
-        text: text of an image in a prompt, with one such token.
+        token: id of the image token, which stands for one feature.
+        text: text of one image in a prompt, with one image token.
     """
 
     key: str
@@ -54,14 +54,14 @@ class ImagePrompts:
     def of(
         cls, config: DataConfig, encoder: VisionEncoder, settings: ImageSettings, tokenizer: PreTrainedTokenizerBase
     ) -> ImagePrompts | None:
-        """Return how prompts of a recipe get their images; None: it names no column of images.
+        """Return the reader for a recipe; None: the recipe has no `data.image_key`.
 
         Args:
-            encoder, settings: of the model; `data.min_pixels` and `data.max_pixels` go before its limits.
+            encoder, settings: those of the model; `data.min_pixels` and `data.max_pixels` replace its limits.
 
         Raises:
-            ConfigError: limits of pixels that contradict each other, a folder that is not there, or a tokenizer without
-                the model's tokens of images.
+            ConfigError: the limits of pixels contradict each other, the folder does not exist, or the tokenizer lacks
+                the model's image tokens.
         """
         if config.image_key is None:
             return None
@@ -72,38 +72,38 @@ class ImagePrompts:
         text = "".join(texts)
         if tokenizer(text, add_special_tokens=False)["input_ids"] != tokens:
             raise ConfigError(
-                "the tokenizer does not know the tokens of images that the model's config.json names",
+                "the tokenizer has no tokens for images as the model's config.json names them",
                 where="model.tokenizer",
                 found=text,
                 allowed=f"tokens {tokens}: the begin of an image, a feature, its end",
-                fix="take the model's own tokenizer",
+                fix="use the model's own tokenizer",
             )
         token, token_text = encoder.image_token, texts[tokens.index(encoder.image_token)]
         return cls(config.image_key, config.prompt_key, folder, config.limit_images, limits, token, token_text, text)
 
     def values(self, row: Row) -> list[Any]:
-        """Return the images of a row, not read yet; DataError as `row_images`."""
+        """Return a row's images, which are not read yet; raises DataError as `row_images`."""
         return row_images(row, self.key, self.prompt_key, self.limit)
 
     def marked(self, text: str, row: Row) -> str:
-        """Return the text of a prompt with the model's tokens in the place of `<image>`.
+        """Replace each `<image>` in a prompt by the text that the model expects for an image.
 
         Raises:
-            DataError: `<image>` does not stand there as often as the row has images.
+            DataError: the number of `<image>` differs from the row's number of images.
         """
         check_marks(text, len(self.values(row)), self.key, row)
         return text.replace(MARK, self.text)
 
     def expanded(self, ids: Sequence[int], row: Row) -> list[int]:
-        """Return the tokens of a prompt with as many image tokens as its images have features.
+        """Repeat each image token of a prompt once per feature of its image.
 
         Raises:
-            DataError: an image that cannot be opened; or image tokens in the text of the row.
+            DataError: an image cannot be opened, or the row's text itself contains the image token.
         """
         values = self.values(row)
         if ids.count(self.token) != len(values):
             raise DataError(
-                "the text of the prompt holds the model's own token of images",
+                "the text of the prompt contains the model's image token",
                 where=row.where,
                 found=f"{ids.count(self.token)} tokens, {count(len(values), 'image')}",
                 allowed=f"{MARK} for each image",
@@ -122,14 +122,14 @@ class ImagePrompts:
         return height // unit * (width // unit)
 
     def read(self, value: Any, where: str) -> ImageSet:
-        """Read an image; DataError as `patches_of`, with `where`."""
+        """Read an image; raises DataError as `patches_of`, with `where`."""
         return patches_of(value, self.settings, self.folder, where)
 
     def patches(self, row: Row) -> list[ImageSet]:
         """Read the images of a row.
 
         Raises:
-            DataError: one cannot be read.
+            DataError: an image cannot be read.
         """
         return [self.read(value, self._where(row)) for value in self.values(row)]
 
@@ -140,11 +140,11 @@ class ImagePrompts:
             ids: tokens with one image token for each image.
 
         Raises:
-            DataError: other image tokens than those of the images.
+            DataError: the number of image tokens differs from the number of images.
         """
         if ids.count(self.token) != len(images):
             raise DataError(
-                "the text holds the model's own token of images",
+                "the text contains the model's image token",
                 found=f"{ids.count(self.token)} tokens, {count(len(images), 'image')}",
                 allowed="images as parts, and no such token in text",
             )
@@ -161,17 +161,17 @@ class ImagePrompts:
         return f"{row.where}: column {self.key!r}"
 
     def fields(self, rows: Sequence[Row], prompts: Sequence[Tensor]) -> dict[str, Jagged]:
-        """Return the fields of prompts, of these tokens, with these rows' images."""
+        """Return the batch's image fields for prompts with these rows and tokens."""
         images, starts = [self.patches(row) for row in rows], list[list[int]]()
-        for own, tokens, row in zip(images, prompts, rows, strict=True):
+        for row_patches, tokens, row in zip(images, prompts, rows, strict=True):
             places = (tokens == self.token).nonzero()[:, 0].tolist()
-            counts = [image.features for image in own]
+            counts = [image.features for image in row_patches]
             if sum(counts) != len(places):
                 raise DataError(
-                    "an image has another size than when the prompts were read",
+                    "the size of an image has changed since the prompts were read",
                     where=self._where(row),
                     found=f"{sum(counts)} features for {len(places)} tokens",
-                    fix="leave image files as they are during a run",
+                    fix="do not change image files during a run",
                 )
-            starts.append([places[sum(counts[:number])] for number in range(len(own))])
+            starts.append([places[sum(counts[:number])] for number in range(len(row_patches))])
         return image_fields(images, starts, self.settings)

@@ -62,13 +62,13 @@ class ImageSet:
         return sum(rows * columns for _, rows, columns in self.places)
 
     def shifted(self, tokens: int) -> ImageSet:
-        """Return the images `tokens` tokens further on."""
+        """Return the images with their places moved by `tokens`."""
         places = tuple((start + tokens, rows, columns) for start, rows, columns in self.places)
         return replace(self, places=places)
 
     def between(self, first: int, end: int) -> ImageSet | None:
-        """Return the images that begin at the tokens from `first` up to, not including, `end`, by their distance to
-        `first`."""
+        """Return the images that begin at the tokens first..end - 1, with places counted from `first`; None: there are
+        none."""
         kept = [number for number, (start, *_) in enumerate(self.places) if first <= start < end]
         if not kept:
             return None
@@ -87,20 +87,20 @@ class ImageSet:
         return self.patches.split(self.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data of it, with the patches in base64."""
+        """Return the images as JSON values, with the patches in base64."""
         encoded = base64.b64encode(self.patches.numpy().tobytes()).decode("ascii")
         return {"patches": encoded, "places": self.places, "sizes": self.sizes, "digests": self.digests}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> ImageSet:
-        """Read what `to_json` gave."""
+        """Return the images from the values that `to_json` returned."""
         places = tuple((start, rows, columns) for start, rows, columns in told["places"])
         patches = torch.frombuffer(bytearray(base64.b64decode(told["patches"])), dtype=torch.uint8)
         return cls(patches.view(sum(told["sizes"]), -1), places, tuple(told["sizes"]), tuple(told["digests"]))
 
 
 def image_sets(samples: Batch) -> list[ImageSet | None]:
-    """Return the images of each sample, which has the fields of images; None: it has none."""
+    """Return the images of each sample of a batch with image fields; None: the sample has no images."""
     parts = zip(*(samples[name].to("cpu").unbind() for name in (PATCHES, GRIDS, DIGESTS)), strict=True)
     return [
         _image_set(patches, grids.tolist(), digests.tolist()) if len(grids) else None
@@ -109,7 +109,7 @@ def image_sets(samples: Batch) -> list[ImageSet | None]:
 
 
 def image_features(samples: Batch) -> dict[int, int]:
-    """Return the number of features of every image of samples, those of equal pixels once, by its digest."""
+    """Return the number of features of each distinct image of the samples, by the hash of its pixels."""
     if GRIDS not in samples:
         return {}
     counts = samples[GRIDS].values[:, 1:].prod(1).tolist()
@@ -123,7 +123,7 @@ def _image_set(patches: Tensor, grids: list[list[int]], digests: list[int]) -> I
 
 
 def pixels_of(images: ImageSet) -> list[tuple[int, npt.NDArray[np.uint8]]]:
-    """Return digest and pixels [height, width, 3] of each image, in the size that the model sees."""
+    """Return the hash and the pixels [height, width, 3] of each image, resized as the model sees it."""
     found, start = [], 0
     for (_, rows, columns), size, digest in zip(images.places, images.sizes, images.digests, strict=True):
         merge = math.isqrt(size // (rows * columns))
@@ -134,7 +134,7 @@ def pixels_of(images: ImageSet) -> list[tuple[int, npt.NDArray[np.uint8]]]:
 
 
 def pil_images(images: ImageSet) -> list[Image]:
-    """Return the images, in the size that the model sees."""
+    """Return the images, resized as the model sees them."""
     from PIL import Image
 
     return [Image.fromarray(pixels) for _, pixels in pixels_of(images)]
@@ -143,13 +143,13 @@ def pil_images(images: ImageSet) -> list[Image]:
 def image_fields(
     images: Sequence[Sequence[ImageSet]], starts: Sequence[Sequence[int]], settings: ImageSettings
 ) -> dict[str, Jagged]:
-    """Return the fields of samples with these images each, whose features begin at the places `starts`."""
+    """Return the image fields of samples; `starts`: place of each image's first feature in its sample."""
     sets = [ImageSet.joined(own, places) for own, places in zip(images, starts, strict=True)]
     return fields_of_sets(sets, 3 * settings.patch**2)
 
 
 def fields_of_sets(sets: Sequence[ImageSet | None], patch_values: int) -> dict[str, Jagged]:
-    """Return the fields of samples with these images each; `patch_values`: numbers of a patch."""
+    """Return the image fields of samples, each with its `ImageSet`; `patch_values`: numbers per patch."""
     given = [one for one in sets if one is not None]
     numbers = [0 if one is None else len(one.places) for one in sets]
     whole = torch.cat([torch.zeros(0, patch_values, dtype=torch.uint8), *(one.patches for one in given)])

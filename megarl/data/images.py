@@ -1,8 +1,8 @@
-"""Images of rows: read, brought to a size that a vision encoder takes, and cut into patches.
+"""Images of rows are read, resized for a vision encoder, and cut into patches.
 
-An image of a row is the path of a file (relative to `data.image_dir`), its bytes, a mapping with `bytes` or `path` as
-the `datasets` package has it, or an image of PIL. It becomes 8-bit RGB: transparency is laid over white, 16-bit greys
-keep their upper bits, and an image that is turned by its Exif entry is turned.
+An image of a row is the path of a file (relative to `data.image_dir`), its bytes, a mapping with `bytes` or `path` like
+those of the `datasets` package, or a PIL image. It is converted to 8-bit RGB: transparency is blended with white,
+16-bit greys keep their upper bits, and the Exif orientation is applied.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megarl.system.errors import ConfigError, DataError, MegarlError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Most pixels of a file's image: more is a mistake, or an attack by a small file of many pixels.
+#: Limit of an image file's pixels: a larger one is a mistake, or an attack by a small file with many pixels.
 MOST_PIXELS = 100_000_000
 _LEAST_SIDE, _MOST_RATIO = 2, 200
 _LONGEST_PATH = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-_ORIENTATION, _FIRST_TURN, _FIRST_TURNED = 0x0112, 2, 5  # Exif: from 5 on width and height change places
-#: Members of `PIL.Image.Transpose` for the entries from `_FIRST_TURN` on.
+_ORIENTATION, _FIRST_TURN, _FIRST_TURNED = 0x0112, 2, 5  # Exif orientations from 5 on exchange width and height
+#: Members of `PIL.Image.Transpose` for the Exif orientations from `_FIRST_TURN` on.
 _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 _DATA_URL, _FILE_URL = "data:image/", "file://"
 _OF_NETWORK = ("http://", "https://", "s3://", "gs://")
@@ -42,7 +42,7 @@ FORMS = "the path of a file, bytes, {bytes, path}, or an image of PIL"
 
 
 def image_folder(config: DataConfig) -> Path | None:
-    """Return `data.image_dir`; ConfigError when it is not there."""
+    """Return `data.image_dir`; raises ConfigError if the folder does not exist."""
     folder = None if config.image_dir is None else Path(config.image_dir).expanduser()
     if folder is not None and not folder.is_dir():
         raise ConfigError("no such folder", where="data.image_dir", found=str(folder), fix="check the path")
@@ -53,7 +53,7 @@ def open_image(value: Any, folder: Path | None, where: str) -> Image:
     """Return the image as 8-bit RGB.
 
     Raises:
-        DataError: no file, no image, several frames, or a size that no encoder takes; names `where`.
+        DataError: the file is missing or no image, has several frames, or no encoder accepts its size.
     """
     with _reading(value, folder, where) as (image, name):
         image.load()
@@ -61,24 +61,24 @@ def open_image(value: Any, folder: Path | None, where: str) -> Image:
 
 
 def image_size(value: Any, folder: Path | None, where: str) -> tuple[int, int]:
-    """Return height and width of an image, of which only the first bytes are read. Errors as `open_image`."""
+    """Return height and width of an image after reading only the file's first bytes. Raises as `open_image`."""
     from PIL import Image
 
     with _reading(value, folder, where) as (image, _):
-        # The class of PNG files would decode all pixels to look for an entry after them.
+        # PIL's class for PNG files would decode all pixels to look for an Exif entry after them.
         turned = _orientation(Image.Image.getexif(image)) >= _FIRST_TURNED
         return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def _orientation(exif: Mapping[int, Any]) -> int:
-    """Return the Exif entry of how an image is turned, 1 (not at all) to 8; 1 for an entry of another form."""
+    """Return the Exif orientation, 1 (upright) to 8; an invalid entry counts as 1."""
     value = exif.get(_ORIENTATION, 1)
     return value if isinstance(value, int) and 1 <= value <= len(_TURNS) + 1 else 1
 
 
 @contextmanager
 def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Image, str]]:
-    """Open an image whose pixels are not read yet; its place for errors."""
+    """Open an image without reading its pixels; yields the image, and its place for error messages."""
     from PIL import Image
 
     if isinstance(value, Image.Image):
@@ -107,7 +107,7 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is a lower one
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `MOST_PIXELS` is lower
         try:
             image = Image.open(source, formats=_FORMATS)
         except UnidentifiedImageError as error:
@@ -131,10 +131,10 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """Name the image in what PIL raises of damaged files.
+    """Convert every exception that PIL raises for damaged files.
 
     Raises:
-        DataError: names `where`.
+        DataError: the image at `where` cannot be read.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def _too_large(found: str, where: str) -> DataError:
         where=where,
         found=found,
         allowed=f"at most {MOST_PIXELS} pixels",
-        fix="make it smaller; more than data.max_pixels is thrown away anyway",
+        fix="make it smaller; it is scaled down to data.max_pixels anyway",
     )
 
 
@@ -181,7 +181,7 @@ def _as_rgb(image: Image, where: str) -> Image:
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise DataError(
-            "the image has numbers of 32 bits, whose black and white nobody knows",
+            "the image has 32-bit values, whose range from black to white is unknown",
             where=where,
             found=f"mode {image.mode}",
             allowed="8 or 16 bits for each colour",
@@ -194,8 +194,8 @@ def _as_rgb(image: Image, where: str) -> Image:
 
 
 def _upright(image: Image) -> Image:
-    """Return the image turned as its Exif entry says. `ImageOps.exif_transpose` would write all entries again, and
-    raises where one of them has another type than PIL expects."""
+    """Apply the Exif orientation. `ImageOps.exif_transpose` would write all entries again, and raises if one has a type
+    that PIL does not expect."""
     from PIL.Image import Transpose
 
     turn = _orientation(image.getexif())
@@ -227,13 +227,13 @@ def _path(text: str, where: str) -> Path:
         if len(text) > _LONGEST_PATH or "\0" in text:
             raise ValueError("too long, or with a zero")
         return Path(text).expanduser()
-    except (ValueError, RuntimeError) as error:  # a home that nobody has
+    except (ValueError, RuntimeError) as error:  # ~user of an unknown user
         raise DataError(
             f"not the path of an image: {error}",
             where=where,
             found=text[:60],
             allowed=FORMS,
-            fix="base64 needs data:image/png;base64, before it",
+            fix="put data:image/png;base64, before an image in base64",
         ) from error
 
 
@@ -253,9 +253,9 @@ def _opened(file: Path, where: str) -> BinaryIO:
 
 
 def resized(image: Image, settings: ImageSettings) -> npt.NDArray[np.uint8]:
-    """Return the pixels [height, width, 3] of an RGB image in the size that the encoder takes.
+    """Resize an RGB image for the encoder; returns its pixels [height, width, 3].
 
-    Bicubic, as transformers' processor of these models does it with PIL.
+    Interpolation is bicubic, as in transformers' PIL processor for these models.
     """
     from PIL import Image
 
@@ -266,7 +266,7 @@ def resized(image: Image, settings: ImageSettings) -> npt.NDArray[np.uint8]:
 
 
 def fitting_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
-    """Return the nearest size of whole features whose pixels are within the limits, with about the same proportions.
+    """Return the size nearest to the given one whose sides are whole features and whose pixels are within the limits.
 
     Source: `smart_resize` of transformers' processor of Qwen2-VL, 5.23.
     """
@@ -282,9 +282,9 @@ def fitting_size(height: int, width: int, settings: ImageSettings) -> tuple[int,
 
 
 def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int) -> npt.NDArray[np.uint8]:
-    """Return the patches [rows * columns, 3 * patch * patch] of pixels [height, width, 3].
+    """Cut pixels [height, width, 3] into patches [rows * columns, 3 * patch * patch].
 
-    The merge x merge patches of a feature are neighbours; a patch has its colours one after another.
+    The merge x merge patches of one feature are neighbours; a patch lists red, then green, then blue values.
     """
     rows, columns = (side // patch // merge for side in pixels.shape[:2])
     cut = pixels.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)

@@ -1,4 +1,4 @@
-"""Variable-length sequences packed end to end: no padding exists, so none can be computed on."""
+"""Variable-length sequences stored end to end, without padding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Index: TypeAlias = Sequence[int] | Tensor
 
 
 def as_index(index: Index, size: int, device: torch.device) -> Tensor:
-    """Return the positions as an int64 tensor on `device`. A bool mask [size] selects its true places.
+    """Return positions as an int64 tensor on `device`. A bool mask [size] gives the positions of its true entries.
 
     Raises:
-        IndexError: a position outside [0, size), or a mask of another length.
+        IndexError: a position is outside [0, size), or the mask has another length.
     """
     tensor = torch.as_tensor(index, device=device)
     if tensor.ndim != 1:
@@ -39,7 +39,7 @@ class Jagged:
 
     Attributes:
         values: [total, ...] of any dtype; sequence i is `values[offsets[i]:offsets[i + 1]]`.
-        offsets: int64 [B + 1] on the device of `values`, starts at 0, never falls, ends at `total`.
+        offsets: int64 [B + 1] on the device of `values`; starts at 0, never decreases, ends at `total`.
 
     >>> j = Jagged.from_list([[1, 2], [], [3]])
     >>> j.lengths.tolist(), j.select([2, 0]).values.tolist()
@@ -55,7 +55,7 @@ class Jagged:
             raise ValueError(f"offsets must be int64 [B + 1], got {offsets.dtype} {tuple(offsets.shape)}")
         if values.ndim == 0 or values.device != offsets.device:
             raise ValueError(f"values {tuple(values.shape)} on {values.device} do not fit offsets on {offsets.device}")
-        # On a GPU reading the numbers would stall the stream, and they were checked when they were on the CPU.
+        # Reading offsets on a GPU would stall its stream, and they were checked on the CPU before.
         if offsets.device.type == "cpu":
             ends = (int(offsets[0]), int(offsets[-1]))
             if ends != (0, len(values)) or bool((offsets[1:] < offsets[:-1]).any()):
@@ -71,9 +71,9 @@ class Jagged:
 
     @classmethod
     def from_list(cls, rows: Iterable[Tensor | Sequence], dtype: torch.dtype | None = None) -> Jagged:
-        """Pack rows (tensors [n_i, ...] or Python sequences).
+        """Concatenate rows (tensors [n_i, ...] or Python sequences).
 
-        `dtype` is needed for Python rows that hold no number at all; it defaults to torch's usual choice.
+        `dtype` is only needed for Python rows without any number.
         """
         rows = list(rows)
         if any(isinstance(row, Tensor) for row in rows):
@@ -84,7 +84,7 @@ class Jagged:
 
     @classmethod
     def concat(cls, parts: Sequence[Jagged]) -> Jagged:
-        """Return all sequences of `parts`, in order. At least one part."""
+        """Return all sequences of `parts` in order; `parts` must not be empty."""
         values = torch.cat([part.values for part in parts])
         return cls.from_lengths(values, torch.cat([part.lengths for part in parts]))
 
@@ -93,7 +93,7 @@ class Jagged:
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [B]."""
+        """Length of each sequence, int64 [B]."""
         return self.offsets.diff()
 
     @property
@@ -117,23 +117,23 @@ class Jagged:
         return list(self.values.split(self.lengths.tolist()))
 
     def like(self, values: Tensor) -> Jagged:
-        """Return the other values [total, ...] cut in the same places."""
+        """Return a Jagged with these values [total, ...] and the same offsets."""
         return Jagged(values, self.offsets)
 
     def to(self, device: torch.device | str) -> Jagged:
-        """Copy on `device` (itself when already there)."""
+        """Return a copy on `device`, or itself if it is there already."""
         values, offsets = self.values.to(device), self.offsets.to(device)
         return self if values is self.values and offsets is self.offsets else Jagged(values, offsets)
 
     def slice(self, start: int, stop: int) -> Jagged:
-        """Return the sequences start..stop-1; the values are a view."""
+        """Return sequences start..stop - 1; the values are a view."""
         offsets = self.offsets[start : stop + 1]
         low, high = int(offsets[0]), int(offsets[-1])
         return Jagged(self.values[low:high], offsets - offsets[0])
 
     def select(self, index: Index) -> Jagged:
-        """Return the sequences at `index` (positions or bool mask), in that order, repeats allowed. One gather, no
-        loop."""
+        """Return the sequences at `index` (positions, repeats allowed, or a bool mask), in that order, by one
+        gather."""
         places, offsets = gather_plan(self.offsets, as_index(index, len(self), self.device))
         return Jagged(self.values.index_select(0, places), offsets)
 
@@ -143,7 +143,7 @@ def gather_plan(offsets: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
     lengths = offsets.diff()[picked]
     out = torch.zeros(len(picked) + 1, dtype=torch.int64, device=offsets.device)
     torch.cumsum(lengths, 0, out=out[1:])
-    # Token t of the result comes from t + (where its sequence began) - (where it begins now).
+    # Token t of the result comes from place t + (old offset of its sequence) - (new offset).
     places = torch.repeat_interleave(offsets[:-1][picked] - out[:-1], lengths)
     places += torch.arange(len(places), device=offsets.device)
     return places, out

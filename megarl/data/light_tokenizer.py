@@ -1,4 +1,4 @@
-"""Facts about a tokenizer without transformers, which takes seconds to import: for checks before a run."""
+"""The tokenizer for checks before a run, without transformers, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 
 
 class WrittenTokenizer:
-    """The tokens of `tokenizer.character_tokenizer`, or of `word_tokenizer`: those that a recipe writes out."""
+    """A tokenizer that a recipe writes out itself: `tokenizer.character_tokenizer` or `word_tokenizer`."""
 
     bos_token_id, unk_token_id = 1, 3
     has_chat_template = False
@@ -26,20 +26,20 @@ class WrittenTokenizer:
         self._ids = {token: number for number, token in enumerate(self._split(text), len(SPECIAL_TOKENS))}
 
     def __call__(self, text: str | Sequence[str], **settings: Any) -> dict[str, Any]:
-        """Return `input_ids` of a text, or of each of a list."""
+        """Return `input_ids` of a text, or of each text of a list."""
         if isinstance(text, str):
             return {"input_ids": [self._ids.get(token, self.unk_token_id) for token in self._split(text)]}
-        return {"input_ids": [self(one)["input_ids"] for one in text]}
+        return {"input_ids": [self(part)["input_ids"] for part in text]}
 
 
 class FileTokenizer:
-    """A folder's tokenizer.json, as the `tokenizers` package reads it."""
+    """The tokenizer.json of a folder, read by the `tokenizers` package."""
 
     def __init__(self, folder: Path) -> None:
         import tokenizers
 
         self._backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        # transformers sets both by the call, whatever the file stores: by default there is neither.
+        # transformers sets padding and truncation in each call and ignores the file's; by default there is neither.
         self._backend.no_padding()
         self._backend.no_truncation()
         file = folder / "tokenizer_config.json"
@@ -55,7 +55,7 @@ class FileTokenizer:
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, **settings: Any
     ) -> dict[str, Any]:
-        """Return `input_ids` of a text, or of each of a list."""
+        """Return `input_ids` of a text, or of each text of a list."""
         if isinstance(text, str):
             return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}
         batch = self._backend.encode_batch(list(text), add_special_tokens=add_special_tokens)
@@ -70,8 +70,8 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def chat_template_of(model: ModelConfig) -> str | None:
-    """Return the text of a local model's chat templates, all in one; None: it is not here, or only transformers knows
-    it."""
+    """Return the text of a local model's chat templates, joined; None if the model is not on this machine or only
+    transformers can read its templates."""
     folder = local_folder(model.tokenizer or model.path or "")
     if folder is None or (folder / "additional_chat_templates").exists():
         return None
@@ -89,8 +89,7 @@ LightTokenizer = WrittenTokenizer | FileTokenizer
 
 
 def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
-    """Return the tokenizer of `model`, None where only transformers can tell: it is not here, or it is no
-    tokenizer.json."""
+    """Return the tokenizer of `model`; None if it is not on this machine, or only transformers can read it."""
     name = model.tokenizer or model.path
     if name is None or model.trust_remote_code:
         return None
@@ -106,8 +105,8 @@ def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
 
 
 def brings_chat_template(model: ModelConfig) -> bool | None:
-    """Tell whether the tokenizer of `model` has a chat template; None where its files are not here or cannot be
-    read."""
+    """Return whether the tokenizer of `model` has a chat template; None if its files are not on this machine or cannot
+    be read."""
     name = model.tokenizer or model.path
     if name is None:
         return None

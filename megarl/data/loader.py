@@ -12,14 +12,14 @@ from megarl.system.errors import DataError
 
 
 class Indexed(Protocol):
-    """A data set that a loader takes rows from, by index."""
+    """A data set whose rows a loader reads by index."""
 
     fingerprint: str
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Return the samples at `indices`, met in `epoch`."""
+        """Return the samples at `indices` as they are in `epoch`."""
         ...
 
 
@@ -33,23 +33,23 @@ class Described(Indexed, Protocol):
 
 @runtime_checkable
 class Mismatched(Protocol):
-    """A data set whose samples also come with the response of another one: of the last one before them (KTO)."""
+    """A data set whose samples also get the response of another sample: the one before them (KTO)."""
 
     def set_mismatched(self, batch: Batch, own: Sequence[int], others: Sequence[int]) -> None:
-        """Give each sample of `batch`, at `own`, the response of the one at its place of `others`, too."""
+        """Add to each sample of `batch` (indices `own`) the response of the sample at the same place in `others`."""
         ...
 
 
 class PromptLoader:
     """The iterator over this rank's share of each global batch.
 
-    The epochs are laid end to end, each in its own order drawn from (seed, epoch), and cut into global batches of
-    `batch_size`. So every sample is met exactly once per epoch, every batch is full, and nothing is dropped: where an
-    epoch does not divide into batches, one batch holds its last samples and the next epoch's first. Rank r of d takes
-    samples r, r + d, r + 2 d, ... of each global batch, so that the first k samples of every rank are together the
-    first k * d of the batch: a mini-batch holds the same samples whatever the number of ranks.
-
-    The state names the next sample and no rank, so a run resumes on another number of ranks with the same batches.
+    Epochs follow each other without a gap, each in an order drawn from (seed, epoch), and are cut into global batches
+    of `batch_size`. So every sample comes exactly once per epoch, every batch is full, and none is dropped; a batch may
+    hold the last samples of an epoch and the first of the next. Rank r of d takes samples r, r + d, r + 2 d, ... of
+    each
+    global batch, so that the first k samples of all ranks are the first k * d of the batch: a mini-batch holds the same
+    samples whatever the number of ranks.
+    The state contains the next sample and no rank, so a run resumes on another number of ranks with the same batches.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PromptLoader:
         """Start at the first epoch. `batch_size` counts samples over all ranks.
 
         Raises:
-            ValueError: an empty dataset, or sizes that make no sense.
+            ValueError: the dataset is empty, or a size or rank is out of range.
         """
         if len(dataset) == 0 or batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ValueError(f"loader of {len(dataset)} samples, batch {batch_size}, rank {dp_rank} of {dp_size}")
@@ -70,7 +70,7 @@ class PromptLoader:
 
     @property
     def epoch(self) -> float:
-        """Epochs drawn so far, with the fraction of the current one."""
+        """Number of epochs drawn so far, with the fraction of the current one."""
         return self._epoch + self._position / len(self.dataset)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -93,15 +93,15 @@ class PromptLoader:
 
     @property
     def number(self) -> int:
-        """The number of the next sample, counted over all epochs end to end."""
+        """Number of the next sample, counted through all epochs."""
         return self._epoch * len(self.dataset) + self._position
 
     def go_to(self, number: int) -> None:
-        """Let sample `number` be the next one."""
+        """Continue with sample `number`."""
         self._epoch, self._position = divmod(number, len(self.dataset))
 
     def at(self, numbers: Sequence[int]) -> Batch:
-        """Return the samples by their numbers; the next one stays what it is.
+        """Return the samples with these numbers, without moving the loader.
 
         Args:
             numbers: at least one.
@@ -113,8 +113,8 @@ class PromptLoader:
         return Batch.concat(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON: the next sample (epoch, position in it), the order (seed, shuffle) and the data it belongs
-        to."""
+        """Return the loader's state as JSON values: the next sample (epoch and place in it), the order (seed, shuffle)
+        and the fingerprint of the data."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -125,7 +125,7 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; its seed and shuffle replace this loader's.
+        """Continue at `state`, whose seed and shuffle replace this loader's.
 
         Raises:
             DataError: as `check_state`.
@@ -136,15 +136,15 @@ class PromptLoader:
         self._orders = {}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Refuse a state that this loader cannot continue.
+        """Raise an error if this loader cannot continue at `state`.
 
         Raises:
-            DataError: the state belongs to other data, where its position would mean other samples.
+            DataError: the state belongs to other data, in which its position means another sample.
         """
         refuse_other_data(self.state_dict(), state)
 
     def _pieces(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (epoch, dataset indices) of the next global batch, one piece per epoch it touches."""
+        """Yield (epoch, dataset indices) of the next global batch, one part for each epoch in it."""
         epoch, first, left = self._epoch, self._position, self.batch_size
         while left > 0:
             some = self._indices(epoch)[first : first + left]
@@ -153,7 +153,8 @@ class PromptLoader:
             epoch, first = epoch + 1, 0
 
     def _indices(self, epoch: int) -> np.ndarray:
-        """Order of the samples in `epoch`; two are kept, since prompts may be asked for around the end of one."""
+        """Return the order of the samples in `epoch`; two orders are cached, for requests around the end of an
+        epoch."""
         if not self.shuffle:
             return np.arange(len(self.dataset))
         if epoch not in self._orders:
@@ -164,24 +165,24 @@ class PromptLoader:
         return self._orders[epoch]
 
 
-def refuse_other_data(mine: dict[str, Any], other: dict[str, Any]) -> None:
-    """Refuse the state `other`, of a checkpoint, of a loader whose own state is `mine`.
+def refuse_other_data(state: dict[str, Any], other: dict[str, Any]) -> None:
+    """Raise an error if a loader with `state` cannot continue at the state `other` of a checkpoint.
 
     Raises:
-        DataError: they belong to different data.
+        DataError: the states belong to different data.
     """
-    if any(mine[name] != other[name] for name in ("samples", "fingerprint")):
+    if any(state[name] != other[name] for name in ("samples", "fingerprint")):
         raise DataError(
             "the data is not what the checkpoint was trained on, so the loader cannot continue in it",
             where="data.train_files",
-            found=f"{mine['samples']} samples ({str(mine['fingerprint'])[:8]})",
+            found=f"{state['samples']} samples ({str(state['fingerprint'])[:8]})",
             allowed=f"{other['samples']} samples ({str(other['fingerprint'])[:8]})",
             fix="restore the files and the prompt settings, or start again with trainer.resume: never",
         )
 
 
 def others_before(order: Sequence[int]) -> list[int]:
-    """Return for each place the last number before it that is another one, from the end on; itself where all are equal.
+    """Return for each place the nearest earlier number that differs, going round from the end; itself if all are equal.
 
     >>> others_before([3, 3, 5])
     [5, 5, 3]
@@ -195,10 +196,9 @@ def others_before(order: Sequence[int]) -> list[int]:
 
 
 def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
-    """Yield one pass in order, for validation: this rank's share of each round of `batch_size` samples (null: all at
-    once).
+    """Yield one pass in order, for validation: this rank's share of each round of `batch_size` samples (None: all).
 
-    All ranks see the same number of rounds; in the last, shorter one a rank's share may be empty.
+    All ranks get the same number of rounds; in the last, shorter round a rank's share may be empty.
     """
     size = batch_size or len(dataset)
     for start in range(0, len(dataset), size):
@@ -206,6 +206,6 @@ def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: 
         low, high = (start + rank * count // dp_size for rank in (dp_rank, dp_rank + 1))
         batch = dataset.batch(list(range(low, high)))
         if isinstance(dataset, Mismatched):
-            # Of all of them, so that no number depends on the size of a round.
+            # The sample before in the whole data set, so that metrics do not depend on the size of a round.
             dataset.set_mismatched(batch, range(low, high), [(i - 1) % len(dataset) for i in range(low, high)])
         yield batch

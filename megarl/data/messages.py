@@ -1,7 +1,7 @@
-"""Chat messages of a row: OpenAI's form, with content as text or in parts, and ShareGPT's `from` and `value`.
+"""Chat messages of a row: OpenAI's form, with content as text or in parts, or ShareGPT's `from` and `value`.
 
-Read once into `{"role": ..., "content": text, ...}`. Other keys of a message (`tool_calls`, `reasoning_content`,
-`name`) stay in it for the chat template, which writes them or is refused; null and empty ones are left out.
+They are converted to `{"role": ..., "content": text, ...}`. Other keys of a message (`tool_calls`, `reasoning_content`,
+`name`) are kept for the chat template, which must write them; keys that are null or empty are removed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megarl.system.errors import DataError, shortened
 Message = dict[str, Any]
 ASSISTANT = "assistant"
 SYSTEM_ROLES = ("system", "developer")  # OpenAI has renamed it
-#: Whether the assistant's message is learnt, 1 or 0: OpenAI's key. It is for training, and no template sees it.
+#: OpenAI's key for whether an assistant's message is learnt, 1 or 0; chat templates do not see it.
 WEIGHT = "weight"
-#: The reference of a tool's answer to its call, which comes just before it: models are shown their order.
+#: Keys that tie a tool's answer to its call; the template need not write them, since the answer follows the call.
 _OF_CALLS = ("tool_call_id", "name")
 _SHAREGPT = {
     "human": "user",
@@ -31,13 +31,13 @@ _FORM = 'text, or chat messages [{"role": "user", "content": "..."}, ...]'
 
 
 def read_messages(value: Any, row: Row, column: str, *, images: bool = False) -> list[Message]:
-    """Return the messages that `value`, of a row's column, holds; text is the user's.
+    """Return the messages in `value`, an entry of a row's column; plain text becomes one message of the user.
 
     Args:
-        images: parts that are images become `<image>`; else they are refused, as everywhere in the assistant's.
+        images: convert image parts to `<image>`, except in the assistant's messages; if false, they are errors.
 
     Raises:
-        DataError: it is neither, a message has no text, or a weight that is not 0 or 1; the row is named.
+        DataError: `value` is neither text nor messages, a message has no text, or a weight is not 0 or 1.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -47,37 +47,38 @@ def read_messages(value: Any, row: Row, column: str, *, images: bool = False) ->
 
 
 def without_weight(messages: list[Message]) -> list[Message]:
-    """Return the messages as a chat template sees them."""
+    """Return the messages without the key `weight`, as a chat template sees them."""
     return [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
 
 
 def extra_keys(message: Message) -> list[str]:
-    """Return the keys that a chat template has to write, in addition to the content."""
+    """Return the message's keys, besides the content, that a chat template has to write."""
     known = ("role", "content", WEIGHT, *(_OF_CALLS if message.get("role") == "tool" else ()))
     return [key for key in message if key not in known]
 
 
 def is_learnt(message: Message) -> bool:
-    """Tell whether the loss counts the assistant's message."""
+    """Return whether the assistant's message counts in the loss."""
     return bool(message.get(WEIGHT, 1))
 
 
 def before_assistant(messages: list[Message]) -> list[Message]:
-    """Return the messages before the assistant's first one: the prompt of a whole conversation."""
+    """Return the messages before the assistant's first one: a conversation's prompt."""
     first = next((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), len(messages))
     return messages[:first]
 
 
 def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: bool = False) -> list[Message]:
-    """Return the messages that the policy is shown.
+    """Return the messages of the prompt, as the policy sees them.
 
     Args:
         value: value of the prompt's column.
-        whole: the column holds conversations with the responses to learn; the prompt is what comes before them.
+        whole: the column holds conversations with the responses to learn; the prompt is the part before them.
         images: as in `read_messages`.
 
     Raises:
-        DataError: as `read_messages`; the assistant speaks last, or first.
+        DataError: as `read_messages`; or the prompt ends with the assistant's message, or the conversation begins with
+            it.
     """
     messages = read_messages(value, row, column, images=images)
     if not whole and messages[-1]["role"] == ASSISTANT:
@@ -101,10 +102,10 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
 
 
 def response_of(row: Row, prompt_key: str, response_key: str, *, images: bool = False) -> list[Message]:
-    """Return the response of a row to learn: messages of which the assistant's are learnt. See `response_messages`.
+    """Return a row's response: messages of which the assistant's are learnt. See `response_messages`.
 
     Raises:
-        DataError: as `response_messages` and `prompt_messages`; or both keys name a column of text.
+        DataError: as `response_messages` and `prompt_messages`, or both keys name a column of plain text.
     """
     value = row.column(response_key, "sft.response_key")
     whole = prompt_key == response_key
@@ -125,18 +126,18 @@ def response_of(row: Row, prompt_key: str, response_key: str, *, images: bool = 
 def response_messages(
     value: Any, key: str, row: Row, prompt: list[Message] | None = None, *, images: bool = False
 ) -> list[Message]:
-    """Return a response to learn: text, an integer, or messages that begin and end with the assistant's.
+    """Return a response: text or an integer as one message, or messages that begin and end with the assistant's.
 
     Args:
-        value: value of the column `key`.
-        key: the column, for messages.
-        row: the row, likewise.
-        prompt: messages of the row's prompt. A response that repeats them at its start is what comes after them, up to
-            the assistant's last message.
-        images: the prompt may hold images; what comes after it may not.
+        value: entry of the column `key`.
+        key: name of the column, for error messages.
+        row: the row, for error messages.
+        prompt: messages of the row's prompt. If the response begins with them, they are removed; messages after the
+            assistant's last one are removed, too.
+        images: the prompt may contain images; the response never may.
 
     Raises:
-        DataError: anything else, or nothing in it is learnt.
+        DataError: `value` is none of these, or no message in it is learnt.
     """
     if isinstance(value, str):
         return [{"role": ASSISTANT, "content": value}]
@@ -175,12 +176,12 @@ def response_messages(
 
 
 def _refuse_unlearnt(messages: list[Message], key: str, row: Row) -> None:
-    """Refuse a response in which the assistant speaks twice in a row, or has nothing to learn."""
+    """Raise an error if two of the assistant's messages follow each other, or none is to be learnt."""
     roles = [message["role"] for message in messages]
     twice = next((i for i in range(1, len(roles)) if roles[i - 1 : i + 1] == [ASSISTANT, ASSISTANT]), None)
     if twice is not None:
         raise DataError(
-            f"two messages of the assistant follow each other in column {key!r}, and a model says one at a time",
+            f"two messages of the assistant follow each other in column {key!r}; a model writes one at a time",
             where=row.where,
             found=[shortened(message["content"], 60) for message in messages[twice - 1 : twice + 1]],
             fix="join them into one message, or take the row out",
@@ -199,7 +200,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
     if shared and isinstance(role, str):
         if role not in _SHAREGPT:
             raise DataError(
-                f"message {number} in column {column!r} is said by someone unknown",
+                f"message {number} in column {column!r} has an unknown sender",
                 where=row.where,
                 found=role,
                 allowed=_SHAREGPT,
@@ -211,7 +212,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
     if isinstance(content, list):
         content = _joined(content, number, row, column, images and role != ASSISTANT)
     if content is None and role == ASSISTANT and more.keys() - {WEIGHT}:
-        content = ""  # a call of a tool without words
+        content = ""  # a tool call without text
     if not isinstance(role, str) or not isinstance(content, str):
         raise _wrong_type(value, row, column)
     _check_weight(more, role, number, row, column)
@@ -221,7 +222,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
 
 
 def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool) -> str | None:
-    """Return the text of content that comes in parts, one after the other; None where they are no parts."""
+    """Join content that is given in parts; None: the list does not consist of parts."""
     texts = []
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -231,11 +232,11 @@ def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool) 
             continue
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise DataError(
-                f"message {number} in column {column!r} holds content that is no text",
+                f"message {number} in column {column!r} has content that is not text",
                 where=row.where,
                 found=part["type"],
                 allowed='parts of text: {"type": "text", "text": "..."}',
-                fix=f"set data.image_key for a vision-language model that is to see it; else {MEDIA_FIX}"
+                fix=f"set data.image_key for a vision-language model that should see the image; otherwise {MEDIA_FIX}"
                 if is_image(part)
                 else MEDIA_FIX,
             )
@@ -248,10 +249,10 @@ def _check_weight(more: Message, role: str, number: int, row: Row, column: str) 
         return
     if more[WEIGHT] not in ((0, 1) if role == ASSISTANT else (0,)):
         raise DataError(
-            f"message {number} in column {column!r} has a weight that says nothing",
+            f"message {number} in column {column!r} has an invalid weight",
             where=row.where,
             found=f"weight {more[WEIGHT]!r} of role {role!r}",
-            allowed="0 or 1 of the assistant's messages, and 0 of others, which are not learnt",
+            allowed="0 or 1 for the assistant's messages, 0 for all others, which are never learnt",
             fix="take the weight out",
         )
 
@@ -271,7 +272,7 @@ def _wrong_type(value: Any, row: Row, column: str) -> DataError:
 
 @dataclass(frozen=True)
 class PromptColumn:
-    """The column of rows that holds the prompts.
+    """The column of rows that contains the prompts.
 
     Attributes:
         name: `data.prompt_key`.
@@ -283,12 +284,12 @@ class PromptColumn:
     images: bool = False
 
     def messages(self, row: Mapping[str, Any]) -> list[Message] | None:
-        """Return the prompt's messages; None where it is text, or `row` has no more than its other columns."""
-        own = Row(row, "row", 0)
+        """Return the prompt's messages; None if the prompt is text, or the row lacks the column."""
+        entry = Row(row, "row", 0)
         try:
-            value = own.column(self.name, "data.prompt_key")
+            value = entry.column(self.name, "data.prompt_key")
         except DataError:
             return None
         if not isinstance(value, list):
             return None
-        return prompt_messages(value, own, self.name, whole=self.whole, images=self.images)
+        return prompt_messages(value, entry, self.name, whole=self.whole, images=self.images)

@@ -1,9 +1,8 @@
-"""Images in what environments say and tools return.
+"""Images in observations of environments and results of tools.
 
     [{"type": "image", "image": IMAGE}, {"type": "text", "text": "Now?"}]     parts, without delimiters
     [{"role": "tool", "content": [{"type": "image", "image": IMAGE}]}]        chat messages, whose content may be parts
-
-An IMAGE is what it may be in a row (`megarl.data.images`); the parts of OpenAI's form are read, too.
+An IMAGE has any form that a row allows (`megarl.data.images`); parts in OpenAI's form are read, too.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ _PARTS = '{"type": "text", "text": "..."} or {"type": "image", "image": ...}'
 
 
 def are_parts(value: Sequence[Any]) -> bool:
-    """Tell whether a list holds parts of text and images; such parts have no role."""
+    """Return whether a list consists of parts of text and images, which have no role."""
     return bool(value) and all(
         isinstance(part, dict) and isinstance(part.get("type"), str) and "role" not in part for part in value
     )
 
 
-def taken_apart(said: Any, images: ImagePrompts | None) -> tuple[Any, list[ImageSet]]:
-    """Return an observation with the text of an image in the place of each, and the images.
+def taken_apart(observation: Any, images: ImagePrompts | None) -> tuple[Any, list[ImageSet]]:
+    """Separate an observation into its text, with the text of an image in place of each image, and the images.
 
-    An image token in a text of a message or part, which may quote the policy, is taken out: it would stand for an
-    image. What is left does not hold it either, nor do neighbouring texts together.
+    Image tokens inside texts, which may come from the policy's own words, are removed, also where removing one or
+    joining texts would form another: each would count as an image.
 
     Args:
-        said: text, parts, or chat messages; anything else stays as it is.
-        images: the way to read images; None: nothing reads them.
+        observation: text, parts, or chat messages; other values are returned unchanged.
+        images: reader of images; None: the recipe has none.
 
     Raises:
-        DataError: a part that is neither text nor an image, or an image that cannot be read, or that nothing reads.
+        DataError: a part is neither text nor an image, or an image cannot be read, or `images` is None.
     """
-    found: list[ImageSet] = []
+    patches: list[ImageSet] = []
 
     def plain(text: str) -> str:
         while images is not None and images.token_text in text:
@@ -54,17 +53,17 @@ def taken_apart(said: Any, images: ImagePrompts | None) -> tuple[Any, list[Image
             if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
                 texts[-1] += part["text"]
             else:
-                found.append(_read(part, images, len(found) + 1))
+                patches.append(_read(part, images, len(patches) + 1))
                 texts.append("")
         return ("" if images is None else images.text).join(map(plain, texts))
 
-    if isinstance(said, str):
-        return plain(said), found
-    if not isinstance(said, list) or not said or not isinstance(said[0], dict):
-        return said, found
-    if are_parts(said):
-        return shown(said), found
-    return [_message(one, plain, shown) for one in said], found
+    if isinstance(observation, str):
+        return plain(observation), patches
+    if not isinstance(observation, list) or not observation or not isinstance(observation[0], dict):
+        return observation, patches
+    if are_parts(observation):
+        return shown(observation), patches
+    return [_message(message, plain, shown) for message in observation], patches
 
 
 def _read(part: Any, images: ImagePrompts | None, number: int) -> ImageSet:

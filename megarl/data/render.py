@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
     unk_token_id: Any
 
     def __call__(self, text: Any, **settings: Any) -> Any:
-        """Return `input_ids` of a text, or of each of a list."""
+        """Return `input_ids` of a text, or of each text of a list."""
 
 
 def render_prompts(

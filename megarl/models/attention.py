@@ -1,15 +1,15 @@
-"""Self-attention over a packed stream, causal or in part both ways: Megatron's `core_attention` on CPU and GPU.
+"""Self-attention over a packed stream, causal or bidirectional in part: Megatron's `core_attention` on CPU and GPU.
 
     stream [t, 1, heads, d] --RoPE--> q, k  --(context parallel: k, v of all ranks)-->  buckets  -->  [t, 1, heads * d]
 
-On CUDA the stream goes to a variable-length kernel, when one is there: as it is or, under context parallelism, in two
+On CUDA the stream goes to a variable-length kernel if there is one: in one call or, under context parallelism, in two
 calls, one for each of a rank's two chunks of every sequence, with the keys up to the chunk's end. On a CPU short
-sequences are plain matrix products (attention_cpu.py). Elsewhere sequences of similar length are right-padded into a
-bucket and each bucket is one scaled_dot_product_attention call; under causality no real query sees the padding after
-its sequence, so that needs no mask. Windows and context parallelism, which do need one there, always take the buckets.
+sequences are plain matrix products (attention_cpu.py). Otherwise sequences of similar length are right-padded into a
+bucket, and each bucket is one scaled_dot_product_attention call; causality hides the padding after a sequence, so it
+needs no mask. Sliding windows and context parallelism need a mask and so use the buckets.
 
-Where the last tokens of sequences see all of it (`PackedSequences.open_from`: the actions of a robot policy), sequences
-that do so from their first token on go to the variable-length kernel without causality, all others to the buckets.
+In some streams the last tokens of a sequence attend to the whole sequence (`PackedSequences.open_from`: the actions of
+a robot policy). If all tokens of all sequences do, the variable-length kernel runs without causality; else the buckets.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from megarl.models.config import PolicyConfig
 from megarl.models.packing import PackedSequences, cp_split
 from megarl.models.rope import apply_rope
 
-_BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: below 1 - 0.85**2 = 28% of the work is padding
+_BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: at most 1 - 0.85**2 = 28% of the work is padding
 
 
 class PackedAttention(MegatronModule):
-    """The attention of each sequence of a packed stream to itself; grouped queries, sliding window, context
-    parallelism.
+    """Attention of each sequence of a packed stream to itself, with grouped queries, sliding windows and context ranks.
 
     Raises, when it is called:
-        ValueError: a sliding window that is shorter than a sequence whose tokens see both ways.
+        ValueError: a sliding window is shorter than a sequence with bidirectional tokens.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
-        """Return the context [t, 1, heads * d] of `query` [t, 1, heads, d] and `key`, `value` [t, 1, groups, d], before
-        RoPE."""
-        assert packed_seq_params is not None, "PolicyModel has checked it"
+        """Apply RoPE and attention: `query` [t, 1, heads, d], `key` and `value` [t, 1, groups, d] -> [t, 1, heads *
+        d]."""
+        assert packed_seq_params is not None, "PolicyModel checks it"
         cos, sin = packed_seq_params.cache["rope"]
         q = apply_rope(query.squeeze(1), cos, sin)
         k = apply_rope(key.squeeze(1), cos, sin)
@@ -90,7 +89,7 @@ def attend_over_ranks(
     window: int | None,
     ranks: ProcessGroup,
 ) -> torch.Tensor:
-    """`attend` to the keys and values of all context-parallel ranks; all tensors are this rank's tokens."""
+    """Call `attend` with the keys and values of all context-parallel ranks; all inputs are this rank's tokens."""
     if packed.cp_size > 1:
         k = gather_from_sequence_parallel_region(k.contiguous(), group=ranks)
         v = gather_from_sequence_parallel_region(v.contiguous(), group=ranks)
@@ -100,13 +99,14 @@ def attend_over_ranks(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Return the context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t * cp, groups, d], in the fastest way.
+    """Return attention [t, heads, d] of `q` [t, heads, d] to `k`, `v` [t * cp, groups, d] by the fastest
+    implementation.
 
     Raises:
-        ValueError: a window where tokens see both ways.
+        ValueError: the stream has a sliding window and bidirectional tokens.
     """
     if packed.open_from and window is not None:
-        raise ValueError(f"a sliding window of {window} tokens, and tokens that see all of their sequence")
+        raise ValueError(f"a sliding window ({window} tokens) cannot be combined with bidirectional attention")
     out = varlen_attention(q, k, v, packed, scale, window)
     if out is not None:
         return out
@@ -118,15 +118,15 @@ def attend(
 
 @dataclass(frozen=True)
 class VarlenCall:
-    """The lengths of one call of a variable-length kernel: of every sequence its last queries, and the keys up to them.
+    """The lengths of one variable-length kernel call: the last queries of every sequence, and the keys up to them.
 
-    Where a sequence has more keys than queries, the last query sees all of them, and each one before it one less.
+    If a sequence has more keys than queries, the last query sees all keys, and each query before it one key less.
 
     Attributes:
-        cu_q, cu_k: int32 [sequences + 1], first query and key of each sequence, and the end.
+        cu_q, cu_k: int32 [sequences + 1], offset of the first query and key of each sequence, and the total.
         longest_q, longest_k: queries and keys of the longest sequence.
-        k_index: int64, which keys of the stream they are; None: all, in order.
-        causal: False: every query sees all keys of its sequence.
+        k_index: int64, the stream's keys that this call uses; None: all, in order.
+        causal: if False, every query sees all keys of its sequence.
     """
 
     cu_q: torch.Tensor
@@ -139,8 +139,11 @@ class VarlenCall:
 
 @dataclass(frozen=True)
 class VarlenPlan:
-    """The calls for a stream. `q_index` [t]: order of the queries, equally many of each call; None: as they are.
-    `restore` [t]: places of the stream in it."""
+    """The kernel calls for a stream.
+
+    `q_index` [t] reorders the queries so that each call takes an equal share (None: no reordering); `restore` [t] is
+    its
+    inverse, for the outputs."""
 
     calls: tuple[VarlenCall, ...]
     q_index: torch.Tensor | None = None
@@ -150,7 +153,7 @@ class VarlenPlan:
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor | None:
-    """Do as `attend` with a variable-length kernel; None: there is none for such queries or sequences."""
+    """Compute `attend` with a variable-length kernel; return None if no kernel takes these queries and sequences."""
     kernel = None if any(packed.open_from) else varlen_kernel(q)
     if kernel is None:
         return None
@@ -168,7 +171,7 @@ def varlen_attention(
 
 
 def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
-    """Return the calls for a stream. Computed once per stream, used by all layers."""
+    """Return the kernel calls for a stream; computed once per stream and used by all layers."""
     cp, rank = packed.cp_size, packed.cp_rank
     if cp == 1:
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
@@ -177,7 +180,7 @@ def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
     chunks, starts, key_place = lengths // (2 * cp), lengths.cumsum(0) - lengths, _key_places(packed.lengths, cp)
     ends = lambda sizes: F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(where)  # noqa: E731
     calls, order = [], []
-    for half, seen in enumerate((rank + 1, 2 * cp - rank)):  # chunks of each sequence up to this one
+    for half, seen in enumerate((rank + 1, 2 * cp - rank)):  # number of chunks of each sequence up to this rank's
         local = starts // cp + half * chunks
         order += [torch.arange(begin, begin + n) for begin, n in zip(local.tolist(), chunks.tolist(), strict=True)]
         keys = [
@@ -191,9 +194,9 @@ def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
 
 
 def _key_places(lengths: Sequence[int], cp: int) -> torch.Tensor:
-    """Return where the tokens of a stream, in order, are among the gathered ones of all context-parallel ranks."""
-    held = [cp_split(lengths, cp, rank) for rank in range(cp)]
-    return _inverse(torch.cat([part for part in held if part is not None]))
+    """Return, for each token of the stream, its index in the concatenation of all context-parallel ranks' tokens."""
+    parts = [cp_split(lengths, cp, rank) for rank in range(cp)]
+    return _inverse(torch.cat([part for part in parts if part is not None]))
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
@@ -203,10 +206,10 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def varlen_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """Return the variable-length kernel for such queries: FlashAttention 3 or 4 by torch, else flash-attn's, else
-    torch's own, else None (CPUs, float32).
+    """Return the variable-length kernel for such queries, or None (CPU, float32).
 
-    It is called with q, k, v, a `VarlenCall`, the scale and the window.
+    The first that is available: FlashAttention 3 or 4 through torch, flash-attn, torch's own kernel. Call it with q, k,
+    v, a `VarlenCall`, the scale and the window.
     """
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -219,20 +222,21 @@ def varlen_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     return None
 
 
-#: By major compute capability: what torch can put in the place of its own kernels, the fastest first.
+#: FlashAttention versions that torch can activate, by major compute capability, the fastest first.
 _NEWEST = {9: ("FA3", "FA4"), 10: ("FA4",)}
 
 
 @functools.cache
 def _newest_flash() -> str | None:
-    """Have torch use FlashAttention 3 (package flash_attn_interface) or 4 (flash-attn-4) in this process, and return
-    which; None: neither fits this GPU or can be imported."""
+    """Activate FlashAttention 3 (package flash_attn_interface) or 4 (flash-attn-4) in torch, for this process.
+
+    Return its name; None if neither fits this GPU or can be imported."""
     from torch.nn.attention import activate_flash_attention_impl
 
     for name in _NEWEST.get(torch.cuda.get_device_capability()[0], ()):
         try:
             activate_flash_attention_impl(name)
-        except (ImportError, RuntimeError, AttributeError):  # missing, or without the functions that training takes
+        except (ImportError, RuntimeError, AttributeError):  # missing, or without the functions that training needs
             continue
         return name
     return None
@@ -240,8 +244,9 @@ def _newest_flash() -> str | None:
 
 @functools.cache
 def _flash_attention() -> Callable[..., torch.Tensor] | None:
-    """Return flash-attn's function. Only importing it tells: flash-attn-4 has the same name, and builds for another
-    torch."""
+    """Return flash-attn's function, or None.
+
+    Importing is the only test: flash-attn-4 uses the same package name, and a build may be for another torch."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -253,7 +258,7 @@ def _flash_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float, window: int | None
 ) -> torch.Tensor:
     flash = _flash_attention()
-    assert flash is not None  # varlen_kernel asked
+    assert flash is not None  # varlen_kernel has checked it
     lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
     left = -1 if window is None else window - 1
     span = (left, 0 if window else -1)
@@ -271,12 +276,12 @@ def _torch_varlen(
         {"enable_gqa": True} if q.shape[1] != k.shape[1] and _varlen_names_grouped_queries() else {}
     )
     context = varlen_attn(q, k, v, *lengths, scale=scale, window_size=span, **grouped)
-    return cast(torch.Tensor, context)  # a tuple only when it is asked for more
+    return cast(torch.Tensor, context)  # a tuple only if further outputs are requested
 
 
 @functools.cache
 def _varlen_names_grouped_queries() -> bool:
-    """Tell whether torch wants to be told of fewer key/value heads, as it does from 2.12 on; before, it sees them."""
+    """Return whether torch needs `enable_gqa` for grouped queries, as from 2.12 on; before, it detects them itself."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -284,8 +289,7 @@ def _varlen_names_grouped_queries() -> bool:
 
 @dataclass(frozen=True)
 class AttentionBucket:
-    """The sequences attended in one call. Index tensors point into the query and key streams; None: the stream
-    itself."""
+    """Sequences of one attention call; index tensors point into the query and key streams (None: the whole stream)."""
 
     count: int
     q_length: int
@@ -293,22 +297,23 @@ class AttentionBucket:
     q_index: torch.Tensor | None
     k_index: torch.Tensor | None
     q_positions: torch.Tensor | None
-    """[count or 1, q_length], set where plain causality does not hold (context parallelism)."""
+    """[count or 1, q_length] positions of queries, if plain causality does not hold (context parallelism)."""
     open_from: torch.Tensor | None = None
-    """[count], place from which on tokens see all of their sequence; None: they see what came before."""
+    """[count], position from which on tokens see their whole sequence; None: all tokens are causal."""
     ends: torch.Tensor | None = None
-    """[count], lengths of these sequences, where `open_from` is given."""
+    """[count], lengths of the sequences, if `open_from` is given."""
 
     @property
     def sees_all(self) -> bool:
-        """Every token sees every other one: all sequences are of one length, and open from their beginning on."""
+        """Whether every token sees its whole sequence, and all sequences have the bucket's length."""
         if self.open_from is None or self.ends is None:
             return False
         return not bool(self.open_from.any()) and bool((self.ends == self.k_length).all())
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Return the boolean [count or 1, 1, q_length, k_length], True where a query sees a key; None: plain causality,
-        or all."""
+        """Return the mask, bool [count or 1, 1, q_length, k_length], True where a query sees a key.
+
+        None: plain causality, or no restriction at all (`sees_all`)."""
         if self.open_from is not None and self.ends is not None:
             if self.sees_all:
                 return None
@@ -321,21 +326,21 @@ class AttentionBucket:
         queries = keys[None] if self.q_positions is None else self.q_positions
         seen = keys <= queries[..., None]
         if window is not None:
-            # A padding query may lie beyond every window; it must still see something, or its softmax is NaN.
+            # A padding query may lie beyond every window; it must see at least one key, or its softmax is NaN.
             seen &= (keys > queries[..., None] - window) | (queries[..., None] >= self.k_length)
         return seen.unsqueeze(1)
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """All buckets of a stream; `restore` [t] points into their concatenated outputs, None: they are in order."""
+    """All buckets of a stream; `restore` [t] indexes their concatenated outputs (None: they are already in order)."""
 
     buckets: tuple[AttentionBucket, ...]
     restore: torch.Tensor | None
 
 
 def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
-    """Group the sequences of a stream by length. Computed once per stream, used by all layers."""
+    """Group the sequences of a stream by length; computed once per stream and used by all layers."""
     lengths, cp = packed.lengths, packed.cp_size
     opens = torch.tensor(packed.open_from) if packed.open_from else None
     if cp == 1 and len(set(lengths)) == 1:
@@ -370,8 +375,7 @@ def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the indices of sequences, longest first, cut where the next is much shorter than the first of its
-    group."""
+    """Group the indices of sequences of similar length, longest first, so that little of a group is padding."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if groups and lengths[i] >= _BUCKET_RATIO * lengths[groups[-1][0]]:
@@ -382,13 +386,14 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _zigzag_positions(place: torch.Tensor, local: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
-    """Return the position in its sequence of the token at `place` of a rank's `local` tokens of that sequence."""
+    """Return the position in its sequence of a rank's token number `place`, of the `local` ones it has of the
+    sequence."""
     chunk = local // 2
     return torch.where(place < chunk, rank * chunk + place, (2 * cp - 1 - rank) * chunk + place - chunk)
 
 
 class _ToBucket(torch.autograd.Function):
-    """The selection x[index], whose gradient at repeated (padding) rows is known to be zero or adds up."""
+    """x[index] whose gradient adds up over rows that are selected several times (padding repeats rows)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -405,8 +410,7 @@ class _ToBucket(torch.autograd.Function):
 def bucket_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Return the context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t * cp, groups, d] by buckets of similar
-    length."""
+    """Compute `attend` by buckets of sequences of similar length."""
     plan: AttentionPlan = packed.cache.get("plan") or plan_buckets(packed, q.device)
     packed.cache["plan"] = plan
     outputs = []

@@ -1,14 +1,14 @@
-"""Causal attention of short sequences for CPUs: plain matrix products, or one compiled pass.
+"""Causal attention of short sequences on CPUs: plain matrix products, or one compiled pass.
 
-torch's CPU attention kernel is written for long sequences. Up to about a thousand tokens in bf16, plain products of a
-few sequences at a time (so that the scores stay in a core's cache) take half its time or less, forward and backward;
-for a few dozen tokens one compiled loop (kernels/cpu.cpp) takes a quarter of that again.
+torch's CPU attention kernel is written for long sequences. Up to about 1,000 tokens in bf16, plain products over a few
+sequences at a time (so that the scores stay in a core's cache) take at most half its time, forward and backward; for a
+few dozen tokens one compiled loop (kernels/cpu.cpp) takes a quarter of that.
 
-Both run on the stream as it is packed, without gathering or padding. For the products neighbours of equal length go
-together, so a stream sorted by length is the fastest; queries go in blocks, each against the keys up to its end, so
-that little more than the causal half is computed. Scores and softmax are fp32, the other products take operands of the
-model's dtype, as in flash attention; unlike there the probabilities are kept for the gradient. The compiled loop
-computes everything in fp32 and the probabilities again.
+Both read the stream as it is packed, without gathering or padding. The products batch neighbours of equal length, so a
+stream sorted by length is fastest; queries go in blocks, each with the keys up to its end, so that little more than the
+causal half is computed. Scores and softmax are fp32, the other products use the model's dtype, as in flash attention;
+unlike there, the probabilities are kept for the gradient. The compiled loop computes everything in fp32, and the
+probabilities again in the backward pass.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import torch
 from megarl.kernels import cpu
 
 LONGEST = 1024
-"""Longer sequences are better off with torch's kernel, which keeps no scores."""
+"""Longer sequences use torch's kernel, which does not store scores."""
 
 _SHORT = 64
-"""Up to here one compiled pass over the stream beats products of such small matrices."""
+"""Up to this length one compiled pass over the stream is faster than matrix products."""
 
 _QUERY_BLOCK = 64
 _SCORES = 1 << 19
-"""Scores (elements) of one group of sequences: two megabytes in fp32."""
+"""Number of scores of one batch of sequences: two megabytes in fp32."""
 
 
 def runs(lengths: Sequence[int], heads: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, sequences, length) of groups of neighbours of equal length, small enough for the cache."""
+    """Yield (first token, sequences, length) of batches of neighbours of equal length that fit in the cache."""
     start = first = 0
     while first < len(lengths):
         length = lengths[first]
@@ -59,7 +59,7 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 
 
 def _by_group(x: torch.Tensor, count: int, groups: int) -> torch.Tensor:
-    """[count * l, groups * r, d] -> [count * groups, r * l, d], a copy."""
+    """Copy [count * l, groups * r, d] to [count * groups, r * l, d]: grouped query heads become rows."""
     per, size = x.shape[1] // groups, x.shape[2]
     view = x.view(count, -1, groups, per, size).permute(0, 2, 3, 1, 4)
     return view.reshape(count * groups, -1, size)
@@ -79,7 +79,7 @@ class _CausalAttention(torch.autograd.Function):
         heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
         per, exact = heads // groups, torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=q.dtype)
-        kept = []
+        probabilities = []
         for start, count, length in runs(lengths, heads):
             span = slice(start, start + count * length)
             keys = _by_group(k[span], count, groups).to(exact).transpose(1, 2)
@@ -92,18 +92,18 @@ class _CausalAttention(torch.autograd.Function):
                 scores.view(-1, b - a, b)[:, :, a:].add_(_future(b - a))
                 chances = torch.softmax(scores, -1).to(q.dtype)
                 context[:, a:b] = _from_group(torch.bmm(chances, values[:, :b]), count, b - a)
-                kept.append(chances)
-        ctx.save_for_backward(q, k, v, *kept)
+                probabilities.append(chances)
+        ctx.save_for_backward(q, k, v, *probabilities)
         ctx.lengths, ctx.scale = lengths, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, *probabilities = ctx.saved_tensors
         heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
         per = heads // groups
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-        chances_of = iter(kept)
+        chances_of = iter(probabilities)
         for start, count, length in runs(ctx.lengths, heads):
             span = slice(start, start + count * length)
             keys, values = _by_group(k[span], count, groups), _by_group(v[span], count, groups)
@@ -130,7 +130,7 @@ class _FusedAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
     ) -> torch.Tensor:
         kernels = cpu.load()
-        assert kernels is not None, "the caller asked first"
+        assert kernels is not None, "the caller has checked it"
         starts = torch.tensor([0, *itertools.accumulate(lengths)])
         q, k, v = (x.contiguous() for x in (q, k, v))
         out, lse = kernels.causal_forward(q, k, v, starts, max(lengths), scale)
@@ -142,7 +142,7 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         q, k, v, out, lse, starts = ctx.saved_tensors
         kernels = cpu.load()
-        assert kernels is not None, "the forward pass had them"
+        assert kernels is not None, "the forward pass used them"
         grad = grad.contiguous()
         dq, dk, dv = kernels.causal_backward(q, k, v, out, lse, grad, starts, ctx.longest, ctx.scale)
         return dq, dk, dv, None, None
@@ -151,8 +151,8 @@ class _FusedAttention(torch.autograd.Function):
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
 ) -> torch.Tensor:
-    """Return the context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t, groups, d], each sequence of `lengths` by
-    itself."""
+    """Return causal attention [t, heads, d] of `q` [t, heads, d] to `k`, `v` [t, groups, d], within sequences of
+    `lengths`."""
     fits = max(lengths) <= _SHORT and cpu.CpuKernels.supports(q.dtype, q.shape[-1])
     function = _FusedAttention if fits and cpu.load() is not None else _CausalAttention
     return function.apply(q, k, v, lengths, scale)

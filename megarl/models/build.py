@@ -1,4 +1,4 @@
-"""Build the pipeline chunks of a model that this process holds. Parameters are not initialised: load or draw them."""
+"""Build this process's pipeline chunks of a model, with uninitialised parameters: load or draw them afterwards."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head: bool = False) -> list[PolicyModel]:
-    """Return this process's chunks, one per virtual pipeline stage, with uninitialised parameters, on this process's
-    device.
+    """Return this process's chunks, one per virtual pipeline stage, on its device, with uninitialised parameters.
 
-    Megatron's parallel state must be initialised. Follow with `load_weights` or `init_random` from models.weights.
+
+    Megatron's parallel state must be initialised. Then call `load_weights` or `init_random` from models.weights.
     """
     vpp = tconf.virtual_pipeline_model_parallel_size
     chunks = []
@@ -55,7 +55,7 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
         chunk = _build_chunk(hf_config, tconf, block_spec(hf_config, tconf, vp_stage), settings)
         _mark_split(chunk)
         _dispatch(chunk)
-        # Megatron makes some parameters on the host whatever the device (routers), and a module of ours may, too.
+        # Megatron creates some parameters (routers) on the host whatever the device.
         chunks.append(chunk.to(device()))
     if tconf.lora is not None:
         attach(chunks, tconf.lora)
@@ -77,11 +77,11 @@ def _build_chunk(
 
 
 def _mark_split(chunk: PolicyModel) -> None:
-    """Say of each weight that tensor parallelism splits that it is split, and where.
+    """Mark each weight that tensor parallelism splits, with the dimension of the split.
 
-    Megatron does this only when it initialises the weight itself. Without it the gradient norm takes the shards of the
-    other ranks for copies and leaves them out.
-    """
+    Megatron sets these marks only if it initialises the weight itself. Without them the gradient norm would take the
+    other
+    ranks' shards for copies and leave them out."""
     kinds = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in chunk.modules():
         dim = next((dim for kind, dim in kinds.items() if isinstance(module, kind)), None)
@@ -90,7 +90,7 @@ def _mark_split(chunk: PolicyModel) -> None:
 
 
 def _dispatch(chunk: PolicyModel) -> None:
-    """Give the layers with experts this package's dispatcher; Megatron knows its own by name only."""
+    """Replace the dispatcher of layers with experts by this package's; Megatron can only choose its own, by name."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             kind = DeepEPDispatcher if chunk.config.dispatch == "deepep" else TokenDispatcher
@@ -98,7 +98,7 @@ def _dispatch(chunk: PolicyModel) -> None:
 
 
 def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of one chunk: Megatron's own, in the form that `config` says."""
+    """Return the layer specs of one chunk, in the layer form that `config.layers` selects."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     kinds = {sparse: layer_spec(config, sparse=sparse) for sparse in set(moe_layers(hf))}
@@ -107,7 +107,7 @@ def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None)
 
 
 def layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
-    """Return one transformer layer, its MLP dense or a mixture of experts."""
+    """Return the spec of one transformer layer, with a dense MLP or a mixture of experts."""
     if config.layers == "local":
         return local_layer_spec(config, sparse=sparse)
     from megarl.models.te_layers import te_layer_spec
@@ -116,7 +116,7 @@ def layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
 
 
 def final_norm(config: PolicyConfig) -> type:
-    """Return the norm after the last layer."""
+    """Return the class of the norm after the last layer."""
     if config.layers == "local":
         return RMSNorm
     from megarl.models.te_layers import FINAL_NORM
@@ -125,7 +125,7 @@ def final_norm(config: PolicyConfig) -> type:
 
 
 def local_layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
-    """Return a layer of Megatron's plain parts with this package's attention, norm and SwiGLU."""
+    """Return the spec of a `local` layer: Megatron's plain parts with this package's attention, norm and SwiGLU."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if sparse else None,
         moe_grouped_gemm=config.moe_grouped_gemm,

@@ -1,4 +1,4 @@
-"""The translation of a Hugging Face configuration into Megatron's, for the supported architectures."""
+"""Translation of a Hugging Face configuration into Megatron's, for the supported architectures."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ __all__ = ["PolicyConfig", "load_hf_config", "transformer_config"]
 
 @dataclass
 class PolicyConfig(TransformerConfig):
-    """Megatron's configuration and the few facts about a policy that it has no field for."""
+    """Megatron's configuration, with the facts about a policy for which it has no field."""
 
     layer_windows: tuple[int | None, ...] = ()
-    """Sliding attention window per layer (0-based, all layers of the model): a query sees that many newest keys,
-    itself included; None sees all."""
+    """Sliding window of each layer of the model, in tokens: a query sees this many newest keys, itself included; None:
+    all."""
     layers: Form = "local"
-    """The modules of the transformer layers, see `megarl.models.layer_forms`."""
+    """Which modules the transformer layers are made of; see `megarl.models.layer_forms`."""
 
     dispatch: Dispatch = "alltoall"
-    """The exchange that brings tokens to their experts, see `megarl.models.deepep`."""
+    """How tokens travel to their experts; see `megarl.models.deepep`."""
 
     lora: LoraConfig | None = None
-    """Low-rank adapters that the model has."""
+    """The model's low-rank adapters, if it has any."""
 
 
 def transformer_config(
@@ -64,11 +64,12 @@ def transformer_config(
     where: str = "actor.engine",
     world: WorkerGroup | None = None,
 ) -> PolicyConfig:
-    """Return the Megatron configuration of `hf` under the layout `parallel`, with parameters and activations in
-    `dtype`; `where` is the place of `engine` in the recipe, and all ranks of `world` call it together.
+    """Return the Megatron configuration of `hf` for the layout `parallel`, with parameters and activations in `dtype`.
+
+    `where` is the recipe key of `engine`, for errors. Collective over `world`.
 
     Raises:
-        ConfigError: the layout does not divide the model, or its layers cannot have the form that is asked for.
+        ConfigError: the layout does not divide the model, or its layers cannot have the requested form.
     """
     check_layout(hf, parallel)
     needs_local = None if lora is None else "a model with adapters"
@@ -87,8 +88,9 @@ def transformer_config(
     config = PolicyConfig(**fields)
     config.dispatch = dispatch_of(facts_of(hf), parallel, dtype, world)
     if num_experts(hf) is not None:
-        # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks: of one expert the
-        # renormalised probability is 1 and the router gets no gradient, as in transformers, and Megatron refuses that.
+        # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks, which refuse this
+        # for one
+        # expert per token: its renormalised probability is 1 and the router gets no gradient, as in transformers.
         config.moe_router_pre_softmax = not normalizes_experts(hf)
     return config
 
@@ -108,7 +110,7 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "use_te_activation_func": True,  # means: the activation module of the layer spec
+        "use_te_activation_func": True,  # makes Megatron use the layer spec's activation module
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "layer_windows": layer_windows(hf),
@@ -118,13 +120,13 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         # Parameters are read from a checkpoint or drawn by `init_random`; Megatron's own draw depends on the layout.
         "perform_initialization": False,
         "use_cpu_initialization": not device.has_cuda(),
-        # These need Apex, or are what the layer spec replaces.
+        # These need Apex, or the layer spec replaces them.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
-        "cuda_graph_scope": [],  # the default, spelt "full", warns
+        "cuda_graph_scope": [],  # the default, "full", warns
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
@@ -152,7 +154,7 @@ def _moe_fields(hf: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any
         "moe_layer_freq": [int(sparse) for sparse in moe_layers(hf)],
         "moe_ffn_hidden_size": expert_ffn(hf),
         "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_pre_softmax": True,  # until Megatron has checked it: see transformer_config
+        "moe_router_pre_softmax": True,  # changed after Megatron's checks, see transformer_config
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
@@ -164,7 +166,7 @@ def _moe_fields(hf: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any
 def _fp8_fields(engine: EngineConfig) -> dict[str, Any]:
     if engine.fp8 == "none":
         return {}
-    # Copies of the weights in FP8 would stay on the device when the parameters leave it.
+    # Transposed FP8 copies of weights would stay on the device when the parameters are offloaded.
     fields: dict[str, Any] = {"fp8": "e4m3", "fp8_recipe": engine.fp8, "disable_parameter_transpose_cache": True}
     if engine.fp8 == "delayed":
         fields |= {"fp8": "hybrid", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}

@@ -1,4 +1,4 @@
-"""Hugging Face folder to Hugging Face folder: another dtype or file size, the same numbers, one tensor at a time."""
+"""Convert a Hugging Face folder to another dtype or file size, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from megarl.system.errors import ConfigError
 
 
 def convert(source: Path | str, target: Path | str, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:
-    """Write the model in `source` again, tensor by tensor.
+    """Write the model in `source` to `target`, tensor by tensor.
 
     Args:
         source: folder or hub name of a Hugging Face model of a supported architecture, or the folder of a PEFT adapter,
             which is merged into its base model.
-        target: folder that appears when it is complete.
-        dtype: `fp32` or `bf16`; None keeps the dtype of each tensor, and numbers that are stored as codes get that of
-            most of the others.
-        max_shard_gb: start another file beyond this size (10**9 bytes).
+        target: new folder, which appears when it is complete.
+        dtype: `fp32` or `bf16`; None keeps the dtype of each tensor; quantised tensors get the dtype of most of the
+            other numbers.
+        max_shard_gb: largest size of a file (10**9 bytes).
 
     Raises:
-        ConfigError: no such model, an unsupported one, a target that is taken, or tensors that are missing, have
-            another shape or are read by nothing.
+        ConfigError: the model does not exist or is not supported, the target exists, or tensors are missing, have a
+            wrong shape or belong to no part of the model.
     """
     target = Path(target)
     check_target(target)
@@ -66,13 +66,13 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
 
 
 def _stored_dtypes(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor in the files; of one that holds codes, that of most others."""
+    """Return the dtype of each tensor in the files; quantised tensors get the most frequent one."""
     stored = {name: dtype for name in shapes if (dtype := reader.float_dtype(name)) is not None}
     return dict.fromkeys(shapes, _most_frequent(stored, shapes)) | stored
 
 
 def _most_frequent(dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, tuple[int, ...]]) -> torch.dtype:
-    """Return the dtype of most numbers, which config.json names for the whole model."""
+    """Return the dtype of most numbers, for config.json, which has one dtype for the whole model."""
     counts = Counter[torch.dtype]()
     for name, dtype in dtypes.items():
         counts[dtype] += math.prod(shapes[name])
@@ -83,7 +83,7 @@ def _base_folder(adapter: AdapterReader) -> Path:
     """Return the folder of the adapter's base model.
 
     Raises:
-        ConfigError: the adapter names none, or one that is not there.
+        ConfigError: the adapter does not name its base model, or the model does not exist.
     """
     base, file = adapter.base(), adapter.folder / ADAPTER_CONFIG
     correction = f"write the absolute path of its folder as base_model_name_or_path in {file}"
@@ -91,7 +91,7 @@ def _base_folder(adapter: AdapterReader) -> Path:
         return resolve_folder(base, revision=adapter.settings.get("revision"))
     except ConfigError as error:
         raise ConfigError(
-            f"the base model of this adapter is not there: {error.what}",
+            f"cannot find this adapter's base model: {error.what}",
             where=f"{file}: base_model_name_or_path",
             found=base,
             allowed=error.allowed,

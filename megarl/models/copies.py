@@ -1,4 +1,4 @@
-"""Copies of a model's parameters in host memory, to be put back for a while."""
+"""Copies of a model's parameters in host memory, to be restored later."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class ParameterCopies:
-    """The copies of the parameters that this process holds.
+    """Copies of the parameters that this process holds.
 
     Args:
-        chunks: its parts of the model; their parameters stay the same tensors.
+        chunks: this process's parts of the model; values are written into their parameters in place.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:

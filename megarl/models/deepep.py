@@ -1,11 +1,12 @@
-"""Tokens to experts on other processes by DeepEP (github.com/deepseek-ai/DeepEP), over NVLink and RDMA.
+"""Dispatch of tokens to experts on other processes with DeepEP (github.com/deepseek-ai/DeepEP), by NVLink and RDMA.
 
     tokens -> [dispatch: a row for each process that has experts of a token] -> a row for each expert -> experts
            -> added up for each process -> [combine: added up for each token]
 
-An all-to-all sends a token once for each of its experts; DeepEP once to each process, and once to each machine over
-the network. Only `Buffer` of the package is used, whose functions are those of versions 1.2.1 and 2.1.0. Megatron's
-dispatcher for DeepEP is not used: it imports names that 2.1.0 no longer has.
+An all-to-all sends a token once for each of its experts. DeepEP sends it once to each process, and over the network
+once
+to each machine. Only the package's `Buffer` is used, with the functions that versions 1.2.1 and 2.1.0 share; Megatron's
+dispatcher for DeepEP imports names that 2.1.0 no longer has.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ Dispatch = Literal["alltoall", "deepep"]
 def dispatch_of(
     facts: ModelFacts, parallel: ParallelConfig, dtype: torch.dtype, world: WorkerGroup | None = None
 ) -> Dispatch:
-    """Return what brings tokens to the experts of a model in `dtype`: `auto` is `deepep` where its group spans machines
-    and nothing is in the way. The same on all ranks of `world` (None: this process is alone). Collective.
+    """Return how tokens travel to the experts of a model in `dtype`; `auto` gives `deepep` if the experts span
+    machines.
 
+    All ranks of `world` (None: this process only) return the same; `auto` falls back to `alltoall` if a rank cannot
+    use DeepEP. Collective.
     Raises:
-        ConfigError: `deepep` is asked for, and cannot be on some rank.
+        ConfigError: the recipe sets `deepep`, and a rank cannot use it.
     """
     if parallel.dispatch == "alltoall" or not facts.is_moe:
         return "alltoall"
@@ -68,21 +71,21 @@ def dispatch_of(
 
 
 def has_deepep() -> bool:
-    """Tell whether the package `deep_ep` is there. Does not import it."""
+    """Return whether the package `deep_ep` is installed, without importing it."""
     return importlib.util.find_spec("deep_ep") is not None
 
 
 def _package_problem() -> ConfigError | None:
-    """Return why DeepEP cannot be used in this interpreter; None where it can."""
+    """Return the error if DeepEP cannot be used in this interpreter, else None."""
     reason = None
     if not has_deepep():
         reason = "the package deep_ep is not installed in this interpreter"
     elif not device.has_cuda():
-        reason = "it moves tokens between CUDA devices only, and this process has none"
+        reason = "it needs a CUDA device, and this process has none"
     else:
         try:
             import_deepep()
-        except (ImportError, OSError, AssertionError) as error:  # other NCCL, built for another torch, no toolkit
+        except (ImportError, OSError, AssertionError) as error:  # wrong NCCL, built for another torch, no CUDA toolkit
             reason = f"deep_ep does not import: {error}"
     if reason is None:
         return None
@@ -96,24 +99,24 @@ def _package_problem() -> ConfigError | None:
 
 
 def import_deepep() -> Any:
-    """Return the package."""
+    """Return the package `deep_ep`."""
     import deep_ep
 
     return deep_ep
 
 
-_buffer: Any = None  # memory that all processes of a group have opened for each other: one for all layers and models
+_buffer: Any = None  # memory that the processes of a group share; one for all layers and models
 
 
 def buffer_of(group: dist.ProcessGroup, hidden: int) -> Any:
-    """Return the buffer of a group for rows of so many numbers in bf16. Collective where it has to be made."""
-    global _buffer  # NVSHMEM is initialised once in a process
+    """Return the group's buffer for rows of `hidden` bf16 numbers; it is created if needed. Collective in this case."""
+    global _buffer  # a process can initialise NVSHMEM only once
     kind, size, row = import_deepep().Buffer, group.size(), 2 * hidden
     configs = (kind.get_dispatch_config(size), kind.get_combine_config(size))
     fast = max(config.get_nvl_buffer_size_hint(row, size) for config in configs)
     far = max(config.get_rdma_buffer_size_hint(row, size) for config in configs)
     if _buffer is None or _buffer.group is not group or _buffer.num_nvl_bytes < fast or _buffer.num_rdma_bytes < far:
-        _buffer = None  # what it held is free before there is another one
+        _buffer = None  # free the old buffer before the new one is allocated
         _buffer = kind(group, fast, far)
     return _buffer
 
@@ -123,16 +126,18 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, probs: Tensor, experts: Tensor, every: int, buffer: Any) -> tuple[Any, ...]:
-        """Return rows [m, h] that came in, the probabilities float32 [m, k] and numbers int64 [m, k] of this process's
-        experts among each one's k (-1: of another process), rows of each expert, and the handle for the way back.
+        """Return received rows, their probabilities and local experts, the number of rows of each expert, and a handle.
+
+        Rows are [m, h]; probabilities float32 [m, k]; experts int64 [m, k] are numbers within this process, -1 for an
+        expert of another process. The handle is for the way back.
 
         Args:
             tokens: [n, h].
             probs: float32 [n, k].
-            experts: int64 [n, k], numbers below `every`.
+            experts: int64 [n, k], numbers of experts below `every`.
         """
         to_rank, to_machine, to_expert, is_sent, _ = buffer.get_dispatch_layout(experts, every)
-        rows, mine, shares, counts, handle, _ = buffer.dispatch(
+        rows, experts_here, shares, counts, handle, _ = buffer.dispatch(
             tokens,
             topk_idx=experts,
             topk_weights=probs,
@@ -142,8 +147,8 @@ class _Dispatch(torch.autograd.Function):
             num_tokens_per_expert=to_expert,
         )
         ctx.buffer, ctx.handle = buffer, handle
-        ctx.mark_non_differentiable(mine)
-        return rows, shares, mine, counts, handle
+        ctx.mark_non_differentiable(experts_here)
+        return rows, shares, experts_here, counts, handle
 
     @staticmethod
     @once_differentiable
@@ -154,11 +159,11 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Adds up for each token what its copies have become; each copy gets the token's gradient."""
+    """Sums the results of each token's copies; the backward pass sends the token's gradient to each copy."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, handle: Any, buffer: Any) -> Tensor:
-        """Return [n, h] of the rows [m, h] that a dispatch with this handle brought in."""
+        """Return [n, h], the sums of rows [m, h] that arrived by the dispatch with this handle."""
         ctx.buffer, ctx.handle = buffer, handle
         return buffer.combine(rows.contiguous(), handle)[0]
 
@@ -170,9 +175,10 @@ class _Combine(torch.autograd.Function):
 
 
 class DeepEPDispatcher(MoETokenDispatcher):
-    """Brings tokens to their experts and adds up what comes back; Megatron's MoELayer calls the methods in order.
+    """Sends tokens to their experts with DeepEP and sums the results; Megatron's MoELayer calls the methods in order.
 
-    Expert tensor parallel ranks hold slices of the same experts: each gets the token and returns its part of the sum.
+    Expert-tensor-parallel ranks hold slices of the same experts: each of them gets the token and returns its part of
+    the sum.
 
     Args:
         experts: number of experts of this process.
@@ -183,7 +189,7 @@ class DeepEPDispatcher(MoETokenDispatcher):
         self._experts, self._every = experts, experts * self.tp_ep_group.size()
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens [n, h] and the probabilities of their experts [n, k * etp], whose numbers are noted.
+        """Return tokens [n, h] and the probabilities of their experts [n, k * etp]; store which experts they go to.
 
         Args:
             tokens: [s, b, h] of n tokens.
@@ -194,7 +200,7 @@ class DeepEPDispatcher(MoETokenDispatcher):
         tokens = tokens.view(-1, tokens.shape[-1])
         chosen = torch.nonzero_static(routing_map, size=len(tokens) * self.config.moe_router_topk)[:, 1]
         chosen = chosen.view(len(tokens), -1)
-        # Ranks of the group in the order of its members: expert tensor parallelism changes fastest.
+        # In the group's order of ranks, the expert-tensor-parallel rank changes fastest.
         owners, numbers = chosen // self._experts, chosen % self._experts
         slices = torch.arange(self.tp_size, device=tokens.device)
         ranks = owners[..., None] * self.tp_size + slices
@@ -202,7 +208,7 @@ class DeepEPDispatcher(MoETokenDispatcher):
         return tokens, probs.gather(1, chosen).repeat_interleave(self.tp_size, 1)
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send tokens to the processes of their experts. The host waits for the number of rows that come in."""
+        """Send tokens to the processes of their experts. The host waits for the number of received rows."""
         self._buffer = buffer_of(self.tp_ep_group, tokens.shape[1])
         rows, shares, self._mine, self._counts, self._handle = _Dispatch.apply(
             tokens.contiguous(), probs.contiguous(), self._chosen, self._every, self._buffer
@@ -210,7 +216,7 @@ class DeepEPDispatcher(MoETokenDispatcher):
         return rows, shares
 
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows of this process's experts by expert, how many each has, and their probabilities."""
+        """Return the received rows grouped by expert, the number of rows of each expert, and their probabilities."""
         self._arrived = len(rows)
         experts = self._mine.flatten()
         order = experts.where(experts >= 0, self._experts).argsort(stable=True)[: sum(self._counts)]
@@ -219,13 +225,13 @@ class DeepEPDispatcher(MoETokenDispatcher):
         return self._route.spread(rows), counts, probs.flatten().index_select(0, order)
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
-        """Return for each row that came in the sum of what this process's experts made of it."""
+        """Return, for each received row, the sum of the outputs of this process's experts."""
         return self._route.collect(rows, self._arrived)
 
     def token_combine(self, rows: Tensor) -> Tensor:
-        """Send rows home, where those of a token are added up."""
+        """Return rows to the process of their token, and sum them by token."""
         return _Combine.apply(rows, self._handle, self._buffer)
 
     def combine_postprocess(self, tokens: Tensor) -> Tensor:
-        """Return the tokens as [s, b, h]."""
+        """Reshape the tokens to [s, b, h]."""
         return tokens.view(self._shape)

@@ -1,9 +1,9 @@
-"""The experts of a layer on one process: rows of tokens in the order of experts, multiplied by all experts at once.
+"""The experts of a layer on one process: token rows grouped by expert, multiplied by all experts at once.
 
     tokens -> a row for each expert of a token -> [all-to-all over ep, gather over etp, by expert] -> experts -> back
 
-A row is a token on its way to one expert. Counts of rows stay on the device: only ranks that exchange rows read how
-many (once in a layer), because an all-to-all needs sizes on the host.
+A row is a copy of a token on its way to one expert. Row counts stay on the device; only ranks that exchange rows read
+them (once per layer), because an all-to-all needs sizes on the host.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from megarl.models.rows import route_by_expert, route_of_slots
 from megarl.models.swiglu import SwiGLU
 from megarl.system.device import device
 
-_ALIGNED = 16  # bytes of a row, a multiple of which `grouped_mm` asks for
+_ALIGNED = 16  # `grouped_mm` needs rows whose bytes are a multiple of this
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return each row of `x` times the transposed weight of its group: [n, out], differentiable.
+    """Multiply each row of `x` by the transposed weight of its group: [n, out], differentiable.
 
-    In bf16 on a GPU of compute capability 9.0 or 10.0 this is one kernel for all groups. Elsewhere torch multiplies
-    group by group, and on a GPU waits for `ends`. What `grouped_mm` refuses (no rows, float64, rows of other than a
-    multiple of 16 bytes) is multiplied group by group here.
+    In bf16 on compute capability 9.0 or 10.0 this is one kernel for all groups. Elsewhere torch multiplies group by
+    group,
+    and on a GPU waits for `ends`. Inputs that `grouped_mm` refuses (no rows, float64, rows whose bytes are no multiple
+    of 16) are multiplied group by group here.
 
     Args:
         x: [n, in], rows in the order of groups.
         weight: [groups, out, in].
-        ends: int32 [groups], the number of the row after the last one of each group, on the device of `x`. Rows after
-            the last end are of no group: their results are undefined, and must get no gradient.
+        ends: int32 [groups], index after the last row of each group, on the device of `x`. Rows after the last group
+            have undefined results and must get no gradient.
     """
     if len(x) and _is_aligned(weight, x.dtype) and x.dtype != torch.float64:
         transposed = weight.transpose(1, 2)
@@ -58,7 +59,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def is_one_kernel(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether `grouped_linear` by a weight [groups, out, in] in `dtype` is one kernel, for which no host waits."""
+    """Return whether `grouped_linear` by a weight [groups, out, in] in `dtype` is one kernel that no host waits for."""
     if not weight.is_cuda or dtype != torch.bfloat16 or not _is_aligned(weight, dtype):
         return False
     return torch.cuda.get_device_capability(weight.device) in ((9, 0), (10, 0))
@@ -69,35 +70,35 @@ def _is_aligned(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _leaves_gradients_undefined(place: torch.device) -> bool:
-    """Tell whether torch's kernel may leave the gradient of a group without rows undefined: on compute capability 10
+    """Return whether torch's kernel may leave a group without rows an undefined gradient: on compute capability 10
     (pytorch/pytorch#172439)."""
     return place.type == "cuda" and torch.cuda.get_device_capability(place)[0] == 10
 
 
 def group_by_group(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, ends: Tensor) -> Tensor:
-    """Return `grouped_linear` of a function per group, which is asked for no rows, too. The host waits for `ends`."""
+    """Compute `grouped_linear` with one function per group, also called without rows; the host waits for `ends`."""
     stops = ends.tolist()
     parts = [product(x[a:b]) for product, a, b in zip(products, [0, *stops], stops, strict=False)]
     return torch.cat([*parts, x.new_zeros(len(x) - stops[-1], parts[0].shape[1])])
 
 
 class GroupedLinear(MegatronModule):
-    """The same projection of each of a process's experts, without bias.
+    """One linear projection for each of a process's experts, without bias.
 
     Args:
         split: dimension of an expert's weight that expert tensor parallelism divides.
 
     Attributes:
-        weight: [experts * out, in], the experts' weights one below the other.
+        weight: [experts * out, in], the experts' weights concatenated by rows.
     """
 
     def __init__(self, config: TransformerConfig, experts: int, out: int, width: int, split: int) -> None:
         super().__init__(config=config)
         self.experts = experts
         self.weight = torch.nn.Parameter(torch.empty(experts * out, width, dtype=config.params_dtype, device=device()))
-        # The gradient norm and gradient buffers go by these marks.
+        # The gradient norm and gradient buffers use these marks.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=split, stride=1)
-        # Otherwise tensor parallel ranks have other tokens for the same expert, whose gradients are theirs together.
+        # Otherwise tensor-parallel ranks send different tokens to the same expert, and their gradients must be summed.
         alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         self.weight.allreduce = alike and config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
 
@@ -107,16 +108,16 @@ class GroupedLinear(MegatronModule):
         return self.weight.view(self.experts, -1, self.weight.shape[1])
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """See `grouped_linear`."""
+        """Call `grouped_linear` with the experts' weights."""
         return grouped_linear(x, self.stacked, ends)
 
 
 class GroupedExperts(MegatronModule):
-    """The SwiGLU feed-forward parts of the experts of this process, as Megatron's MoELayer wants them.
+    """The SwiGLU MLPs of this process's experts, with the interface that Megatron's MoELayer needs.
 
     Args:
         experts: number of experts of this process.
-        pg_collection: process groups; `ep` shares out experts, `expt_tp` divides each.
+        pg_collection: process groups; `ep` distributes experts, `expt_tp` splits each expert.
     """
 
     def __init__(self, experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
@@ -128,11 +129,11 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = GroupedLinear(config, experts, config.hidden_size, width, split=1)
 
     def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Return the output [n, h] of each row's expert times its probability, and no bias.
+        """Return each row's expert output times its probability [n, h], and None for the bias.
 
         Args:
-            rows: [n, h], by expert.
-            counts: integers [experts], rows of each, on the device of `rows`.
+            rows: [n, h], grouped by expert.
+            counts: integers [experts], rows of each expert, on the device of `rows`.
             probs: float32 [n], the router's weight of each row.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -142,9 +143,9 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensorFactory]:
-        """Return the places of the weights in two whole tensors [all experts, out, in], gates before up projections.
+        """Return the weights' slices of two whole tensors [all experts, out, in], gate before up projections.
 
-        Names and places are those of Megatron's SequentialMLP, which older checkpoints were written with.
+        Names and slices are those of Megatron's SequentialMLP, which wrote older checkpoints.
         """
         first, every = self.experts * self._groups.ep.rank(), self.experts * self._groups.ep.size()
         rank, ways = self._groups.expt_tp.rank(), self._groups.expt_tp.size()
@@ -179,7 +180,8 @@ class GroupedExperts(MegatronModule):
 
 
 class TokenDispatcher(MoETokenDispatcher):
-    """Brings tokens to their experts and adds up what comes back; Megatron's MoELayer calls the methods in order.
+    """Sends tokens to their experts by all-to-alls and sums the results; Megatron's MoELayer calls the methods in
+    order.
 
     Args:
         experts: number of experts of this process.
@@ -191,7 +193,7 @@ class TokenDispatcher(MoETokenDispatcher):
         self._alone = self.ep_size * self.tp_size == 1
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows [n * k, h] by expert, and their probabilities.
+        """Return rows [n * k, h] grouped by expert, and their probabilities.
 
         Args:
             tokens: [s, b, h] of n tokens.
@@ -207,7 +209,7 @@ class TokenDispatcher(MoETokenDispatcher):
         return self._route.spread(tokens), chosen
 
     def token_dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Exchange rows over ep."""
+        """Exchange rows over the expert-parallel ranks."""
         if self._alone:
             return rows, probs
         self._exchange_counts(self._counts)
@@ -215,22 +217,22 @@ class TokenDispatcher(MoETokenDispatcher):
         return all_to_all(self.ep_group, rows, *sizes), all_to_all(self.ep_group, probs, *sizes)
 
     def _exchange_counts(self, counts: Tensor) -> None:
-        """Learn how many rows go where, and come from where. This is where the host waits.
+        """Exchange between ranks how many rows each sends to each expert; the host waits for the result.
 
         Args:
-            counts: int64 [all experts], rows of this process for each.
+            counts: int64 [all experts], rows that this process has for each expert.
         """
-        # Ranks of the group in the order of its members: expert tensor parallelism changes fastest.
+        # In the group's order of ranks, the expert-tensor-parallel rank changes fastest.
         every = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
-        held = every.view(self.ep_size, self.tp_size, -1)[:, :, self._first : self._first + self._experts]
-        self._held = held.transpose(0, 1)  # [etp, ep, experts], as rows come in
+        arriving = every.view(self.ep_size, self.tp_size, -1)[:, :, self._first : self._first + self._experts]
+        self._held = arriving.transpose(0, 1)  # [etp, ep, experts], in the order of arriving rows
         sizes = [counts.view(self.ep_size, -1).sum(1), self._held[self.tp_rank].sum(1), self._held.sum((1, 2))]
         numbers = torch.cat(sizes).tolist()
         self._sent, self._received = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]
         self._gathered = numbers[2 * self.ep_size :]
 
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows of this process's experts by expert, how many each has, and their probabilities."""
+        """Return the received rows grouped by expert, the number of rows of each expert, and their probabilities."""
         if self._alone:
             return rows, self._counts, probs
         if self.tp_size > 1:
@@ -246,7 +248,7 @@ class TokenDispatcher(MoETokenDispatcher):
         return self._sorting.spread(rows), counts, probs.index_select(0, order)
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
-        """Bring rows back into the order they came in, and add up their parts over etp."""
+        """Put rows back into their order of arrival, and sum their parts over expert-tensor-parallel ranks."""
         if self._alone:
             return rows
         rows = self._sorting.inverse().spread(rows)
@@ -257,16 +259,16 @@ class TokenDispatcher(MoETokenDispatcher):
         return whole.to(rows.dtype)
 
     def token_combine(self, rows: Tensor) -> Tensor:
-        """Send rows home over ep."""
+        """Return rows to the processes that sent them."""
         return rows if self._alone else all_to_all(self.ep_group, rows, self._sent, self._received)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
-        """Return the sum of each token's rows, [s, b, h]."""
+        """Sum the rows of each token, [s, b, h]."""
         return self._route.collect(rows, self._shape[:-1].numel()).view(self._shape)
 
 
 def expert_groups() -> ProcessGroupCollection:
-    """Return the process groups of experts that Megatron's parallel state holds."""
+    """Return the expert process groups of Megatron's parallel state."""
     groups = ProcessGroupCollection()
     groups.ep, groups.expt_tp = mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
     groups.expt_dp = mpu.get_expert_data_parallel_group()

@@ -1,6 +1,6 @@
-"""Facts about a Hugging Face configuration: supported kinds, derived sizes, layouts that fit.
+"""Facts about a Hugging Face configuration: supported model types, derived sizes, layouts that fit.
 
-Nothing here imports Megatron. The meaning of a key stands once, in megarl/architectures, which a dry run asks too.
+Nothing here imports Megatron. megarl/architectures defines what a config key means; dry runs use it directly.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ _ALLOWED = "a folder with config.json and *.safetensors, or a hub name such as Q
 
 
 def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files: bool = True) -> PretrainedConfig:
-    """Return the Hugging Face configuration of `model.path`, or the one spelt out in `model.hf_config`.
+    """Return the Hugging Face configuration of `model.path`, or the one given in `model.hf_config`.
 
     Args:
         key: where the recipe names `model.path`, for errors.
-        follow_files: fetch and look at the files with the weights, too: they may hold a head of their own, see
-            `_follow_files`.
+        follow_files: also fetch and read the weight files, which may have an untied head; see `_follow_files`.
 
     Raises:
-        ConfigError: nothing to load, no such folder, or an architecture or variant that is not supported.
+        ConfigError: no model is given, its folder does not exist, or its architecture or variant is not supported.
     """
     raw, where = _raw_config(model, key)
     if raw.get("model_type") == VLA_TYPE:
@@ -73,14 +72,14 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
             ) from error
     else:
         raise ConfigError(
-            "no model is named", where="model", fix="set model.path to a folder or hub name, or model.hf_config"
+            "the recipe names no model", where="model", fix="set model.path to a folder or hub name, or model.hf_config"
         )
-    config.__dict__.pop("quantization_config", None)  # what is exported is not quantised
+    config.__dict__.pop("quantization_config", None)  # exported weights are not quantised
     return config
 
 
 def _config_classes() -> type[AutoConfig]:
-    """Return what makes configurations; it imports no modelling code."""
+    """Return transformers' AutoConfig, which imports no modelling code."""
     transformers.install()
     from transformers import AutoConfig
 
@@ -88,8 +87,9 @@ def _config_classes() -> type[AutoConfig]:
 
 
 def _raw_config(model: ModelConfig, key: str) -> tuple[dict[str, Any], str]:
-    """Return config.json of a model as it is, and its place for errors. Empty where it cannot be read: who reads it as
-    that of a language model says what is wrong."""
+    """Return a model's config.json as a dict, and its place for errors.
+
+    An unreadable file gives an empty dict; loading it as a language model then raises the error."""
     from transformers import PretrainedConfig
 
     if model.path is None:
@@ -107,7 +107,7 @@ def _vla_policy(
 ) -> PretrainedConfig:
     """Return the configuration of a robot policy, for which transformers has no class.
 
-    Small files next to config.json are a part of it. A model on the hub comes with weights only with `follow_files`.
+    Small files next to config.json are part of it. With `follow_files`, a model on the hub is fetched with its weights.
     """
     from megarl.robots.models.vla.config import policy_config, read_policy_config
 
@@ -119,29 +119,29 @@ def _vla_policy(
 
 
 def _vision_language(raw: dict[str, Any], where: str, model: ModelConfig, key: str) -> PretrainedConfig:
-    """Return the configuration of a vision-language model's decoder, which has that of the whole model in
-    `vision_language`."""
+    """Return the configuration of a vision-language model's decoder, with the whole model's in `vision_language`."""
     from megarl.models.weights.files import resolve_folder
 
     hf = load_hf_config(ModelConfig(hf_config=decoder_config(raw)), f"{where}.text_config")
     VisionEncoder.from_config(raw, hf.hidden_size, where)
-    hf.vision_language = dict(raw)  # goes into the config.json of what is exported, as it is
+    hf.vision_language = dict(raw)  # exports write it to config.json unchanged
     hf.preprocessor = None if model.path is None else read_preprocessor(resolve_folder(model.path, key, weights=False))
     image_settings(hf)
     return hf
 
 
 def _follow_files(config: PretrainedConfig, source: str) -> None:
-    """Let `config` say what the tensors in the files say: an untied head, and the bias of a value head.
+    """Set in `config` what only the tensor names and values show: an untied head, and the bias of a value head.
 
-    transformers keeps a `lm_head.weight` that differs from the embeddings although `tie_word_embeddings` is true, and
-    warns. A token classifier has a bias unless its config says `token_classification_bias: false`.
+    transformers, with a warning, keeps a `lm_head.weight` that differs from the embeddings although
+    `tie_word_embeddings`
+    is true. A token classifier has a bias unless its config has `token_classification_bias: false`.
     """
     from megarl.models.weights.files import CheckpointReader, resolve_folder
 
     folder = resolve_folder(source)
     if not CheckpointReader.has_weights(folder):
-        return  # only sizes are asked for; who reads the weights says that there are none
+        return  # only sizes are needed; reading the weights raises the error
     reader = CheckpointReader(folder)
     if "score.weight" in reader:
         config.token_classification_bias = "score.bias" in reader
@@ -150,16 +150,15 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
         if not is_first_process():
             return
         warnings.warn(
-            f"{folder}: config.json says tie_word_embeddings, and lm_head.weight in the files differs from the "
-            "embeddings: the model is taken with a head of its own, as transformers takes it. Set "
-            "tie_word_embeddings to false there, or remove lm_head.weight from the files",
+            f"{folder}: lm_head.weight differs from the embeddings although config.json sets tie_word_embeddings: the "
+            "model is loaded with an untied head, as by transformers. Set tie_word_embeddings to false in config.json, "
+            "or remove lm_head.weight from the files",
             stacklevel=2,
         )
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Return the exceptions that transformers raises for files, the hub, and values its configuration classes
-    refuse."""
+    """Return the exceptions that transformers raises for unreadable files, hub failures, and invalid config values."""
     from huggingface_hub.errors import StrictDataclassError
 
     return (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError)
@@ -170,10 +169,10 @@ def _first_line(error: Exception) -> str:
 
 
 def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return the configuration in a folder, or of a hub name.
+    """Return the configuration of a folder or hub name.
 
     Raises:
-        ConfigError: at `where`: there is none, or it cannot be read.
+        ConfigError: there is no config.json, or it cannot be read.
     """
     check_folder(path, where)
     try:
@@ -191,11 +190,11 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
 
 
 def facts_of(hf: PretrainedConfig, where: str = "the model's config") -> ModelFacts:
-    """Return the sizes of a model; `where` names its config in errors.
+    """Return the facts (sizes and switches) of a model; `where` names its config in errors.
 
     Raises:
-        ConfigError: as `artifacts.facts.facts_from_config`, for what transformers made of the config: what the Megatron
-            model would compute differently.
+        ConfigError: the config has a value that Megatron's model would compute differently; see
+            `artifacts.facts.facts_from_config`.
     """
     raw = {"model_type": hf.model_type, **_attributes(hf)}
     for key in ("layer_types", "quantization_config"):
@@ -208,15 +207,15 @@ def facts_of(hf: PretrainedConfig, where: str = "the model's config") -> ModelFa
 
 
 def check_trainable(hf: PretrainedConfig, key: str) -> None:
-    """Refuse to train a model whose config asks for what transformers does in training only, and this trainer not.
+    """Raise an error if the config sets keys that transformers applies in training only and megarl does not support.
 
-    A dry run checks the same where the config is on this machine. ConfigError names the keys, and `key` of the recipe.
+    A dry run makes the same check if the config is on this machine. `key` is the recipe's key of the model.
     """
     raise_problems(values.training_problems(values.only_in_training(_keys(hf)).items(), key))
 
 
 def _attributes(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return the keys that the architecture of `hf` reads, as far as `hf` has them."""
+    """Return the values of the config keys that the architecture of `hf` reads, if `hf` has them."""
     keys = ARCHITECTURES[hf.model_type].keys if hf.model_type in ARCHITECTURES else {}
     return {key: getattr(hf, key) for key in keys if hasattr(hf, key)}
 
@@ -226,14 +225,14 @@ def _keys(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def check_folder(path: str, where: str) -> None:
-    """Raise a ConfigError if `path`, set at `where`, is or looks like a folder, and no model is there."""
+    """Raise a ConfigError if `path`, set at `where`, is or looks like a local folder but holds no model."""
     folder = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise no_model(folder, where)
     if (folder.exists() or looks_local) and not (folder / "config.json").is_file():
         raise ConfigError(
-            "no config.json here",
+            "this folder has no config.json",
             where=where,
             found=path,
             allowed=_ALLOWED,
@@ -242,7 +241,7 @@ def check_folder(path: str, where: str) -> None:
 
 
 def rope_type(hf: PretrainedConfig) -> str:
-    """Name of the RoPE scaling: `default` or one of transformers' scaled kinds."""
+    """Return the name of the RoPE scaling: `default` or one of transformers' scaled kinds."""
     return (hf.rope_parameters or {}).get("rope_type", "default")
 
 
@@ -262,7 +261,7 @@ def num_experts(hf: PretrainedConfig) -> int | None:
 
 
 def moe_layers(hf: PretrainedConfig) -> list[bool]:
-    """Tell for each layer whether its MLP is a mixture of experts."""
+    """Return, for each layer, whether its MLP is a mixture of experts."""
     return values.sparse_layers(_keys(hf))
 
 
@@ -272,17 +271,17 @@ def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
 
 
 def dimensions(hf: PretrainedConfig) -> dict[str, int]:
-    """Return the sizes that the tables of tensors name."""
+    """Return the model's sizes by the names that the tables of tensors use."""
     return values.dimensions(_keys(hf))
 
 
 def normalizes_experts(hf: PretrainedConfig) -> bool:
-    """Tell whether the probabilities of the chosen experts are divided by their sum."""
+    """Return whether the probabilities of the chosen experts are divided by their sum."""
     return bool(_keys(hf).get("norm_topk_prob", True))  # Mixtral always does
 
 
 def value_bias(hf: PretrainedConfig) -> bool:
-    """Tell whether a value head on this model adds a bias: only that of a checkpoint that has one."""
+    """Return whether a value head on this model has a bias, as some checkpoints do."""
     return bool(getattr(hf, "token_classification_bias", False))
 
 
@@ -297,29 +296,29 @@ def vision_of(hf: PretrainedConfig) -> VisionShape | None:
 
 
 def encoder_of(hf: PretrainedConfig) -> VisionEncoder | None:
-    """Return the vision encoder of a vision-language model; None for another model."""
+    """Return the vision encoder of a vision-language model; None for other models."""
     whole = getattr(hf, "vision_language", None)
     return None if whole is None else VisionEncoder.from_config(whole, hf.hidden_size, "config.json")
 
 
 def image_settings(hf: PretrainedConfig) -> ImageSettings:
-    """Return the way from pixels to the encoder's input of a vision-language model."""
+    """Return how a vision-language model turns pixels into its encoder's input."""
     encoder = encoder_of(hf)
     assert encoder is not None, "a vision-language model"
     return ImageSettings.from_config(encoder, hf.preprocessor, PREPROCESSOR)
 
 
 def visual_tensors(hf: PretrainedConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the tensors of the model's vision part by name of the parameter: name and shape in a checkpoint."""
+    """Return the tensors of the vision part: parameter name -> (name in a checkpoint, shape)."""
     sight = vision_of(hf)
     if sight is not None:
-        return {f"vision.{name}": found for name, found in sight.tensors.items()}
+        return {f"vision.{name}": tensor for name, tensor in sight.tensors.items()}
     encoder = encoder_of(hf)
-    return {} if encoder is None else {f"visual.{name}": found for name, found in encoder.tensors.items()}
+    return {} if encoder is None else {f"visual.{name}": tensor for name, tensor in encoder.tensors.items()}
 
 
 def stacks_experts(hf: PretrainedConfig) -> bool:
-    """Tell whether this model's checkpoints hold the matrices of all experts of a layer as one tensor."""
+    """Return whether this model's checkpoints store the matrices of all experts of a layer as one tensor."""
     whole = getattr(hf, "vision_language", None)
     return whole is not None and whole["model_type"] == "qwen3_vl_moe"
 
@@ -333,5 +332,5 @@ def checkpoint_names(hf: PretrainedConfig) -> Callable[[str], str]:
 
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
-    """Refuse a layout that does not divide the model, naming the sizes that do."""
+    """Raise an error if the layout does not divide the model; it names the sizes that do."""
     raise_problems(layout_problems("parallel", parallel, facts_of(hf)))

@@ -3,12 +3,12 @@
 `local` is Megatron's layer of plain parts with this package's attention, norm and SwiGLU. `te` is Megatron's layer of
 Transformer Engine modules, in which a norm and the projection after it are one module:
 
-    local                          te                                            the weight table says
+    local                          te                                            name in the weight table
     input_layernorm.weight         self_attention.linear_qkv.layer_norm_weight   input_layernorm.weight
     pre_mlp_layernorm.weight       mlp.linear_fc1.layer_norm_weight              pre_mlp_layernorm.weight
 
-Everything else has the same name and shape, so one table of weights (megarl/architectures) serves both forms.
-Checkpoints of both have Megatron's own keys, which are the same.
+All other weights have the same names and shapes, so one table of weights (megarl/architectures) serves both forms.
+Checkpoints of both forms use the same keys, those of Megatron.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _TABLE_NAMES = (
 def layer_form(
     engine: EngineConfig, dtype: torch.dtype, where: str = "actor.engine", needs_local: str | None = None
 ) -> Form:
-    """Return the form of the layers of an engine: `auto` is `te` where it can compute `dtype`, else `local`.
+    """Return the layer form of an engine: `auto` is `te` if Transformer Engine can compute `dtype` here, else `local`.
 
     Args:
-        engine: its settings; `where` is their place in the recipe.
+        engine: the engine's settings; `where` is their key in the recipe.
         dtype: dtype of parameters and activations.
-        needs_local: what the model is, if it needs the parts of a `local` layer.
+        needs_local: a description of the model if it only works with `local` layers, for the error.
 
     Raises:
-        ConfigError: `te` is asked for, and Transformer Engine is missing or does not import, Megatron refuses its
-            version, or it has no device to compute on.
+        ConfigError: `te` is set, but Transformer Engine is missing, does not import, has a version that Megatron
+            refuses, or has no kernel for this device and dtype.
     """
     if engine.layers == "local":
         return "local"
@@ -58,28 +58,28 @@ def layer_form(
             return "local"
         problem = te_problem()
         if problem is not None:
-            warnings.warn(f"{where}.layers: {problem}: layers are local ones", stacklevel=2)
+            warnings.warn(f"{where}.layers: {problem}: using local layers", stacklevel=2)
         return "te" if problem is None else "local"
-    key, found, other = f"{where}.layers", "te", f"or set {where}.layers=local"
+    key, value, other = f"{where}.layers", "te", f"or set {where}.layers=local"
     if engine.fp8 != "none":
-        key, found, other = f"{where}.fp8", engine.fp8, f"or set {where}.fp8=none"
+        key, value, other = f"{where}.fp8", engine.fp8, f"or set {where}.fp8=none"
     if needs_local:
-        raise ConfigError(f"{needs_local} has no layers of Transformer Engine", where=key, found=found, fix=other[3:])
+        raise ConfigError(f"{needs_local} cannot use Transformer Engine layers", where=key, found=value, fix=other[3:])
     problem = te_problem()
     if problem is not None:
         raise ConfigError(
             problem,
             where=key,
-            found=found,
-            allowed=f"transformer-engine from {SINCE} on; below {BELOW} it is what megatron-core names",
+            found=value,
+            allowed=f"transformer-engine from {SINCE} on; megatron-core supports versions below {BELOW}",
             fix=f"pip install --no-build-isolation -c constraints-gpu.txt -e '.[te]' in megarl's source, {other}",
         )
-    refuse_device(key, found, dtype)
+    refuse_device(key, value, dtype)
     return "te"
 
 
 def te_version() -> str | None:
-    """Return the version of Transformer Engine in this interpreter, None without one. Does not import it."""
+    """Return the version of the installed Transformer Engine without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
@@ -87,9 +87,9 @@ def te_version() -> str | None:
 
 
 def te_problem() -> str | None:
-    """Return why Transformer Engine cannot be used in this interpreter; None: it can.
+    """Return why Transformer Engine cannot be used in this interpreter, or None if it can.
 
-    Warns where it is newer than the tested versions.
+    Warns if the version is newer than the tested ones.
     """
     version = te_version()
     if version is None:
@@ -103,10 +103,10 @@ def te_problem() -> str | None:
     if is_tested(version):
         return None
     if misfits := other_arguments():
-        return f"Transformer Engine {version} takes other arguments than megatron-core passes: {'; '.join(misfits)}"
+        return f"Transformer Engine {version} rejects arguments that megatron-core passes: {'; '.join(misfits)}"
     warnings.warn(
-        f"Transformer Engine {version} is newer than what megatron-core names (below {BELOW}), and takes the same "
-        "arguments: it is used; actor.engine.layers=local does without",
+        f"Transformer Engine {version} is newer than megatron-core supports (below {BELOW}) but accepts the "
+        "same arguments, so it is used; set actor.engine.layers=local to avoid it",
         stacklevel=2,
     )
     return None
@@ -114,51 +114,53 @@ def te_problem() -> str | None:
 
 def import_te() -> None:
     """Import the part of Transformer Engine that works on torch tensors."""
-    import transformer_engine.pytorch  # noqa: F401 (it may be there, and not work)
+    import transformer_engine.pytorch  # noqa: F401 (it may be installed but broken)
 
 
 def refuse_device(key: str, found: str, dtype: torch.dtype) -> None:
-    """Raise a ConfigError at `key` where Transformer Engine has no kernels: without a CUDA device, and in float32 (its
-    attention would hold all scores at once)."""
+    """Raise a ConfigError at `key` if Transformer Engine has no kernels: without CUDA, or for float32, where its
+    attention
+    would store all scores."""
     if dtype != torch.bfloat16:
         raise ConfigError(
             "Transformer Engine's attention has no kernel for float32",
             where=key,
-            found=f"{found}, and parameters in {str(dtype).removeprefix('torch.')}",
+            found=f"{found} with parameters in {str(dtype).removeprefix('torch.')}",
             allowed="bf16",
-            fix=f"set model.dtype=bf16, or take {key} out of the recipe",
+            fix=f"set model.dtype=bf16, or remove {key} from the recipe",
         )
     if not device.has_cuda():
         raise ConfigError(
-            "Transformer Engine computes on CUDA devices only, and this process has none",
+            "Transformer Engine needs a CUDA device, and this process has none",
             where=key,
             found=found,
-            fix=f"run on a GPU, or take {key} out of the recipe",
+            fix=f"run on a GPU, or remove {key} from the recipe",
         )
 
 
 def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, where: str) -> None:
-    """Check that a model can compute in the FP8 that its engine asks for, on this device.
+    """Check that a model can compute in its engine's FP8 format on this device.
 
     Raises:
-        ConfigError: layers of the other form, experts, sizes that FP8 products do not take, or a device without them.
+        ConfigError: the layers are local, the model has experts, its sizes do not fit FP8 products, or the device has
+            no FP8.
     """
     if engine.fp8 == "none":
         return
     key, off = f"{where}.fp8", f"set {where}.fp8=none"
     if engine.layers == "local":
         raise ConfigError(
-            "plain layers have no FP8", where=key, found=engine.fp8, fix=f"set {where}.layers=te, or {off}"
+            "local layers do not support FP8", where=key, found=engine.fp8, fix=f"set {where}.layers=te, or {off}"
         )
     if num_experts(hf) is not None:
-        raise ConfigError("mixtures of experts have no FP8 here", where=key, found=engine.fp8, fix=off)
+        raise ConfigError("FP8 is not supported for mixtures of experts", where=key, found=engine.fp8, fix=off)
     rows = head_dim(hf) * hf.num_attention_heads, head_dim(hf) * hf.num_key_value_heads, hf.intermediate_size
-    # Under sequence parallelism the hidden states are gathered as whole blocks.
+    # Sequence parallelism gathers hidden states in whole FP8 blocks.
     unit = 128 if engine.fp8 == "blockwise" and parallel.tp > 1 else 16
     odd = [size for size in (*(count // parallel.tp for count in rows),) if size % 16]
     if odd or hf.hidden_size % unit:
         raise ConfigError(
-            "FP8 products do not take the sizes of this model under this layout",
+            "the sizes of this model under this layout do not fit FP8 products",
             where=key,
             found=f"hidden size {hf.hidden_size}; heads, key/value heads and feed-forward of a rank {odd or 'fit'}",
             allowed=f"a multiple of {unit}; multiples of 16",
@@ -168,16 +170,16 @@ def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineCon
 
     can, reason = (is_fp8_available if engine.fp8 == "delayed" else is_fp8_block_scaling_available)(return_reason=True)
     if not can:
-        raise ConfigError(f"this device has no such FP8: {reason}", where=key, found=engine.fp8, fix=off)
+        raise ConfigError(f"this device lacks this FP8 format: {reason}", where=key, found=engine.fp8, fix=off)
 
 
 def fp8_unit(engine: EngineConfig) -> int:
-    """Return the number of which the tokens of a tensor-parallel rank are a multiple in every stream."""
+    """Return the unit of an FP8 format: every stream's tokens per tensor-parallel rank must be a multiple of it."""
     return {"none": 1, "delayed": 16, "blockwise": 128}[engine.fp8]
 
 
 def table_name(parameter: str) -> str:
-    """Return the name that the weight table has for a parameter of a chunk, of either form."""
+    """Return the weight table's name for a chunk's parameter, whatever the layer form."""
     for fused, plain in _TABLE_NAMES:
         parameter = parameter.replace(fused, plain)
     return parameter
@@ -191,7 +193,7 @@ class LayerNorms(NamedTuple):
 
 
 def layer_norms(layer: Any) -> LayerNorms:
-    """Return the norms of a Megatron transformer layer of either form."""
+    """Return the weights of the two norms of a Megatron transformer layer, whatever its form."""
 
     def weight(norm: Any, linear: Any) -> torch.Tensor:
         fused = getattr(linear, "layer_norm_weight", None)
@@ -204,5 +206,5 @@ def layer_norms(layer: Any) -> LayerNorms:
 
 
 def bias_of(linear: Any) -> torch.Tensor | None:
-    """Return the bias of a linear layer of either form; Transformer Engine has an empty tensor in place of none."""
+    """Return a linear layer's bias or None; Transformer Engine has an empty tensor for no bias."""
     return linear.bias if linear.bias is not None and linear.bias.numel() else None

@@ -1,18 +1,18 @@
-"""Low-rank adapters on Megatron's parallel linear layers, whose own weights stay as they are.
+"""Low-rank adapters on Megatron's parallel linear layers, whose weights are frozen.
 
     y = W x + scale * B A dropout(x),     A [rank, in],  B [out, rank],  scale = alpha / rank      (Hu et al. 2021)
 
-An adapter is added to the output of its layer by a hook, and is split so that the product has the layout of that output
-(`megarl.models.weights.adapters`). Only rank numbers per token travel between tensor-parallel ranks:
+A hook adds the adapter's output to that of its layer. A and B are split such that their product has the layout of the
+layer's output (`megarl.models.weights.adapters`), so tensor-parallel ranks exchange only `rank` numbers per token:
 
     layer split by rows      h = A x, the same on all ranks (or gathered, of a sequence-parallel x), then B's own rows
     layer split by columns   h = the sum over ranks of A's own columns x (or each rank's part of the sequence of it), B
 
-Of a parameter that is whole on every rank but meets a part of the tokens there, gradients are summed as those of norms
-are: Megatron does it where `sequence_parallel` is set.
+A parameter that is whole on every rank but sees only a part of the tokens there needs its gradients summed, like a
+norm; Megatron does this for parameters with `sequence_parallel` set.
 
-Each expert has adapters of its own. Rows come to all ranks that divide an expert, and what they make of them is summed
-after the second projection, so that nothing travels in between; gradients of what is whole are summed over these ranks.
+Each expert has its own adapters. All ranks that split an expert get the same rows, and their outputs are summed after
+the second projection, so no exchange is needed in between; gradients of whole parameters are summed over these ranks.
 
 Shapes: t tokens of this rank, r rank, n projections in one weight (3 of q, k, v; 2 of gate and up; else 1), E experts
 of this process, rows: tokens on their way to an expert.
@@ -53,18 +53,18 @@ if TYPE_CHECKING:
 
 
 class Adapter(torch.nn.Module):
-    """The parameters of what is added to the weight of a linear layer, or to those of the experts of a layer.
+    """The parameters A and B that are added to the weight of a linear layer, or to the weights of a layer's experts.
 
     Args:
-        weight: of the layer; of experts the weights of all of them, one below the other.
+        weight: the layer's weight; for experts the weights of all of them, concatenated by rows.
         a, b: shapes of the parameters.
-        heights: rows of each projection in one group of the weight's rows.
-        experts: number of experts, 1 for a layer without.
+        heights: rows of each projection within one group of the weight's rows, such as q, k and v of a key/value head.
+        experts: number of experts, 1 for a layer without experts.
 
     Attributes:
-        a: [E * n * r, in], or this rank's columns of it.
-        b: [E * out, r] in the order of the rows of the layer's weight, or this rank's rows of it.
-        enabled: False leaves the layer as it is.
+        a: [E * n * r, in], or this rank's columns.
+        b: [E * out, r] with rows in the order of the layer's weight, or this rank's rows.
+        enabled: False disables the adapter.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor, region: TensorRegion) -> Tensor:
-        """Return W + scale * B A inside a region of this rank's weight, whose rows are of one projection.
+        """Return W + scale * B A in a region of this rank's weight; the rows of the region belong to one projection.
 
-        Computed in float32 (or wider) and rounded once to the dtype of the weight.
+        Computed in float32 or wider and rounded once to the weight's dtype.
         """
         wide = torch.promote_types(weight.dtype, torch.float32)
         (top, bottom), (left, right) = region
@@ -103,7 +103,7 @@ class Adapter(torch.nn.Module):
         return torch.addmm(whole, self.b[top:bottom].to(wide), a, alpha=self.scale).to(weight.dtype)
 
     def whole(self, weight: Tensor) -> Tensor:
-        """Return `merged` of all of this rank's weight."""
+        """Return `merged` for this rank's whole weight."""
         out, top = torch.empty_like(weight), 0
         while top < len(weight):
             for height in self._heights:
@@ -133,7 +133,7 @@ class LinearAdapter(Adapter):
         return output[0] + self(inputs[0]), output[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's output, of its input [t, 1, in]."""
+        """Return the adapter's output for the layer's input [t, 1, in]."""
         if self._dropout:
             x = F.dropout(x, self._dropout, self.training)
         h = F.linear(x, self.a)
@@ -151,27 +151,27 @@ class LinearAdapter(Adapter):
         return copy_to_tensor_model_parallel_region(h, group=self._group)
 
     def _up(self, h: Tensor) -> Tensor:
-        """Return B h, rows in the order of the weight's."""
+        """Return B h; rows are in the order of the layer's weight."""
         if len(self._heights) == 1:
             return F.linear(h, self.b)
         groups = self.b.view(-1, sum(self._heights), self._rank)
         parts = []
         for part, rows in zip(h.split(self._rank, -1), groups.split(self._heights, 1), strict=True):
-            found = F.linear(part, rows.reshape(-1, self._rank))
-            parts.append(found.view(*found.shape[:-1], len(groups), rows.shape[1]))
+            product = F.linear(part, rows.reshape(-1, self._rank))
+            parts.append(product.view(*product.shape[:-1], len(groups), rows.shape[1]))
         return torch.cat(parts, -1).flatten(-2)
 
     def local(self, x: Tensor) -> Tensor:
-        """Return this rank's part of what is added to the layer's product [t, out], before any sum over ranks.
+        """Return this rank's part of the adapter's output [t, out], before any sum over ranks.
 
         Args:
-            x: [t, in], the whole input of a layer split by rows, or this rank's columns of it.
+            x: [t, in], the whole input for a layer split by rows, otherwise this rank's columns.
         """
         return self._up(F.linear(x, self.a) * self.scale)
 
 
 class ExpertAdapters(Adapter):
-    """The adapters of one projection, or of gate and up, of each of a process's experts."""
+    """The adapters of one projection (or of gate and up) of each of a process's experts."""
 
     def __init__(self, linear: GroupedLinear, a: tuple[int, ...], b: tuple[int, ...], lora: LoraConfig) -> None:
         projections, rows = a[0] // (lora.rank * linear.experts), b[0] // linear.experts
@@ -180,7 +180,7 @@ class ExpertAdapters(Adapter):
         group = expert_groups().expt_tp
         self._group = None if group.size() == 1 else group
         split, whole, dim = (self.a, self.b, 1) if self._by_columns else (self.b, self.a, 0)
-        # The gradient norm takes what is not marked from the first tensor-parallel rank only.
+        # The gradient norm counts unmarked parameters on the first tensor-parallel rank only.
         for parameter in (split,) if self._group is not None else (split, whole):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
         linear.register_forward_hook(self._add)
@@ -189,10 +189,10 @@ class ExpertAdapters(Adapter):
         return output + self(*inputs) if self.enabled else output
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return what is added to `grouped_linear` of the weights, of its input [rows, in]."""
+        """Return the adapters' output for the input [rows, in] of `grouped_linear`."""
         a, b = self.a, self.b
         if self._group is not None and self._by_columns:
-            b = copy_to_tensor_model_parallel_region(b, group=self._group)  # sums gradients
+            b = copy_to_tensor_model_parallel_region(b, group=self._group)  # sums gradients over the group
         elif self._group is not None:
             a = copy_to_tensor_model_parallel_region(a, group=self._group)
         h = grouped_linear(x, a.view(self._experts, -1, a.shape[1]), ends) * self.scale
@@ -202,9 +202,9 @@ class ExpertAdapters(Adapter):
 
 
 def adapter_of(linear: Any) -> Adapter | None:
-    """Return the adapter of a linear layer; None: it has none."""
-    found: Adapter | None = getattr(linear, MODULE, None)
-    return found
+    """Return the adapter of a linear layer, or None."""
+    adapter: Adapter | None = getattr(linear, MODULE, None)
+    return adapter
 
 
 def adapters_in(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
@@ -213,10 +213,10 @@ def adapters_in(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
 
 
 def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
-    """Give the linear layers that `lora.targets` select adapters, uninitialised.
+    """Attach uninitialised adapters to the linear layers that `lora.targets` selects.
 
     Raises:
-        ConfigError: the model has none of the layers that a target names.
+        ConfigError: the model has no layer of one of the targets.
     """
     check_targets(chunks[0].hf_config, lora)
     shapes = {(s.chunk, s.param): s.shape for s in adapter_slices(chunks[0].hf_config, coordinate(chunks), lora)}
@@ -230,13 +230,17 @@ def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
             linear.add_module(MODULE, ExpertAdapters(linear, down, up, lora))
             continue
         if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-            raise TypeError(f"{name}: adapters are for Megatron's parallel linear layers, not {type(linear).__name__}")
+            raise TypeError(
+                f"cannot attach an adapter to {name}: {type(linear).__name__} is not a parallel "
+                f"linear layer of Megatron"
+            )
         heights = _heights(name, up[0], down[0] // lora.rank, chunks[number].config)
         linear.add_module(MODULE, LinearAdapter(linear, down, up, heights, lora))
 
 
 def _heights(name: str, rows: int, projections: int, config: Any) -> tuple[int, ...]:
-    """Return the rows of each projection that lie together in a weight: of a key/value group, or of all of it."""
+    """Return the rows of each projection that are contiguous in a weight: per key/value group for qkv, else all
+    rows."""
     if projections == 1:
         return (rows,)
     if name.endswith("linear_qkv"):
@@ -246,20 +250,20 @@ def _heights(name: str, rows: int, projections: int, config: Any) -> tuple[int, 
 
 
 def local_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig) -> list[tuple[Shard, torch.nn.Parameter]]:
-    """Return the plan of this process's adapters, each entry with its parameter."""
+    """Return this process's adapter shards, each with its parameter."""
     params = {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
     shards = adapter_slices(chunks[0].hf_config, coordinate(chunks), lora)
     return [(shard, params[shard.chunk, shard.param]) for shard in shards]
 
 
 def init_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig, seed: int) -> None:
-    """Read the adapters of `lora.path`, or make fresh ones: the model is then the base model.
+    """Read the adapters of `lora.path`, or initialise new ones, with which the model equals its base model.
 
-    A is drawn as by PEFT, uniform within 1 / sqrt(in), and B is zero. Each tensor depends on `seed` and its name only,
-    so layouts agree.
+    A is uniform within 1 / sqrt(in), as in PEFT, and B is zero. A tensor depends only on `seed` and its name, so all
+    layouts get the same values.
 
     Raises:
-        ConfigError: there is no such adapter, or it has other settings.
+        ConfigError: the adapter does not exist, or its settings differ from the recipe's.
     """
     shapes = adapter_tensors(chunks[0].hf_config, lora)
     stored = None
@@ -280,7 +284,7 @@ def init_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig, seed: int) ->
 
 
 def freeze_base(chunks: Sequence[PolicyModel]) -> None:
-    """Leave adapters and a critic's value head trainable, and nothing else."""
+    """Freeze all parameters except adapters and a critic's value head."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             head = chunk.has_value_head and name.startswith("output_layer.")
@@ -288,13 +292,13 @@ def freeze_base(chunks: Sequence[PolicyModel]) -> None:
 
 
 def largest_up(chunks: Sequence[torch.nn.Module]) -> float:
-    """Return the largest magnitude in this process's B: 0 where adapters change nothing."""
+    """Return the largest absolute value in this process's B matrices; 0 if the adapters change nothing."""
     return max((float(adapter.b.detach().abs().max()) for adapter in adapters_in(chunks)), default=0.0)
 
 
 @contextlib.contextmanager
 def adapters_off(chunks: Sequence[PolicyModel]) -> Iterator[None]:
-    """Make the model its base model inside the block."""
+    """Disable the adapters inside the block: the model is its base model."""
     adapters = adapters_in(chunks)
     for adapter in adapters:
         adapter.enabled = False

@@ -1,7 +1,8 @@
-"""Noise by counters: a number follows from a seed, a token's number and a vocabulary id, whatever else is sampled.
+"""Counter-based noise: a number depends only on a seed, a token number and a vocabulary id, not on what else is
+sampled.
 
-A token is the winner of an exponential race: with E_v ~ Exp(1) independent, argmax_v(z_v - log E_v) is distributed as
-softmax(z) (the Gumbel-max trick).
+A sampled token is the winner of an exponential race: with independent E_v ~ Exp(1), argmax_v(z_v - log E_v) has the
+distribution softmax(z) (the Gumbel-max trick).
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from torch import Tensor
 
 
 def _signed(value: int, bits: int) -> int:
-    """Return the two's complement reading of an unsigned constant, as torch's integer types hold it."""
+    """Return the signed reading (two's complement) of an unsigned constant, as torch's integer types need it."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """Return splitmix64's finaliser on int64 (Steele et al. 2014); products wrap, shifts are made logical by a mask."""
+    """Apply splitmix64's finaliser to int64 (Steele et al. 2014); masks turn arithmetic shifts into logical ones."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def _mix32_(x: Tensor) -> Tensor:
-    """Return a 32-bit finaliser with low bias (C. Wellons' lowbias32) on int32, in place."""
+    """Apply a 32-bit finaliser with low bias (C. Wellons' lowbias32) to int32, in place."""
     x ^= (x >> 16) & 0xFFFF
     x *= _signed(0x7FEB352D, 32)
     x ^= (x >> 15) & 0x1FFFF
@@ -33,7 +34,7 @@ def _mix32_(x: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
-    """Return the uniform numbers in (0, 1) that depend on (seed, token number, vocabulary id) only.
+    """Return uniform numbers in (0, 1) that depend only on (seed, token number, vocabulary id).
 
     Args:
         seeds: int64 [n].
@@ -41,7 +42,7 @@ def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
         vocab_ids: int64 [V].
 
     Returns:
-        float32 [n, V]. Small values keep full relative precision, which is the end that decides a race.
+        float32 [n, V]. Small values, which decide a race, keep full relative precision.
     """
     key = _mix64(_mix64(seeds + _signed(0x9E3779B97F4A7C15, 64)) + index)
     low, high = key.to(torch.int32)[:, None], (key >> 32).to(torch.int32)[:, None]
@@ -51,5 +52,5 @@ def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
 
 
 def race(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
-    """log E of the race, float32 [n, V]: the token that wins has the largest logit minus this. Arguments as there."""
+    """Return log E of the race, float32 [n, V]: the token with the largest logit minus this wins. See `uniforms`."""
     return torch.log(-torch.log1p(-uniforms(seeds, index, vocab_ids)))

@@ -1,4 +1,4 @@
-"""RMSNorm that fits Megatron's module specs with and without sequence parallelism."""
+"""RMSNorm for Megatron's module specs, with and without sequence parallelism."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BLOCK = 1 << 17  # elements of one block: half a megabyte in fp32, so that a bl
 class RMSNorm(torch.nn.Module):
     """The norm y = x / rms(x) * weight over the last dimension.
 
-    Megatron's own wrapper of torch's norm refuses sequence parallelism; this one tags the weight, whose gradient
-    Megatron then sums over the tensor-parallel ranks.
+    Megatron's wrapper of torch's norm refuses sequence parallelism. This class marks the weight, so that Megatron sums
+    its gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -39,7 +39,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _KernelRMSNorm(torch.autograd.Function):
-    """The norm by Triton kernels of a GPU, which keep x and the weight only and round a gradient once."""
+    """The norm by Triton kernels, which keep only x and the weight for the gradient and round it once."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: ModuleType) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _KernelRMSNorm(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The same on a CPU, where torch's own walks over fp32 copies of the whole input many times.
+    """The norm on a CPU, where torch's own passes over fp32 copies of the whole input many times.
 
     Only the input is kept for the gradient. With n = x / rms and a = dy * weight,
     dx = (a - n * mean(a * n)) / rms,  dweight = sum of dy * n.
@@ -86,7 +86,8 @@ class _RMSNorm(torch.autograd.Function):
 def _blocked_backward(
     x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients by torch operations on blocks of rows that fit in the cache, in fp32 (or wider)."""
+    """Return the gradients of x and weight by torch operations on blocks of rows that fit in the cache, in fp32 or
+    wider."""
     size = x.shape[-1]
     dx = torch.empty_like(x)
     exact = torch.promote_types(x.dtype, torch.float32)

@@ -1,9 +1,9 @@
-"""Variable-length sequences as one stream of tokens, and how context parallelism shares that stream out.
+"""Variable-length sequences as one stream of tokens, and its split over context-parallel ranks.
 
 A stream is the concatenation of all sequences. Each sequence is padded to a multiple of 2 * cp tokens and cut into
-2 * cp equal chunks; context-parallel rank r holds chunks r and 2 * cp - 1 - r of every sequence, so that all ranks do
-the same share of causal attention. A last dummy sequence fills the stream up where sequence parallelism needs it.
-Without context parallelism nothing is padded but that.
+2 * cp equal chunks; context-parallel rank r holds chunks r and 2 * cp - 1 - r of every sequence, so that all ranks
+have equal shares of causal attention. If sequence parallelism needs it, a dummy sequence at the end pads the stream.
+Without context parallelism this is the only padding.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ HOST = torch.device("cpu")
 class PackedSequences(PackedSeqParams):
     """The layout of a packed stream, for attention. `lengths` are padded lengths over all context-parallel ranks.
 
-    Megatron passes it through to every layer; `cache` holds what the first layer computes for the others.
+    Megatron passes this object to every layer; `cache` holds what the first layer computes for the others.
 
     Attributes:
-        open_from: place in each sequence from which on its tokens see all of the sequence, also what comes after them;
-            those before it see what came before. Empty: no token sees what comes after it.
-        seen: what the policy sees: a `megarl.robots.models.vla.vision.Seen`, or a `megarl.models.vlm.model.Images`.
+        open_from: position in each sequence from which on its tokens see the whole sequence; tokens before it are
+            causal.
+            Empty: all tokens are causal.
+        seen: image inputs: a `megarl.robots.models.vla.vision.Seen`, a `megarl.models.vlm.model.Images`, or None.
     """
 
     lengths: tuple[int, ...] = ()
@@ -44,9 +45,9 @@ class PackedStream:
     """This rank's share of a stream of `t` tokens.
 
     Attributes:
-        params: for the model's `packed_seq_params`.
-        index: int64 [t], where each token stands in the unpadded concatenation of all sequences; -1 is padding.
-        position_ids: int64 [1, t], place of each token in its own sequence.
+        params: the model's argument `packed_seq_params`.
+        index: int64 [t], index of each token in the unpadded concatenation of all sequences; -1: padding.
+        position_ids: int64 [1, t], position of each token in its own sequence.
     """
 
     params: PackedSequences
@@ -61,9 +62,9 @@ class PackedStream:
         return PackedStream(params, self.index.to(device), self.position_ids.to(device))
 
     def take(self, values: torch.Tensor, fill: float = 0) -> torch.Tensor:
-        """Return this rank's share [t, ...] of `values` [total, ...], `fill` at padding."""
-        taken = values.index_select(0, self.index.clamp(min=0))
-        return taken.masked_fill((self.index < 0).view(-1, *[1] * (values.dim() - 1)), fill)
+        """Return this rank's share [t, ...] of `values` [total, ...], with `fill` at padding."""
+        share = values.index_select(0, self.index.clamp(min=0))
+        return share.masked_fill((self.index < 0).view(-1, *[1] * (values.dim() - 1)), fill)
 
     def input_ids(self, values: torch.Tensor) -> torch.Tensor:
         """Return the token ids [1, t] of the unpadded concatenation `values` [total]; padding is token 0."""
@@ -79,23 +80,26 @@ def pack_stream(
     open_from: Sequence[int] = (),
     device: torch.device = HOST,
 ) -> PackedStream:
-    """Lay sequences of `lengths` tokens out as one stream and cut out the share of `cp_rank`.
+    """Lay out sequences of `lengths` tokens as one stream and return the share of `cp_rank`.
 
     Args:
         lengths: tokens of each sequence, at least 1 each.
         cp_size, cp_rank: context-parallel group.
         multiple: the share's token count is padded to a multiple of this (the tensor-parallel size under sequence
             parallelism, else 1).
-        open_from: see `PackedSequences`, one number per sequence; none of them with context parallelism.
+        open_from: see `PackedSequences`, one number per sequence; empty with context parallelism.
         device: where the index tensors live.
 
     Raises:
-        ValueError: no sequence, an empty one, or `open_from` does not fit.
+        ValueError: there is no sequence, one is empty, or `open_from` has a wrong length.
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"a stream needs at least one sequence and no empty one, got lengths {list(lengths)[:8]}")
     if open_from and (cp_size > 1 or len(open_from) != len(lengths)):
-        raise ValueError(f"{len(open_from)} sequences of {len(lengths)} see both ways, with {cp_size} context ranks")
+        raise ValueError(
+            f"open_from needs one number per sequence and no context parallelism, got "
+            f"{len(open_from)} for {len(lengths)} sequences and {cp_size} context ranks"
+        )
     unit = 2 * cp_size if cp_size > 1 else 1
     padded = [-(-n // unit) * unit for n in lengths]
     short = -(sum(padded) // cp_size) % multiple
@@ -104,13 +108,13 @@ def pack_stream(
         while sum(padded) // cp_size % multiple:
             padded[-1] += unit
     index, positions = _full_index(list(lengths), padded)
-    mine = cp_split(padded, cp_size, cp_rank)
-    if mine is not None:
-        index, positions = index[mine], positions[mine]
+    share = cp_split(padded, cp_size, cp_rank)
+    if share is not None:
+        index, positions = index[share], positions[share]
     cu = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0).to(torch.int32)
     longest = max(padded)
     params = PackedSequences(
-        qkv_format="sbhd",  # Megatron's own "thd" path would apply RoPE by itself and refuse this layout
+        qkv_format="sbhd",  # with "thd" Megatron would apply RoPE itself and refuse this layout
         cu_seqlens_q=cu,
         cu_seqlens_kv=cu,
         max_seqlen_q=longest,
@@ -124,8 +128,8 @@ def pack_stream(
 
 
 def _full_index(lengths: list[int], padded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index into the unpadded concatenation (-1: padding) and position of every token of the padded
-    stream."""
+    """Return, for every token of the padded stream, its index in the unpadded concatenation (-1: padding) and
+    position."""
     positions = torch.cat([torch.arange(n) for n in padded])
     real = torch.tensor([*lengths, *[0] * (len(padded) - len(lengths))])
     sizes = torch.tensor(padded)
@@ -135,7 +139,7 @@ def _full_index(lengths: list[int], padded: list[int]) -> tuple[torch.Tensor, to
 
 
 def cp_split(padded: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor | None:
-    """Return the indices into the padded stream, in order, of the tokens `cp_rank` holds; None without context
+    """Return the indices into the padded stream of the tokens of `cp_rank`, in order; None without context
     parallelism."""
     if cp_size == 1:
         return None

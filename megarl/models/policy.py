@@ -1,4 +1,4 @@
-"""A GPTModel that takes a packed stream and returns hidden states; callers that need log-probs apply the head."""
+"""A GPTModel that takes a packed stream and returns hidden states; callers apply the head for log-probs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 class ValueHead(MegatronModule):
-    """The linear map from hidden state to one value; weight [1, hidden] and the bias [1] that a checkpoint may bring
-    are the same on all tensor-parallel ranks."""
+    """The linear map from hidden state to one value: weight [1, hidden] and, for some checkpoints, a bias [1].
+
+    Both are the same on all tensor-parallel ranks."""
 
     def __init__(self, config: PolicyConfig, where: torch.device, *, bias: bool) -> None:
         super().__init__(config=config)
@@ -39,8 +40,9 @@ class PolicyModel(GPTModel):
     """One pipeline chunk of a policy (or, with a value head, of a critic).
 
     `model(input_ids [1, t], position_ids [1 or 3, t], None, packed_seq_params=...)` returns hidden states [t, 1,
-    hidden]: on the last chunk after the final norm, elsewhere for the next chunk. Under sequence parallelism they are
-    this tensor-parallel rank's t / tp tokens. Logits are F.linear(hidden, model.lm_head_weight).
+    hidden]:
+    after the final norm on the last chunk, otherwise for the next chunk. Under sequence parallelism they are this
+    tensor-parallel rank's t / tp tokens. Logits are F.linear(hidden, model.lm_head_weight).
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class PolicyModel(GPTModel):
             spec,
             vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
-            position_embedding_type="none",  # RoPE is applied by the attention from explicit positions
+            position_embedding_type="none",  # attention applies RoPE from explicit positions
             share_embeddings_and_output_weights=hf.tie_word_embeddings and not value_head,
             pre_process=pre_process,
             post_process=post_process,
@@ -70,7 +72,7 @@ class PolicyModel(GPTModel):
         self.has_value_head = value_head
         self.weight_table = WeightTable.of(hf, value_head=value_head)
         if value_head and post_process:
-            vocabulary_head = getattr(self, "output_layer")  # noqa: B009 (Megatron leaves its type open)
+            vocabulary_head = getattr(self, "output_layer")  # noqa: B009 (Megatron does not declare its type)
             self.output_layer = ValueHead(config, vocabulary_head.weight.device, bias=value_bias(hf))
 
     def _preprocess(
@@ -82,7 +84,7 @@ class PolicyModel(GPTModel):
         packed_seq_params: PackedSequences | None = None,
         padding_mask: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:
-        """Embed the tokens on the first chunk and leave the RoPE tables of this stream where attention finds them."""
+        """Embed the tokens on the first chunk, and put the stream's RoPE tables into its cache for attention."""
         if not isinstance(packed_seq_params, PackedSequences):
             raise ValueError(
                 "the model takes packed input only: pass packed_seq_params from models.packing.pack_stream"
@@ -90,7 +92,7 @@ class PolicyModel(GPTModel):
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
         if self.config.lora is not None and decoder_input is not None and torch.is_grad_enabled():
-            # Layers that are computed again in the backward pass have gradients only if their input has one.
+            # Recomputed layers get gradients in the backward pass only if their input requires one.
             decoder_input.requires_grad_(True)
         cache = packed_seq_params.cache
         if self.config.layers == "te":
@@ -105,29 +107,31 @@ class PolicyModel(GPTModel):
         return decoder_input, None, None, None, None, padding_mask
 
     def _insert(self, hidden: torch.Tensor, packed: PackedSequences, first: int) -> torch.Tensor:
-        """Put what a stream sees into its embeddings [t, 1, hidden], the columns from `first` on; text sees nothing."""
+        """Insert image features into the embeddings [t, 1, hidden] of the stream's columns from `first` on; none for
+        text."""
         return hidden
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Return the hidden states as the decoder leaves them."""
+        """Return the decoder's hidden states unchanged: GPTModel would compute logits."""
         return hidden_states
 
     def freeze(self, parts: Collection[str]) -> None:
-        """Leave the parameters of these parts (`ModelPart`) without gradients; a value head always learns."""
+        """Freeze the parameters of these parts (`ModelPart`), except a value head."""
         for name, parameter in self.named_parameters():
             head = self.has_value_head and name.startswith("output_layer.")
             if part_of(name) in parts and not head:
                 parameter.requires_grad_(False)
 
     def weights(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters by their names in the weight table, whatever the form of the layers."""
+        """Return the parameters by their names in the weight table, whatever the layer form."""
         return {table_name(name): parameter for name, parameter in self.named_parameters()}
 
     @property
     def lm_head_weight(self) -> torch.Tensor:
-        """Weight [rows, hidden] of the vocabulary rows `vocab_range` on this rank; padding rows are left out.
+        """Weight [rows, hidden] of this rank's vocabulary rows, `vocab_range`, without padding rows.
 
-        Last pipeline chunk only. Tied embeddings give the embedding (its copy, when the first chunk is elsewhere).
+        Only on the last pipeline chunk. With tied embeddings it is the embedding (or its copy, if the first chunk is
+        elsewhere).
         """
         if not self.post_process or self.has_value_head:
             raise ValueError("only the last pipeline chunk of a policy has a language-model head")
@@ -140,24 +144,23 @@ class PolicyModel(GPTModel):
 
     @property
     def vocab_range(self) -> tuple[int, int]:
-        """First and one past the last real token id whose logits this tensor-parallel rank computes."""
+        """First, and one past the last, token id whose logits this tensor-parallel rank computes."""
         rows = self.vocab_size // self.config.tensor_model_parallel_size
         start = min(self.pg_collection.tp.rank() * rows, self.hf_config.vocab_size)
         return start, min(start + rows, self.hf_config.vocab_size)
 
     @property
     def value_weight(self) -> torch.Tensor:
-        """Weight [1, hidden] of the value head; last pipeline chunk of a critic only."""
+        """Weight [1, hidden] of a critic's value head, on the last pipeline chunk."""
         if not self.post_process or not self.has_value_head:
             raise ValueError("only the last pipeline chunk of a critic has a value head")
         return self.output_layer.weight
 
     def values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the values [..., 1] of hidden states [..., hidden], both in float32; last pipeline chunk of a critic
-        only."""
-        found = hidden.float() @ self.value_weight.float().t()
+        """Return values [..., 1] of hidden states [..., hidden] in float32, on the last pipeline chunk of a critic."""
+        values = hidden.float() @ self.value_weight.float().t()
         bias = self.output_layer.bias
-        return found if bias is None else found + bias.float()
+        return values if bias is None else values + bias.float()
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:

@@ -1,6 +1,6 @@
 """Rotary position embedding from explicit positions.
 
-Positions come with the tokens, so packed sequences, context-parallel shards and decoding all take the same path.
+Positions are inputs, so packed sequences, context-parallel shards and decoding share one code path.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Rope(torch.nn.Module):
-    """The frequencies of one model; the scaling kinds are transformers' own.
+    """The RoPE frequencies of one model; scaled kinds are computed by transformers.
 
     Args:
         hf: the model's configuration.
-        sections: where positions have three numbers: how many frequencies go by each of them.
-        interleaved: these frequencies take turns from the first on, and those that are left go by the first number;
-            else they stand in a row.
+        sections: for positions of three numbers: how many frequencies use each number.
+        interleaved: frequencies use the three numbers in turns, and those left over the first number; otherwise in
+            consecutive sections.
     """
 
     def __init__(self, hf: PretrainedConfig, sections: Sequence[int] = (), *, interleaved: bool = False) -> None:
@@ -42,36 +42,36 @@ class Rope(torch.nn.Module):
         self.sections = _sections(sections, interleaved=interleaved) if sections else None
 
     def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of `positions` [...] int64: cos and sin, each [..., head_dim / 2] in `dtype`, computed in
-        fp32."""
+        """Return cos and sin of `positions` int64 [...], each [..., head_dim / 2] in `dtype`, computed in fp32."""
         self.frequencies = self.frequencies.to(positions.device)
         return self._tables(positions.unsqueeze(-1).float() * self.frequencies, dtype)
 
     def cos_sin_of_three(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables [t, head_dim / 2] of positions [3, t] with three numbers each."""
+        """Return cos and sin [t, head_dim / 2] of positions [3, t] that have three numbers each."""
         assert self.sections is not None, "this model's positions have one number"
-        self.frequencies, self.sections = (one.to(positions.device) for one in (self.frequencies, self.sections))
+        self.frequencies, self.sections = (x.to(positions.device) for x in (self.frequencies, self.sections))
         return self._tables(positions[self.sections].t().float() * self.frequencies, dtype)
 
     def _tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
     def angles(self, length: int, where: torch.device) -> torch.Tensor:
-        """Return the angles [length, 1, 1, head_dim] float32 of positions 0 .. length - 1, as Transformer Engine takes
-        them: it has no place for `scale`, which the softmax takes twice instead."""
+        """Return the angles [length, 1, 1, head_dim] float32 of positions 0 .. length - 1, for Transformer Engine.
+
+        It has no argument for `scale`; the softmax scale includes its square instead."""
         self.frequencies = self.frequencies.to(where)
         half = torch.outer(torch.arange(length, dtype=torch.float32, device=where), self.frequencies)
         return torch.cat([half, half], -1)[:, None, None]
 
 
 def _sections(sizes: Sequence[int], *, interleaved: bool) -> torch.Tensor:
-    """Return which of the three numbers of a position each frequency goes by, int64 [head_dim / 2]."""
+    """Return which of a position's three numbers each frequency uses, int64 [head_dim / 2]."""
     if not interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(sizes))
-    found = torch.zeros(sum(sizes), dtype=torch.int64)
+    numbers = torch.zeros(sum(sizes), dtype=torch.int64)
     for number in (1, 2):
-        found[number : 3 * sizes[number] : 3] = number
-    return found
+        numbers[number : 3 * sizes[number] : 3] = number
+    return numbers
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
@@ -99,9 +99,9 @@ class _ApplyRope(torch.autograd.Function):
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads `x` [t, ..., heads, head_dim]; `cos`, `sin` [t, ..., head_dim / 2] as `Rope.cos_sin` makes them.
+    """Rotate heads `x` [t, ..., heads, head_dim]; `cos`, `sin` [t, ..., head_dim / 2] from `Rope.cos_sin`.
 
-    The two halves of a head are rotated against each other (the layout of Hugging Face checkpoints). Without autograd's
-    record of every product: the gradient is the rotation by the opposite angle.
+    The two halves of a head are rotated against each other (the layout of Hugging Face checkpoints). The backward pass
+    rotates by the opposite angle, so autograd does not store the products.
     """
     return _ApplyRope.apply(x, cos.unsqueeze(-2), sin.unsqueeze(-2))

@@ -1,7 +1,7 @@
-"""Copies of tokens to their experts, one row each, and sums of rows back to tokens.
+"""Copy tokens to rows, one row for each of their experts, and sum rows back to tokens.
 
-On a GPU a kernel adds up a token's rows, in float32 and in a fixed order (`megarl/kernels/experts_gpu.py`); it has to
-know where they are. Elsewhere torch's operations go by the token of each row.
+On a GPU a kernel sums a token's rows, in float32 and in a fixed order (`megarl/kernels/experts_gpu.py`); it needs the
+places of these rows. Elsewhere torch's operations use the token of each row.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megarl.kernels import gpu
 
 
 class RowRoute(NamedTuple):
-    """Which row is of which token.
+    """Which row belongs to which token.
 
     Attributes:
         tokens: int64 [m], the token of each row.
-        places: int32 or int64 [n, k], the rows of each token, below zero where it has fewer than k.
-        kernels: the module that adds up rows. `places` and this are None where torch's operations do.
+        places: int32 or int64 [n, k], the rows of each token; negative entries fill up tokens with fewer than k rows.
+        kernels: the module that sums rows. `places` and `kernels` are None if torch's operations are used.
     """
 
     tokens: Tensor
@@ -30,28 +30,28 @@ class RowRoute(NamedTuple):
     kernels: ModuleType | None = None
 
     def spread(self, tokens: Tensor) -> Tensor:
-        """Return the rows [m, h] of `tokens` [n, h]."""
+        """Copy tokens [n, h] to their rows [m, h]."""
         if self.kernels is None:
             return tokens.index_select(0, self.tokens)
         return _Spread.apply(tokens, *self)
 
     def collect(self, rows: Tensor, count: int) -> Tensor:
-        """Return for each of `count` tokens the sum of its rows [m, h]: [count, h]. Kernels count `places`."""
+        """Sum the rows [m, h] of each of `count` tokens: [count, h]. Kernels take the count from `places`."""
         if self.kernels is None:
-            # Not index_add_, whose backward pass would keep the rows.
+            # The backward pass of index_add_ would keep the rows.
             total = rows.new_zeros(count, rows.shape[1])
             return total.scatter_add_(0, self.tokens[:, None].expand_as(rows), rows)
         return _Collect.apply(rows, *self)
 
     def inverse(self) -> RowRoute:
-        """Return the way back, where each token has one row."""
+        """Return the inverse route, in which each token has one row."""
         if self.places is None:
             return RowRoute(self.tokens.argsort())
         return RowRoute(self.places.view(-1), self.tokens[:, None], self.kernels)
 
 
 def route_by_expert(tokens: Tensor, routing_map: Tensor, each: int, like: Tensor) -> RowRoute:
-    """Return the route of rows in the order of experts, and for each expert in that of tokens.
+    """Return the route of rows sorted by expert, then by token.
 
     Args:
         tokens: int64 [n * each], the token of each row.
@@ -62,17 +62,17 @@ def route_by_expert(tokens: Tensor, routing_map: Tensor, each: int, like: Tensor
     if kernels is None:
         return RowRoute(tokens)
     count = len(routing_map)
-    following = routing_map.T.reshape(-1).cumsum(0, dtype=torch.int32)  # the row after each entry's, by expert
+    following = routing_map.T.reshape(-1).cumsum(0, dtype=torch.int32)  # one past each entry's row, by expert
     experts = torch.nonzero_static(routing_map, size=count * each)[:, 1].view(count, each)
     entries = experts * count + torch.arange(count, device=experts.device)[:, None]
     return RowRoute(tokens, following.gather(0, entries.view(-1)).view(count, each) - 1, kernels)
 
 
 def route_of_slots(order: Tensor, count: int, each: int, like: Tensor) -> RowRoute:
-    """Return the route of rows by slots: a token has `each` of them, and row i is of slot order[i].
+    """Return the route of rows by slots: a token has `each` slots, and row i belongs to slot order[i].
 
     Args:
-        order: int64 [m], token * each + number of the slot; no slot twice.
+        order: int64 [m], token * each + number of the slot; without repeats.
         like: a tensor with the dtype and the device of the rows.
     """
     kernels, tokens = gpu.expert_kernels(like), order if each == 1 else order // each

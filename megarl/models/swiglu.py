@@ -1,4 +1,4 @@
-"""SwiGLU as one operation: the gate and up halves of a projection in, their gated product out."""
+"""SwiGLU as one operation, from the gate and up halves of a projection to their gated product."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _BLOCK = 1 << 19  # elements of one block of the input on a CPU: a megabyte in b
 
 
 class SwiGLU(MegatronModule):
-    """The function silu(gate) * up of `x` [..., 2 * width] = gate and up side by side -> [..., width].
+    """silu(gate) * up, where `x` [..., 2 * width] is gate and up side by side -> [..., width].
 
-    Megatron's unfused form adds an offset of zero, keeps two more activations and joins the halves' gradients by a
-    copy; this one keeps its input only (Shazeer 2020, GLU Variants Improve Transformer).
+    Megatron's unfused form adds an offset of zero, keeps two more activations and copies to join the halves' gradients;
+    this one keeps only its input (Shazeer 2020, GLU Variants Improve Transformer).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gated product, dtype of `x`; with `scale`, float32 [n], each row multiplied by its scale."""
+        """Return the gated product, dtype of `x`; with `scale` float32 [n], multiply each row by its scale."""
         if scale is None:
             return _SwiGLU.apply(x)
         kernels = gpu.layer_kernels(x)
@@ -72,7 +72,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _ScaledSwiGLU(torch.autograd.Function):
-    """Both by one Triton kernel of a GPU, which keeps no product for the gradient and rounds once."""
+    """SwiGLU and scale by one Triton kernel, which keeps no product for the gradient and rounds once."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
@@ -89,8 +89,7 @@ class _ScaledSwiGLU(torch.autograd.Function):
 
 
 def _blocks(x: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """Return the rows of `x`, in blocks that fit a CPU core's cache (as many as for `like`); all of them at once on a
-    GPU."""
+    """Split `x` into blocks of rows that fit a CPU core's cache (as many as for `like`); on a GPU into one block."""
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda or not len(rows):
         return (rows,)

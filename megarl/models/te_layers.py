@@ -1,9 +1,9 @@
-"""The `te` form of a layer: Megatron's Transformer Engine modules. Import it only where that package is.
+"""The `te` form of a layer: Megatron's Transformer Engine modules. Import only where Transformer Engine is installed.
 
     residual --[norm + qkv]--> q, k, v --[RoPE]--> [attention over the packed stream] --[proj]--> +
              --[norm + gate, up]--[SwiGLU]--[down]--> +             each bracket is one call of Transformer Engine
 
-Mixtures of experts compute their experts as the `local` form does; what is around them is Transformer Engine's.
+Experts are computed as in the `local` form; the modules around them are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def te_layer_spec(config: PolicyConfig, experts: ModuleSpec | None) -> ModuleSpe
         parts.mlp.submodules.activation_func = FusedSwiGLU
     else:
         parts.mlp, parts.pre_mlp_layernorm = experts, TENorm
-        # The key that Megatron's plain layer gives this norm in checkpoints, and that a dense layer has.
+        # Megatron's plain layer and dense layers use this checkpoint key for the norm.
         parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     return spec
 
 
 class FusedSwiGLU(SwiGLU):
-    """Transformer Engine's SwiGLU as Megatron's MLP wants it: made from its configuration, asked for its state."""
+    """Transformer Engine's SwiGLU with the interface of Megatron's MLP: built from its config, with a sharded state."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
@@ -50,16 +50,16 @@ class FusedSwiGLU(SwiGLU):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return nothing: it has no parameters."""
+        """Return an empty dict: SwiGLU has no parameters."""
         return {}
 
 
 class TEPackedAttention(TEDotProductAttention):
-    """The attention of each sequence of a packed stream to itself by Transformer Engine, with its RoPE and its context
-    parallelism (keys and values go round the ranks).
+    """Attention of each sequence of a packed stream to itself by Transformer Engine, with its RoPE and context
+    parallelism.
 
-    What its kernels do not compute goes to `models.attention`: streams in which some tokens see what comes after them
-    and others not, and sliding windows under context parallelism.
+    Under context parallelism keys and values go round the ranks. `models.attention` computes what the kernels cannot:
+    streams of causal and bidirectional tokens, and sliding windows under context parallelism.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TEPackedAttention(TEDotProductAttention):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         assert pg_collection is not None, "Megatron's transformer layer passes its groups"
-        assert softmax_scale is not None, "models.config sets it for this form"
+        assert softmax_scale is not None, "models.config sets it for te layers"
         super().__init__(
             config,
             layer_number,
@@ -99,10 +99,10 @@ class TEPackedAttention(TEDotProductAttention):
         packed_seq_params: PackedSequences | None = None,
         num_splits: int | None = None,
     ) -> torch.Tensor:
-        """Return the context [t, 1, heads * d] of `query` [t, 1, heads, d] and `key`, `value` [t, 1, groups, d], before
-        RoPE."""
+        """Apply RoPE and attention: `query` [t, 1, heads, d], `key` and `value` [t, 1, groups, d] -> [t, 1, heads *
+        d]."""
         packed = packed_seq_params
-        assert isinstance(packed, PackedSequences), "PolicyModel has checked it"
+        assert isinstance(packed, PackedSequences), "PolicyModel checks it"
         angles, at = packed.cache["angles"], (packed.cp_size, packed.cp_rank)
         q, k = (fused_apply_rotary_pos_emb_thd(x.squeeze(1), packed.cu_seqlens_q, angles, *at) for x in (query, key))
         v = value.squeeze(1)
@@ -118,19 +118,20 @@ class TEPackedAttention(TEDotProductAttention):
 
 
 def _for_kernels(packed: PackedSequences) -> PackedSeqParams:
-    """Return the layout of a stream as Transformer Engine takes it; made once for all layers."""
+    """Return the stream's layout in Transformer Engine's form, computed once for all layers."""
     if "te" not in packed.cache:
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        padded = cu if packed.cp_size > 1 else None  # there is no padding between sequences but what `lengths` count
+        padded = cu if packed.cp_size > 1 else None  # `lengths` include all padding
         packed.cache["te"] = PackedSeqParams("thd", cu, cu, padded, padded, longest, longest)
     return packed.cache["te"]
 
 
 def add_into_main_grad(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let the backward pass of Transformer Engine's layers add weight gradients to Megatron's float32 buffers at once,
-    in the matrix product. The chunks have been given their buffers."""
+    """Make Transformer Engine's layers add weight gradients to Megatron's float32 buffers within the matrix product.
+
+    Call it after the chunks have their buffers."""
     for chunk in chunks:
         for module in chunk.modules():
-            # Megatron's configuration has a switch for it, which its own layers (the head) refuse without Apex.
+            # Megatron's own switch for this would make its head layer require Apex.
             if hasattr(module, "fuse_wgrad_accumulation"):
                 setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010 (a module of another package)

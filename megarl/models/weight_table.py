@@ -1,8 +1,7 @@
-"""The plan from regions of Hugging Face tensors to regions of local parameters: plain data, no torch, no Megatron.
+"""The plan from regions of Hugging Face tensors to regions of local parameters: plain data without torch or Megatron.
 
-A region is one (start, stop) per dimension. A local parameter is covered by the target regions of its pieces, except
-for the padding rows of the vocabulary. Loading, random initialisation, export and weight synchronisation all read this
-plan.
+A region is one (start, stop) per dimension. The target regions of its pieces cover a local parameter, except for
+padding rows of the vocabulary. Loading, random initialisation, export and weight synchronisation all use this plan.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megarl.models.hf import checkpoint_names, dimensions, moe_layers, value_bia
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: A region of a tensor: (start, stop) of each dimension. It holds no data, unlike a `TensorSlice` of a checkpoint.
+#: A region of a tensor: (start, stop) of each dimension. It has no data, unlike a checkpoint's `TensorSlice`.
 TensorRegion = tuple[tuple[int, int], ...]
 
 
@@ -40,7 +39,7 @@ def region_numel(region: TensorRegion) -> int:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """The place of one process in the layout: sizes and its own rank of every kind."""
+    """The place of one process in the layout: size and own rank of each kind of parallelism."""
 
     tp: int = 1
     tp_rank: int = 0
@@ -64,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """One local parameter: chunk number on this process, name in the chunk, shape, and what it is made of."""
+    """One local parameter: number of its chunk, name in the chunk, shape, and the pieces it consists of."""
 
     chunk: int
     param: str
@@ -159,7 +158,8 @@ _Cut = tuple[tuple[int, ...], tuple[Piece, ...]]
 
 
 def sources_of(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> Sources:
-    """Return the tensors of a parameter with their shapes; `names` has those of `rule` once, or for each expert."""
+    """Return the tensors of a parameter with their shapes; `names` has the names of `rule`, or those for each
+    expert."""
     shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
     return list(zip(names, shapes * (len(names) // len(shapes)), strict=True))
 
@@ -183,7 +183,7 @@ def _vocab(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut
 
 
 def _gate_up(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    """Return the equal row blocks of each source, one below the other."""
+    """Take an equal block of rows of each source, and concatenate the blocks by rows."""
     shape, pieces, offset = sources[0][1], [], 0
     for name, (total, *rest) in sources:
         rows, tail = total // ways, _whole(tuple(rest))
@@ -197,7 +197,7 @@ def _stack(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut
 
 
 def _row(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    """Return the equal column blocks of each source, one below the other."""
+    """Take an equal block of columns of each source, and concatenate the blocks by rows."""
     pieces, offset = [], 0
     for name, (rows, total) in sources:
         columns = total // ways
@@ -208,7 +208,7 @@ def _row(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
 
 
 def _qkv(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    """Return, for each key/value group, its query heads, its key and its value, one below the other."""
+    """For each key/value group, concatenate its query heads, its key and its value by rows."""
     groups = size["groups"] // ways
     heights = [shape[0] // size["groups"] for _, shape in sources]
     tail = _whole(sources[0][1][1:])

@@ -13,12 +13,12 @@ NORM_STATS = "norm_stats"
 
 
 def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, DatasetStatistics], str] | None:
-    """Return the statistics of the data sets that a policy learned, by name, and their source; None if there are none.
+    """Return the statistics of a policy's training data sets by name, and their source; None if there are none.
 
     They come from dataset_statistics.json, else from `norm_stats` of config.json, as in OpenVLA-OFT and SimpleVLA-RL.
 
     Raises:
-        DataError: they cannot be read; the message names the place.
+        DataError: the statistics cannot be read; the message names the place.
     """
     file, config = folder / FILE, folder / "config.json"
     if file.is_file():
@@ -31,12 +31,12 @@ def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, D
 
 
 def refuse_other_state(data: DatasetStatistics, state: int) -> None:
-    """Refuse statistics `data` that do not scale the `state` numbers of the robot's state (0: no state).
+    """Check that statistics scale a robot's state of `state` numbers (0: no state).
 
     Statistics of a new policy scale neither actions nor states.
 
     Raises:
-        ConfigError: their state has another size, or they have only actions.
+        ConfigError: their state has a different size, or they only have actions.
     """
     if not state:
         return

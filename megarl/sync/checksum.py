@@ -1,6 +1,6 @@
-"""The checksums of a receiver's parameters, a part at a time: SHA-256 on the CPU, SGLang's own hash on a GPU.
+"""Checksums of a receiver's parameters, computed in parts: SHA-256 on the CPU, SGLang's own hash on a GPU.
 
-Both come as 16 hexadecimal digits. Checked against SGLang 0.5.23.
+Both are 16 hexadecimal digits. Checked against SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
 
 
 class Checksum(Protocol):
-    """A checksum that takes the bytes of a tensor in order."""
+    """A checksum over the bytes of a tensor, which are added in order."""
 
     def update(self, part: Tensor) -> None:
-        """Add the next bytes: those of `part`, row by row."""
+        """Add the bytes of `part`, row by row."""
         ...
 
     def hexdigest(self) -> str:
-        """Return the checksum as 16 digits."""
+        """Return the checksum, 16 hexadecimal digits."""
         ...
 
 
 def make_checksum(nbytes: int, *, on_gpu: bool) -> Checksum:
-    """Return the checksum that a receiver on that kind of device gives of a tensor of `nbytes` bytes."""
+    """Return the checksum that a receiver on such a device computes for a tensor of `nbytes` bytes."""
     return DeviceChecksum(nbytes) if on_gpu else HostChecksum()
 
 
 class HostChecksum:
-    """The first 8 bytes of SHA-256."""
+    """SHA-256, cut to its first 8 bytes."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
@@ -46,23 +46,23 @@ class HostChecksum:
         self._sha.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def hexdigest(self) -> str:
-        """Return the checksum as 16 digits."""
+        """Return the checksum, 16 hexadecimal digits."""
         return self._sha.hexdigest()[:16]
 
 
 class DeviceChecksum:
-    """The sum over tiles of 8192 words of two 32-bit hashes, mixed.
+    """SGLang's hash: two 32-bit hashes per tile of 8192 words, summed over tiles and mixed.
 
-    It runs on the device of the parts, and waits for it only in `hexdigest`.
+    It runs on the device of the parts; only `hexdigest` waits for the device.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes, self._words = nbytes, 0
-        self._sums: Tensor | None = None  # int64 [2], of the hashes
+        self._sums: Tensor | None = None  # int64 [2], sums of the two hashes
         self._rest: Tensor | None = None
 
     def update(self, part: Tensor) -> None:
-        """Add the next bytes; those that do not fill a tile wait for more."""
+        """Add the next bytes; bytes that do not fill a tile are kept for the next call."""
         flat = part.detach().contiguous().flatten().view(torch.uint8)
         if self._rest is not None:
             flat = torch.cat([self._rest, flat])
@@ -72,7 +72,7 @@ class DeviceChecksum:
         self._rest = flat[whole:].clone()
 
     def hexdigest(self) -> str:
-        """Return the checksum as 16 digits."""
+        """Return the checksum, 16 hexadecimal digits."""
         if self._nbytes == 0:
             return f"{0:016x}"
         if self._rest is not None and self._rest.numel():
@@ -86,7 +86,7 @@ class DeviceChecksum:
         return f"{x:016x}"
 
     def _add(self, flat: Tensor) -> None:
-        """Add tiles of a multiple of 4 bytes; only the last may be short."""
+        """Add tiles of a multiple of 4 bytes; only the last tile may be short."""
         words = flat.view(torch.int32).to(torch.int64) & _WORD
         at = torch.arange(self._words, self._words + words.numel(), device=words.device) & _WORD
         self._words += words.numel()
@@ -97,12 +97,12 @@ class DeviceChecksum:
             mixed = words.new_zeros(tiles * _TILE)
             mixed[: words.numel()] = _mix(words ^ place)
             halves.append(_mix((mixed.view(tiles, _TILE).sum(1) & _WORD) ^ (-(-self._nbytes // 4) * 4 & _WORD)))
-        sums = torch.stack([half.sum() for half in halves])  # modulo 2**64, as the result is
+        sums = torch.stack([half.sum() for half in halves])  # wraps modulo 2**64, like the result
         self._sums = sums if self._sums is None else self._sums + sums
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """Return the lower 32 bits of x * factor; x and factor below 2**32, whose product does not fit into 63 bits."""
+    """Return the lower 32 bits of x * factor, for x and factor below 2**32: the product does not fit into 63 bits."""
     return (((x >> 16) * factor & 0xFFFF) * 65536 + (x & 0xFFFF) * factor) & _WORD
 
 

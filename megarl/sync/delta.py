@@ -1,8 +1,8 @@
 """The difference between two versions of a bucket: positions and new values of its elements.
 
-After a step in bf16 most elements have not moved, and those that have are spread over all tensors. Positions are
-written as distances of one byte, so that a changed bf16 element takes three bytes: a third of what an index and a value
-would take. Byte-wise compression of the rest gains little and costs more time than a fast network needs to carry it.
+After a step in bf16 most elements have not changed, and the changed ones are spread over all tensors. Positions are
+stored as one-byte distances, so a changed bf16 element takes three bytes: a third of an index and a value. Compressing
+the rest gains little and takes longer than a fast network needs to send it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megarl.sync.plan import Entry
 
 @dataclass(frozen=True)
 class Delta:
-    """The written elements of a bucket's tensors, one tensor after the other.
+    """The changed elements of a bucket's tensors, tensor by tensor.
 
     Attributes:
-        counts: int64 [tensors].
-        distances: uint8 [sum of counts], as `megarl.kernels.delta.diff` makes them.
+        counts: int64 [tensors], number of written elements of each tensor.
+        distances: uint8 [sum of counts], from `megarl.kernels.delta.diff`.
         values: uint8, the bytes of the written elements.
     """
 
@@ -34,7 +34,7 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
-        """Size on the wire."""
+        """Size of the delta in bytes."""
         return self.counts.nbytes + self.distances.nbytes + self.values.nbytes
 
     @property
@@ -49,7 +49,7 @@ class Delta:
 
     @classmethod
     def from_bytes(cls, parts: Sequence[bytearray]) -> Delta:
-        """Return the counterpart of `to_bytes`."""
+        """Restore a delta from the buffers of `to_bytes`."""
         counts, *rest = (torch.frombuffer(part, dtype=torch.uint8) if part else _NOTHING for part in parts)
         return cls(counts.view(torch.int64), *rest)
 
@@ -58,15 +58,15 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def make_delta(base: Sequence[Tensor], new: Sequence[Tensor], itemsizes: Sequence[int], limit: int) -> Delta | None:
-    """Bring `base` to `new` and tell what changed.
+    """Update `base` to `new` in place and return what changed.
 
     Args:
         base, new: uint8, the bytes of each tensor of a bucket, on the CPU.
         itemsizes: bytes of an element of each tensor.
-        limit: bytes that the delta may have at most.
+        limit: largest size of the delta in bytes.
 
     Returns:
-        None when it would have more; `base` is then neither of both.
+        The delta; None if it would exceed `limit`, and `base` is then partly updated.
     """
     counts, distances, values = [], [_NOTHING], [_NOTHING]
     left = limit - 8 * len(base)
@@ -83,20 +83,20 @@ def make_delta(base: Sequence[Tensor], new: Sequence[Tensor], itemsizes: Sequenc
 
 
 def apply_delta(parts: Sequence[Tensor], itemsizes: Sequence[int], delta: Delta) -> None:
-    """Bring `parts`, uint8, the bytes of each tensor, forward in place.
+    """Apply a delta in place to `parts`, uint8, the bytes of each tensor.
 
     Raises:
-        ValueError: the delta is none of these tensors.
+        ValueError: the delta does not belong to these tensors.
     """
     if len(parts) != len(delta.counts):
-        raise ValueError(f"a delta of {len(delta.counts)} tensors for {len(parts)}")
+        raise ValueError(f"delta has {len(delta.counts)} tensors, expected {len(parts)}")
     for part, itemsize, (distances, values) in zip(parts, itemsizes, _split(delta, itemsizes), strict=True):
         if len(distances):
             patch(part, distances, values, itemsize)
 
 
 def patch_header(entries: Sequence[Entry], delta: Delta) -> list[Any]:
-    """Return the receiver's description of a delta: name, shape, dtype and count of each touched tensor."""
+    """Return the description of a delta for receivers: name, shape, dtype and count of each changed tensor."""
     counted = zip(entries, delta.counts.tolist(), strict=True)
     return [[e.name, e.shape, e.dtype, count] for e, count in counted if count]
 

@@ -1,4 +1,4 @@
-"""The hosts of the trainer's ranks and of the receivers, and the transports that they allow."""
+"""The hosts of trainer ranks and receivers, and the transports that are possible between them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megarl.system.processes import LOOPBACK, is_address_here
 def choose_transport(
     wanted: str, receivers: Sequence[str], trainers: set[str], cannot_map: str = "", spread: str = ""
 ) -> str:
-    """Return the transport that `auto` stands for.
+    """Return the transport: the wanted one, or for `auto` the best possible one.
 
     Args:
-        receivers: the host of each.
+        receivers: host of each receiver.
         trainers: hosts of trainer ranks.
-        cannot_map: why receivers cannot map the trainer's memory even on its own host; empty: they can.
-        spread: why nothing on one host reaches all ranks of a receiver; empty: they are on one host.
+        cannot_map: why receivers cannot map the trainer's memory even on the same host; empty: they can.
+        spread: why one host cannot reach all ranks of a receiver; empty: they are on one host.
 
     Raises:
-        ConfigError: `tensor` is asked for and a receiver runs where no trainer rank does, or `cannot_map`; it or
-            `delta` is, and `spread`.
+        ConfigError: `wanted` is `tensor`, but a receiver's host has no trainer rank or `cannot_map` is set; or it is
+            `tensor` or `delta`, and `spread` is set.
     """
     if spread and wanted in ("tensor", "delta"):
         raise ConfigError(spread, where="sync.transport", found=wanted, allowed="auto, distributed or disk")
@@ -45,10 +45,10 @@ def choose_transport(
 
 
 def hosts_of_ranks(world: WorkerGroup) -> tuple[dict[int, str], dict[str, str]]:
-    """Name of every rank's host, and the address at which others reach each host; collective.
+    """Return the host name of every rank, and the address at which other hosts reach each host. Collective.
 
     Raises:
-        WorkerError: a host finds no way to the others.
+        WorkerError: a host has no route to the others.
     """
     mine = socket.gethostname()
     found = world.all_gather_json([mine, address_for_others(mine, world)])
@@ -58,20 +58,19 @@ def hosts_of_ranks(world: WorkerGroup) -> tuple[dict[int, str], dict[str, str]]:
 def hosts_of_receivers(
     urls: Sequence[str], names: dict[int, str], addresses: dict[str, str], world: WorkerGroup
 ) -> list[str]:
-    """Return the host of every receiver. The first rank resolves for all: ranks that disagree would follow different
-    plans."""
+    """Return the host of every receiver, resolved by rank 0: different results would give ranks different plans."""
     found = [host_of(url, names[0], addresses) for url in urls] if world.rank == 0 else None
     hosts: list[str] = world.broadcast_json(found)
     return hosts
 
 
 def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
-    """Return the host of a receiver, in the names of the trainer's hosts where it is one of them.
+    """Return the host of a receiver; a trainer's host has the trainer's name for it.
 
     Args:
         url: url of the receiver.
         here: name of this host.
-        addresses: at which others reach each of the trainer's hosts. A host may know its own name as a loopback
+        addresses: address of each of the trainer's hosts for other hosts; a host may resolve its own name to a loopback
             address only.
     """
     host = urlsplit(url).hostname or ""

@@ -1,7 +1,7 @@
-"""Messages between a trainer and processes that serve it: a JSON header and raw bytes, never pickles.
+"""Messages between the trainer and processes that serve it: a JSON header and raw bytes, never pickles.
 
-Both sides prove that they know the run's key before anything is said. A message is read to its end before anything is
-done, and an answer that comes too late ends the connection: nobody takes it for the next one.
+Both sides first prove that they have the run's key. A message is read completely before it is acted on. An answer that
+comes too late closes the connection, so that it is not mistaken for the answer to the next message.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 
 _NONCE = 32
 _PROOF_S = 30.0
-_AGAIN_S = 0.1  # until connections are accepted again after one that failed
-_LIMIT = 64 << 30  # bytes of a message; more is not a message of ours
+_AGAIN_S = 0.1  # pause after a connection that failed
+_LIMIT = 64 << 30  # bytes of a message; a larger size is not from megarl
 
 Handler = Callable[[dict[str, Any], list[bytearray]], dict[str, Any]]
 Opened = Callable[[], contextlib.AbstractContextManager[Handler]]
 
 
 class Refused(Exception):
-    """The other side answered that it cannot do what was asked."""
+    """The other side answered that it cannot do what was requested."""
 
 
 class FailedError(ConnectionError):
-    """The other side failed at what was asked, told why, and closed the connection."""
+    """The other side failed to do what was requested, sent the reason, and closed the connection."""
 
 
 def send_message(sock: socket.socket, header: dict[str, Any], *bodies: memoryview, end: float | None = None) -> None:
-    """Send a JSON header, and bytes after it, before `end` on the monotonic clock if that is given."""
+    """Send a JSON header followed by bytes, before `end` (monotonic time) if it is given."""
     text = json.dumps(header | {"bytes": [len(body) for body in bodies]}).encode()
     parts: list[bytes | memoryview] = [len(text).to_bytes(4, "little") + text, *bodies]
     for part in parts:
@@ -44,27 +44,27 @@ def send_message(sock: socket.socket, header: dict[str, Any], *bodies: memoryvie
 
 
 def read_message(sock: socket.socket, end: float | None = None) -> tuple[dict[str, Any], list[bytearray]]:
-    """Return the counterpart of `send_message`.
+    """Read a message that `send_message` sent.
 
     Raises:
         ConnectionError: the other side is gone.
-        TimeoutError: not all of it was there before `end`.
+        TimeoutError: the message was not complete before `end`.
     """
     header = json.loads(_read(sock, int.from_bytes(_read(sock, 4, end), "little"), end))
     return header, [_read(sock, size, end) for size in header.pop("bytes")]
 
 
 def _wait_until(sock: socket.socket, end: float | None) -> None:
-    """Shrink the socket's timeout, which is per call, so that the deadline is that of a whole message."""
+    """Set the socket's timeout, which applies to one call, to the time that is left for the whole message."""
     left = None if end is None else end - time.monotonic()
     if left is not None and left <= 0:
-        raise TimeoutError("no whole answer before the deadline")
+        raise TimeoutError("no complete answer before the deadline")
     sock.settimeout(left)
 
 
 def _read(sock: socket.socket, size: int, end: float | None = None) -> bytearray:
     if not 0 <= size <= _LIMIT:
-        raise ConnectionError(f"a message of {size} bytes")
+        raise ConnectionError(f"invalid message size: {size} bytes")
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size:
@@ -77,14 +77,14 @@ def _read(sock: socket.socket, size: int, end: float | None = None) -> bytearray
 
 
 class MessageClient:
-    """The trainer's end. Calls are serialised; each has the deadline `deadline_s`, unless it is given another.
+    """The trainer's end of a connection. Calls are serialised; each has the deadline `deadline_s` unless one is passed.
 
     Args:
-        peer: the name of the other side, for its proof and for messages.
+        peer: name of the other side, for its proof and for errors.
 
     Raises:
-        ConnectionError: who answers does not know the key.
-        OSError: nobody answers.
+        ConnectionError: the process that answers does not have the key.
+        OSError: no process answers.
     """
 
     def __init__(self, address: tuple[str, int], key: str, deadline_s: float, peer: str = "relay") -> None:
@@ -96,7 +96,7 @@ class MessageClient:
             nonce = secrets.token_bytes(_NONCE)
             self._sock.sendall(proof(key, b"trainer", _read(self._sock, _NONCE, end)) + nonce)
             if not hmac.compare_digest(_read(self._sock, _NONCE, end), proof(key, peer.encode(), nonce)):
-                raise ConnectionError(f"who answers is not this run's {peer}")
+                raise ConnectionError(f"the process that answers is not this run's {peer}")
         except OSError:
             self._sock.close()
             raise
@@ -105,9 +105,9 @@ class MessageClient:
         """Send a message and return the answer.
 
         Raises:
-            Refused: the other side could not do it.
-            FailedError: it failed at it.
-            OSError: it is gone, or did not answer in time; the connection is of no more use.
+            Refused: the other side cannot do it.
+            FailedError: the other side failed.
+            OSError: it is gone or did not answer in time; the connection can no longer be used.
         """
         with self._lock:
             end = time.monotonic() + (deadline_s or self._deadline_s)
@@ -117,7 +117,7 @@ class MessageClient:
                 if "failed" in answer:
                     raise FailedError(f"it failed: {answer['failed']}")
             except OSError:
-                self._sock.close()  # the answer may still come, and the next call would take it for its own
+                self._sock.close()  # a late answer must not be read by the next call
                 raise
         if "refused" in answer:
             raise Refused(answer["refused"])
@@ -129,21 +129,22 @@ class MessageClient:
 
 
 def proof(key: str, who: bytes, nonce: bytes | bytearray) -> bytes:
-    """Return an answer that needs the key; `who` keeps one side's answer from serving as the other's."""
+    """Return a proof of the key; `who` makes the two sides' proofs different."""
     return hmac.digest(key.encode(), who + nonce, "sha256")
 
 
 def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None:
-    """Answer trainers until the process ends or the listener is closed; each connection has a thread.
+    """Serve trainers until the process ends or the listener is closed, with a thread per connection.
 
     Args:
-        opened: called for each connection; its handler takes a message and returns the answer, or raises Refused.
+        opened: called for each connection; returns a handler that gets a message and returns the answer or raises
+            Refused.
         name: name of this side, for its proof.
     """
     while True:
         try:
             sock, _ = listener.accept()
-        except OSError:  # a trainer that hung up at once, too many open files; or the listener is closed
+        except OSError:  # the trainer hung up at once, too many files are open, or the listener is closed
             time.sleep(_AGAIN_S)
             if listener.fileno() < 0:
                 return
@@ -173,4 +174,4 @@ def _converse(opened: Opened, sock: socket.socket, key: str, name: str) -> None:
                     return
                 send_message(sock, found)
         except OSError:
-            return  # this trainer is gone; the next one begins with everything
+            return  # this trainer is gone; the next one starts with whole tensors

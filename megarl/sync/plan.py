@@ -6,10 +6,10 @@
                                   >--> replica 0, sender r0 --> receiver 0   [q_proj | k_proj | v_proj | ...]
     r1: rows 64..127 of q_proj --'     replica 1, sender r2 --> receiver 1   [...]
 
-A replica is a set of ranks that holds the whole model once. Receivers are shared out over the replicas; inside a
-replica every tensor has one sender, other holders pass it their regions, and the bytes of the senders are balanced. A
-transport that needs shared memory (`same_host`) sends from ranks on the receiver's own host, and of the replica whose
-GPUs the receiver is on, if any.
+A replica is a set of ranks that together hold the model once. Receivers are distributed over the replicas. Within a
+replica every tensor has one sender, to which other ranks pass their regions, and the senders' bytes are balanced. A
+transport that needs shared memory (`same_host`) sends from ranks on the receiver's host, and if possible from the
+replica whose GPUs the receiver uses.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megarl.models.weight_table import Coordinate, TensorRegion, WeightTable
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 FP8_BLOCK = 128
-SLAB_BYTES = 4 << 20  # pieces travel between trainer ranks in parts of at most this many bytes (one row at least)
-_FIRST = 4  # the first bucket has a fourth of the size of the others
+SLAB_BYTES = 4 << 20  # trainer ranks exchange pieces in slabs of at most this many bytes, but at least one row
+_FIRST = 4  # the first bucket has a fourth of the others' size
 _NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score", "visual.")  # encoders are small
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerRank:
-    """The place of a trainer rank: its pipeline stage, its host, and the name of its GPU there (empty: a CPU)."""
+    """The place of a trainer rank: its pipeline stage, its host, and the name of its GPU on this host (empty: CPU)."""
 
     stage: int = 0
     host: str = "127.0.0.1"
@@ -39,7 +39,7 @@ class TrainerRank:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One Hugging Face tensor: each region it is held in, with the trainer ranks that hold it, in rank order."""
+    """One Hugging Face tensor: its regions, each with the trainer ranks that hold it, in rank order."""
 
     shape: tuple[int, ...]
     regions: tuple[tuple[TensorRegion, tuple[int, ...]], ...]
@@ -47,7 +47,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor on the wire, at `offset` bytes in its bucket. `source`: the Hugging Face tensor it is made of."""
+    """One tensor to send, at `offset` bytes in its bucket; `source` is the Hugging Face tensor that it comes from."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,22 +59,22 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The tensors that travel as one flat buffer, without gaps; larger items first, so that all are aligned. `frozen`:
-    training leaves them as they are."""
+    """Tensors that are sent as one flat buffer without gaps; larger dtypes come first, so that all are aligned.
+
+    `frozen`: training does not change them."""
 
     entries: tuple[Entry, ...]
     nbytes: int
     frozen: bool = False
 
     def sources(self) -> list[str]:
-        """Return the Hugging Face tensors in the bucket, in order."""
+        """Return the names of the Hugging Face tensors in the bucket, in order."""
         return list(dict.fromkeys(entry.source for entry in self.entries))
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The transfers of one replica to its receivers: the buckets of each sender, and for every tensor who gives which
-    region."""
+    """The transfers of one replica to its receivers: the buckets of each sender, and which rank gives each region."""
 
     replica: int
     receivers: tuple[int, ...]
@@ -83,25 +83,25 @@ class Route:
 
     @property
     def lead(self) -> int:
-        """The rank that opens and closes the update on these receivers."""
+        """The rank that opens and closes updates of these receivers."""
         return min(self.senders)
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The complete plan of a synchronisation, made before it starts. `hosts`: of the receivers, by number."""
+    """The plan of a synchronisation; `hosts` has the host of each receiver by number."""
 
     hosts: tuple[str, ...]
     routes: tuple[Route, ...]
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The tensors that training leaves as they are."""
-        buckets = (bucket for route in self.routes for own in route.senders.values() for bucket in own)
+        """Names of the tensors that training does not change."""
+        buckets = (bucket for route in self.routes for sent in route.senders.values() for bucket in sent)
         return frozenset(name for bucket in buckets if bucket.frozen for name in bucket.sources())
 
     def route_of(self, receiver: int) -> Route:
-        """Return the route that feeds `receiver`."""
+        """Return the route that sends to `receiver`."""
         return next(route for route in self.routes if receiver in route.receivers)
 
 
@@ -111,14 +111,14 @@ def holdings(weights: WeightTable, ranks: Sequence[Coordinate]) -> dict[str, Hel
     for rank, at in enumerate(ranks):
         same.setdefault(at, []).append(rank)
     shapes = weights.shapes()
-    found: dict[str, dict[TensorRegion, set[int]]] = {name: {} for name in shapes}
+    holders: dict[str, dict[TensorRegion, set[int]]] = {name: {} for name in shapes}
     for at, members in same.items():
         for shard in weights.shards(at):
             for piece in shard.pieces:
-                found[piece.source].setdefault(piece.source_region, set()).update(members)
+                holders[piece.source].setdefault(piece.source_region, set()).update(members)
     return {
         name: Held(shapes[name], tuple((region, tuple(sorted(who))) for region, who in regions.items()))
-        for name, regions in found.items()
+        for name, regions in holders.items()
     }
 
 
@@ -140,32 +140,32 @@ def make_plan(
 
     Args:
         tensors: the trainer's tensors, see `holdings`.
-        ranks: one per trainer rank.
-        hosts: hosts of the receivers, one for each.
+        ranks: place of each trainer rank.
+        hosts: host of each receiver.
         dtype: dtype of the tensors on the wire.
         fp8: send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
-        bucket_bytes: bound of a bucket and of what gathering it also needs; a larger tensor has a bucket of its own.
-        same_host: senders must run on the host of their receiver, and share GPUs with it where they can.
-        gpus: names of the GPUs of each receiver on its host, where they may be the trainer's.
+        bucket_bytes: largest size of a bucket, and of the memory to gather it; a larger tensor gets its own bucket.
+        same_host: senders must run on the host of their receiver, and share GPUs with it if possible.
+        gpus: names of each receiver's GPUs on its host, if they may be the trainer's.
         one_replica: the first replica sends to all receivers.
-        senders_per_stage: senders of one pipeline stage at most; None: every holder of a tensor may send it.
-        frozen: tensors that training leaves as they are; they have buckets of their own, each sender's first.
+        senders_per_stage: largest number of senders per pipeline stage; None: every holder of a tensor may send it.
+        frozen: tensors that training does not change; they have separate buckets, which each sender sends first.
 
     Raises:
-        ValueError: a receiver's host has no trainer rank although `same_host` asks for it.
+        ValueError: a receiver's host has no trainer rank although `same_host` needs one.
     """
     count = min(len(who) for held in tensors.values() for _, who in held.regions)
     members = _replicas(tensors, count)
     routes = []
     sharing = members[:1] if one_replica else members
-    for replica, host, mine in _share_out(sharing, ranks, hosts, gpus if same_host else None):
+    for replica, host, served in _share_out(sharing, ranks, hosts, gpus if same_host else None):
         pools = _pools(members[replica], ranks, host, senders_per_stage)
-        routes.append(_route(tensors, replica, count, mine, pools, ranks, dtype, fp8, bucket_bytes, frozen))
+        routes.append(_route(tensors, replica, count, served, pools, ranks, dtype, fp8, bucket_bytes, frozen))
     return SyncPlan(tuple(hosts), tuple(routes))
 
 
 def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:
-    """Return the holders that belong to a replica: equal consecutive shares, as Megatron orders data parallelism."""
+    """Return the holders that belong to a replica: equal consecutive shares, in Megatron's data-parallel order."""
     return who[len(who) * replica // count : len(who) * (replica + 1) // count]
 
 
@@ -180,8 +180,8 @@ def _replicas(tensors: dict[str, Held], count: int) -> list[set[int]]:
 def _share_out(
     members: list[set[int]], ranks: Sequence[TrainerRank], hosts: Sequence[str], gpus: Sequence[Sequence[str]] | None
 ) -> Iterable[tuple[int, str | None, tuple[int, ...]]]:
-    """Yield (replica, host its senders must be on or None, receivers) of every route. `gpus`: None where senders may be
-    on any host."""
+    """Yield (replica, host of its senders or None, receivers) of every route; `gpus` None allows senders on any
+    host."""
     if gpus is None:
         for replica in range(min(len(members), len(hosts))):
             yield replica, None, tuple(range(replica, len(hosts), len(members)))
@@ -190,12 +190,12 @@ def _share_out(
         near = [r for r, who in enumerate(members) if any(ranks[rank].host == host for rank in who)]
         if not near:
             raise ValueError(f"no trainer rank runs on the host {host!r} of a receiver, which this transport needs")
-        there = {r: {ranks[rank].gpu for rank in members[r] if ranks[rank].host == host} - {""} for r in near}
+        gpus_of = {r: {ranks[rank].gpu for rank in members[r] if ranks[rank].host == host} - {""} for r in near}
         fed: dict[int, list[int]] = {replica: [] for replica in near}
         for receiver in (i for i, at in enumerate(hosts) if at == host):
-            own = set(gpus[receiver]) if gpus else set()
-            # What comes from another GPU costs a context there and a copy: the replica that shares most of them first.
-            nearest = min(near, key=lambda r: (-len(there[r] & own), len(fed[r]), r))
+            wanted = set(gpus[receiver]) if gpus else set()
+            # Data from another GPU costs a context and a copy, so prefer the replica that shares most GPUs.
+            nearest = min(near, key=lambda r: (-len(gpus_of[r] & wanted), len(fed[r]), r))
             fed[nearest].append(receiver)
         for replica, receivers in fed.items():
             if receivers:
@@ -205,7 +205,7 @@ def _share_out(
 def _pools(
     members: set[int], ranks: Sequence[TrainerRank], host: str | None, senders_per_stage: int | None
 ) -> dict[int, tuple[int, ...]]:
-    """Return, for every stage of a replica, the ranks that may send its tensors."""
+    """Return, for every pipeline stage of a replica, the ranks that may send its tensors."""
     allowed = sorted(rank for rank in members if host is None or ranks[rank].host == host)
     pools = {}
     for stage in sorted({ranks[rank].stage for rank in members}):
@@ -241,8 +241,8 @@ def _route(
     bound = max(bucket_bytes - SLAB_BYTES, 1)
 
     def buckets(sender: int, *, learn: bool) -> tuple[Bucket, ...]:
-        mine = [(name, tensors[name].shape) for name in names[sender] if (name in frozen) != learn]
-        return _in_turn(_buckets(mine, dtype, fp8, bound), bound)
+        tensors_sent = [(name, tensors[name].shape) for name in names[sender] if (name in frozen) != learn]
+        return _in_turn(_buckets(tensors_sent, dtype, fp8, bound), bound)
 
     senders = {
         sender: (
@@ -255,7 +255,8 @@ def _route(
 
 
 def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> int:
-    """Return the holder that gives a region: the sender itself, else one on its host, else the first."""
+    """Return the rank that gives a region: the sender if it holds it, else a holder on its host, else the first
+    holder."""
     if sender in who:
         return sender
     return next((rank for rank in who if ranks[rank].host == ranks[sender].host), who[0])
@@ -268,7 +269,7 @@ def _assign(
     ranks: Sequence[TrainerRank],
     itemsize: int,
 ) -> dict[str, int]:
-    """Return one sender per tensor. The largest first, each to the candidate with the least to send so far."""
+    """Choose one sender per tensor: largest tensors first, each to the candidate with the fewest bytes so far."""
     candidates: dict[str, tuple[int, ...]] = {}
     known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
     for name, regions in holders.items():
@@ -281,7 +282,7 @@ def _assign(
     size = {name: math.prod(held.shape) * itemsize for name, held in tensors.items()}
     load: dict[int, int] = {}
     chosen: dict[str, int] = {}
-    # Tensors without a choice come first, so that the others fill the gaps.
+    # Assign tensors with only one candidate first; the others balance the load.
     for name in sorted(tensors, key=lambda n: (len(candidates[n]) > 1, -size[n])):
         sender = min(candidates[name], key=lambda rank: (load.get(rank, 0), rank))
         chosen[name] = sender
@@ -290,9 +291,9 @@ def _assign(
 
 
 def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bound: int) -> Iterable[Bucket]:
-    """Yield the tensors in order, as many as fit into `bound` bytes.
+    """Yield buckets of consecutive tensors, each with as many as fit into `bound` bytes.
 
-    The first of several buckets within the bound is small: while it is gathered nothing else happens.
+    The first of several buckets is small, because nothing is sent while it is gathered.
     """
     on_wire = [wire_tensors(name, shape, dtype, fp8) for name, shape in tensors]
     sizes = [sum(part[3] for part in parts) for parts in on_wire]
@@ -310,28 +311,29 @@ def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, 
 
 
 def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
-    """Order a sender's buckets: those above the bound, of one tensor each, get even numbers as far as there are others
-    for the odd ones. Two buffers take turns, so that only the first of them has to be large."""
+    """Order a sender's buckets so that, if possible, those above `bound` (single tensors) have even numbers.
+
+    Two buffers alternate, so only the first buffer has to be large."""
     large: list[Bucket] = []
     small: list[Bucket] = []
     for bucket in buckets:
         (large if bucket.nbytes > bound else small).append(bucket)
-    ahead = 2 if len(small) > len(large) else 0  # the first one is small on purpose
-    found, small = small[:ahead], small[ahead:]
+    ahead = 2 if len(small) > len(large) else 0  # the first bucket is small on purpose
+    ordered, small = small[:ahead], small[ahead:]
     for turn in itertools.zip_longest(large, small):
-        found += [bucket for bucket in turn if bucket is not None]
-    return tuple(found)
+        ordered += [bucket for bucket in turn if bucket is not None]
+    return tuple(ordered)
 
 
 def goes_as_fp8(name: str) -> bool:
-    """Tell whether the matrix of a Hugging Face name is one of those that `sync.fp8` quantises."""
+    """Return whether `sync.fp8` quantises the matrix with this Hugging Face name."""
     return name.endswith(".weight") and not any(part in name for part in _NOT_FP8)
 
 
 def wire_tensors(
     name: str, shape: tuple[int, ...], dtype: str, fp8: bool
 ) -> list[tuple[str, tuple[int, ...], str, int, str]]:
-    """(name, shape, dtype, bytes, source) of what is sent for one Hugging Face tensor."""
+    """Return (name, shape, dtype, bytes, source) of each tensor that is sent for one Hugging Face tensor."""
     if fp8 and len(shape) == 2 and goes_as_fp8(name):
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         scale = f"{name}_scale_inv"

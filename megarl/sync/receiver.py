@@ -28,7 +28,7 @@ Checksums = list[dict[str, str]]  # by rank of a receiver: parameter -> checksum
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """One step of an update: its name in errors, and the seconds it may take as a whole."""
+    """One step of an update: its name in errors, and its deadline in seconds."""
 
     phase: str
     deadline_s: float
@@ -36,11 +36,11 @@ class UpdateStep:
 
 @dataclass(frozen=True)
 class SharedUse:
-    """The time for which a receiver may keep a sender's buffer mapped: until `last` in the update of that name.
+    """How long a receiver may keep a sender's buffer mapped: until `last` in the update with this name.
 
     Attributes:
-        update: a name that all senders of an update share.
-        sender: sender of the buffer.
+        update: name of the update, equal for all its senders.
+        sender: name of the buffer's sender.
         last: this is the sender's last bucket.
     """
 
@@ -51,7 +51,7 @@ class SharedUse:
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """A process group of one sender, its rank 0, and the ranks of one receiver, 1 and on."""
+    """A process group of one sender (rank 0) and the ranks of one receiver (1 and higher)."""
 
     name: str
     address: str
@@ -61,47 +61,48 @@ class UpdateGroup:
 
 
 class ReceiverLayout(Protocol):
-    """The split of the model over a receiver's ranks. Equal layouts are equal values, and can be hashed."""
+    """How a receiver's ranks split the model. Layouts are hashable, and equal layouts are equal values."""
 
     @property
     def ranks(self) -> int:
-        """Processes that hold parts of the model."""
+        """Number of processes that hold parts of the model."""
         ...
 
     def needs(self, rank: int, tensor: str) -> bool:
-        """Tell whether `rank` holds any part of this Hugging Face tensor."""
+        """Return whether `rank` holds any part of this Hugging Face tensor."""
         ...
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield the parts of a Hugging Face tensor that `rank` holds, in the dtype it holds them in.
+        """Yield the parts of a Hugging Face tensor that `rank` holds, in its parameters' dtype.
 
         Args:
-            tensor: whole, in the wire's dtype.
+            tensor: whole tensor, in the dtype in which it is sent.
 
         Returns:
-            (parameter, the part of `tensor` that follows in it, elements of the whole parameter), in the order in which
-            tensors come when a checkpoint is written.
+            (parameter, the part of `tensor` that is stored next in it, elements of the whole parameter), in the order
+            in which
+                a checkpoint's tensors are written.
         """
         ...
 
     def make_checksum(self, nbytes: int) -> Checksum:
-        """Return the checksum that the receiver gives of a parameter of `nbytes` bytes."""
+        """Return the checksum that the receiver computes for a parameter of `nbytes` bytes."""
         ...
 
 
 class Receiver(Protocol):
-    """One engine, as one rank of the trainer sees it.
+    """One engine that receives weights, as one rank of the trainer sees it.
 
-    Every method but `forget` and `done` is a call of the engine with the deadline of its `step`, and raises a
-    ServerError, which names the engine and the step, when the engine is gone, too slow or refuses.
+    Every method except `forget` and `done` calls the engine with the deadline of its `step`. It raises a ServerError,
+    which names the engine and the step, if the engine is gone, too slow or refuses.
 
     Attributes:
-        number: in the list of receivers, and in the plan.
-        name: its name in messages.
-        url: where it is reached; its host is that of the receiver.
-        version: the last one that it was acknowledged to hold; None: none yet.
-        answers: it may be updated, as far as this rank knows.
-        gpus: names of the GPUs of its ranks on its host, as CUDA_VISIBLE_DEVICES has them; empty: not known, or a CPU.
+        number: number in the list of receivers and in the plan.
+        name: name in messages.
+        url: its address, which includes its host.
+        version: the last weight version that it is known to hold; None: none yet.
+        answers: whether it can be updated, as far as this rank knows.
+        gpus: names of its ranks' GPUs on its host, as in CUDA_VISIBLE_DEVICES; empty: unknown, or a CPU.
     """
 
     @property
@@ -120,89 +121,90 @@ class Receiver(Protocol):
     def gpus(self) -> Sequence[str]: ...  # noqa: D102
 
     def pause(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Stop generation; running requests end, are put back or go on later, as `sync.pause` says."""
+        """Pause generation; by `mode`, running requests end, are put back, or continue later (`sync.pause`)."""
         ...
 
     def loading(self, version: str, step: UpdateStep) -> None:
-        """Note that from now on it may hold tensors of both its old version and `version`."""
+        """Note that from now on it may hold tensors of its old version and of `version`."""
         ...
 
     def begin(self, step: UpdateStep) -> None:
-        """Open it for tensors. An update that a dead trainer left open is closed first."""
+        """Open it for tensors; an update that a dead trainer left open is closed first."""
         ...
 
     def end(self, step: UpdateStep) -> None:
-        """Finish what is derived from the tensors: all of them have arrived."""
+        """Finish what is derived from the tensors, after all have arrived."""
         ...
 
     def set_version(self, version: str, step: UpdateStep) -> None:
-        """Name what it holds."""
+        """Set the name of the weights that it holds."""
         ...
 
     def held_version(self, step: UpdateStep) -> str:
-        """Return the name of what it holds; another trainer may have given it."""
+        """Return the name of the weights that it holds; another trainer may have set it."""
         ...
 
     def flush(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Drop the prefix cache that the old weights filled. With `in_place` running requests keep theirs."""
+        """Drop the prefix cache that was computed with the old weights; with `in_place`, running requests keep
+        theirs."""
         ...
 
     def resume(self, step: UpdateStep) -> None:
-        """Generate again."""
+        """Resume generation."""
         ...
 
     def done(self, version: str, folder: Path | None) -> None:
-        """Note that it generates with `version`; `folder`: where it can read all of that again, if anywhere."""
+        """Note that it generates with `version`; `folder`: where it can read these weights again, if anywhere."""
         ...
 
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
-        """Copy tensors out of a buffer on its host; the buffer is free again when this returns.
+        """Copy tensors from a shared buffer on its host; the buffer is free again on return.
 
         Args:
-            handles: handles of the buffer, one for each rank.
-            entries: for each rank, the tensors it is to take.
-            use: time that the buffer may stay mapped; None: until this returns.
+            handles: one handle of the buffer for each rank.
+            entries: the tensors that each rank copies.
+            use: how long the buffer may stay mapped; None: until this returns.
         """
         ...
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """Tell whether it can write changed elements into its parameters."""
+        """Return whether it can write single changed elements into its parameters."""
         ...
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
-        """Write changed elements; False when it cannot with some tensor, and must be given whole ones from now on.
+        """Write changed elements; return False if it cannot, and then needs whole tensors from now on.
 
         Args:
-            handles: handles of a buffer with distances and values, made by `megarl.sync.delta`; one for each rank.
+            handles: for each rank, one handle of a buffer with distances and values from `megarl.sync.delta`.
             header: see `megarl.sync.delta.patch_header`.
         """
         ...
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
-        """Meet a sender in a process group."""
+        """Join a sender in a process group."""
         ...
 
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
-        """Take part in a broadcast of these tensors, one flat buffer, from rank 0 of the group of that name."""
+        """Receive these tensors as one flat buffer, by a broadcast from rank 0 of the named group."""
         ...
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
-        """Load a folder of safetensors."""
+        """Load a folder of safetensors files."""
         ...
 
     def checksums(self, step: UpdateStep) -> Checksums:
-        """Return the checksums of its own parameters, by rank."""
+        """Return the checksums of its parameters, by rank."""
         ...
 
     def forget(self) -> None:
-        """Forget what was learnt of a receiver that failed: another engine may come back at its address."""
+        """Forget what is cached about a receiver that failed: another engine may appear at its address."""
         ...
 
 
 class Receivers(Protocol):
-    """All receivers of a run as one rank sees them: the same ones in the same order on every rank."""
+    """All receivers of a run as one rank sees them, with the same order on every rank."""
 
     @property
     def all(self) -> Sequence[Receiver]:
@@ -211,31 +213,31 @@ class Receivers(Protocol):
 
     @property
     def cannot_map(self) -> str:
-        """Why no receiver can map the trainer's device memory even on one host; empty: they can."""
+        """Why no receiver can map the trainer's device memory even on the same host; empty: they can."""
         ...
 
     @property
     def spread(self) -> str:
-        """Why nothing on one host reaches all ranks of a receiver; empty: they are on one host."""
+        """Why one host cannot reach all ranks of a receiver; empty: each receiver is on one host."""
         ...
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """Make this rank lead updates of some receivers.
+        """Make this rank the lead of some receivers' updates.
 
         Args:
-            folder: for files that outlive this process.
+            folder: folder for files that outlive this process.
             deadline_s: deadline in seconds of each step, see `UpdateStep`.
         """
         ...
 
     def acknowledge(self, number: int, version: int) -> None:
-        """Note that it holds only `version`, and may generate."""
+        """Record that a receiver holds `version` completely and may generate."""
         ...
 
     def mark_failed(self, number: int, why: str) -> None:
-        """Ask it nothing more."""
+        """Record that a receiver failed, so that it gets no further calls."""
         ...
 
     def close(self) -> None:
-        """End what `lead` began, as the trainer ends; or let it go on without the trainer."""
+        """End what `lead` started because the trainer ends; the receivers may continue without it."""
         ...

@@ -1,4 +1,4 @@
-"""A process on a receiver's host that keeps the last weights in shared memory and brings them forward by deltas.
+"""A process on a receiver's host that keeps the last weights in shared memory and updates them by deltas.
 
     MEGARL_RELAY_KEY=... python -m megarl.sync.relay HOST PORT PORT_FILE     (port 0: a free one, written to PORT_FILE)
 
@@ -7,8 +7,8 @@
     patch for receiver 0?  -------------->  handles of the changed elements, or of the bucket
     handles                      ---------------------- its own call ----------->  maps it, writes them, or copies
 
-A bucket moves from version to version whole: a message is read to its end before anything changes. The base must be
-the one that the delta was made from; otherwise the answer says so and the trainer sends everything.
+A bucket moves from version to version as a whole: a message is read completely before anything changes. If the relay
+does not have the version that a delta starts from, its answer says so, and the trainer sends the whole bucket.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Base:
 
 @dataclass
 class _Sender:
-    """The buckets by number, and the last delta in shared memory: its bytes, its bucket and version."""
+    """The buckets by number, and the last delta in shared memory with its size, bucket and version."""
 
     bases: dict[int, _Base] = field(default_factory=dict)
     patch: Tensor = field(default_factory=lambda: shared_buffer(0, _HOST))
@@ -57,14 +57,14 @@ class _Sender:
 
 
 class Relay:
-    """The senders' buckets, in shared memory."""
+    """Keeps the senders' buckets in shared memory."""
 
     def __init__(self) -> None:
         self._senders: dict[str, _Sender] = {}
         self._lock = threading.Lock()
 
     def handle(self, header: dict[str, Any], bodies: list[bytearray]) -> dict[str, Any]:
-        """Answer one message."""
+        """Handle one message and return the answer."""
         actions: dict[str, Callable[..., dict[str, Any]]] = {
             "full": self._full,
             "delta": self._delta,
@@ -80,7 +80,7 @@ class Relay:
             except Refused:
                 raise
             except Exception:
-                del self._senders[name]  # half of it may be new: what comes next has to be whole
+                del self._senders[name]  # it may be half updated: the next message must send whole buckets
                 raise
 
     def _full(
@@ -97,12 +97,12 @@ class Relay:
         return {}
 
     def _delta(self, sender: _Sender, bodies: list[bytearray], bucket: int, base: int, version: int) -> dict[str, Any]:
-        held = sender.bases.get(bucket)
-        if held is None or held.version != base:
+        stored = sender.bases.get(bucket)
+        if stored is None or stored.version != base:
             return {"taken": False}
         delta = Delta.from_bytes(bodies)
-        apply_delta(held.parts, [ITEMSIZE[entry.dtype] for entry in held.entries], delta)
-        held.version = version
+        apply_delta(stored.parts, [ITEMSIZE[entry.dtype] for entry in stored.entries], delta)
+        stored.version = version
         size, split = len(delta.distances) + len(delta.values), len(delta.distances)
         if len(sender.patch) < size:
             sender.patch = shared_buffer(size, _HOST)
@@ -111,24 +111,24 @@ class Relay:
         return {"taken": True}
 
     def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int) -> dict[str, Any]:
-        """Return the handles of the changed elements, one for each of the `ranks` of a receiver."""
+        """Return handles of the changed elements, one for each of a receiver's `ranks`."""
         if sender.patched is None or sender.patched[:2] != (bucket, version):
-            raise Refused(f"the last changes are those of {sender.patched}, not of {(bucket, version)}")
+            raise Refused(f"the stored delta is {sender.patched}, not {(bucket, version)}")
         flat = sender.patch[: sender.patched[2]]
         return {"handles": [handle_of(flat) for _ in range(ranks)]}
 
     def _handles(
         self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int
     ) -> dict[str, Any]:
-        """Return the handles of the whole bucket."""
-        held = sender.bases.get(bucket)
-        if held is None or held.version != version:
-            raise Refused(f"version {None if held is None else held.version} instead of {version}")
-        return {"handles": [handle_of(held.flat) for _ in range(ranks)]}
+        """Return handles of the whole bucket, one for each of a receiver's `ranks`."""
+        stored = sender.bases.get(bucket)
+        if stored is None or stored.version != version:
+            raise Refused(f"the stored version is {None if stored is None else stored.version}, not {version}")
+        return {"handles": [handle_of(stored.flat) for _ in range(ranks)]}
 
 
 def serve(relay: Relay, address: tuple[str, int], key: str, port_file: Path) -> None:
-    """Answer trainers until the process ends."""
+    """Serve trainers until the process ends."""
     listener = socket.create_server(address)
     temporary = port_file.with_name(port_file.name + ".tmp")
     temporary.write_text(str(listener.getsockname()[1]))
@@ -138,6 +138,6 @@ def serve(relay: Relay, address: tuple[str, int], key: str, port_file: Path) -> 
 
 if __name__ == "__main__":
     if "--end-with-parent" in sys.argv:
-        die_with_parents()  # the relay of a trainer that was killed must not hold the model's memory for ever
+        die_with_parents()  # else the relay of a killed trainer would keep the model's memory
     torch.set_num_threads(1)
     serve(Relay(), (sys.argv[1], int(sys.argv[2])), os.environ[KEY_VARIABLE], Path(sys.argv[3]))

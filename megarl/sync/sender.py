@@ -24,7 +24,7 @@ from megarl.system.errors import ServerError
 
 @dataclass
 class Sent:
-    """The result of a synchronisation on this rank. `failed`: receiver number -> why it did not get everything."""
+    """The result of a synchronisation on this rank; `failed` maps a receiver's number to the reason."""
 
     nbytes: int = 0
     gather_s: float = 0.0
@@ -34,7 +34,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class _Load:
-    """A bucket on its way, and the transport's preparations for it."""
+    """A bucket in flight, and the transport's preparation of it."""
 
     number: int
     bucket: Bucket
@@ -43,7 +43,7 @@ class _Load:
 
 
 class BucketSender:
-    """Two buffers and the thread that empties them. Buffers are made at the first use and kept."""
+    """Fills two buffers in turns, and sends them in a thread. Buffers are created at the first use and kept."""
 
     def __init__(self, source: Source, transport: Transport) -> None:
         self.source, self.transport = source, transport
@@ -51,15 +51,15 @@ class BucketSender:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the buffers."""
+        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def run(self, routes: Sequence[int], targets: Sequence[Target], *, whole: bool = True) -> Sent:
-        """Send this rank's buckets to `targets`, all of them on this rank's route; frozen ones only if `whole`.
-        Collective over the trainer."""
+        """Send this rank's buckets to `targets`, which are all on its route; frozen buckets only if `whole`.
+        Collective."""
         sent, waiting = Sent(), deque[Future[None]]()
-        mine = self.source.my_route()
-        buckets = self.source.buckets() if mine is not None and mine in routes else ()
+        route = self.source.my_route()
+        buckets = self.source.buckets() if route is not None and route in routes else ()
         self._allocate(buckets)
         with (
             ThreadPoolExecutor(1, "put") as putting,
@@ -91,10 +91,10 @@ class BucketSender:
         self._buffers = []
 
     def _allocate(self, buckets: Sequence[Bucket]) -> None:
-        """Make the buffer of the buckets with even numbers, and that of the others, each as large as it has to be."""
+        """Allocate one buffer for buckets with even numbers and one for the others, each as large as needed."""
         sizes = [max(bucket.nbytes for bucket in buckets[first::2]) for first in range(min(len(buckets), 2))]
         if [len(buffer) for buffer in self._buffers] != sizes:
-            self._buffers = []  # before the new ones take its place
+            self._buffers = []  # free the memory before the new ones are allocated
             self._buffers = [self.transport.buffer(size) for size in sizes]
 
     def _send(self, load: _Load, targets: Sequence[Target], receivers: ThreadPoolExecutor, sent: Sent) -> None:
@@ -110,7 +110,7 @@ class BucketSender:
         sent.send_s += time.perf_counter() - start
 
     def _deliver(self, target: Target, load: _Load) -> str | None:
-        """Deliver the bucket; return None, or why the receiver did not take it."""
+        """Deliver the bucket; return None, or the reason why the receiver did not take it."""
         try:
             self.transport.deliver(target, load.number, load.bucket, load.flat)
         except ServerError as error:

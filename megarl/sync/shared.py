@@ -1,8 +1,8 @@
-"""Memory that another process of this host maps: a buffer, and handles by which it is found.
+"""Memory that another process on this host maps: a buffer, and handles to find it.
 
-A handle is plain data, so that it travels in any message; the bytes stay where they are. A handle of host memory is
-good for one mapping: it holds a reference to the buffer that the process which opens it gives back. Device memory is
-shared once, and its handle can be opened any number of times.
+A handle is plain data and can be sent in any message; the bytes stay where they are. A handle of host memory can be
+opened once: it holds a reference to the buffer, which the process that opens it releases. Device memory is shared once,
+and its handle can be opened any number of times.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch.multiprocessing import reductions
 Handle = dict[str, Any]  # JSON
 _CUDA = ("offset", "device", "handle", "bytes", "start", "counter", "counter_offset", "event", "wait")
 _BINARY = ("handle", "counter", "event")
-# Each call of torch's `_share_cuda_` wraps the storage once more, and all layers are freed by recursion at its end.
+# Cache: each call of torch's `_share_cuda_` wraps the storage again, and freeing all wrappers recurses.
 _shared: weakref.WeakKeyDictionary[torch.UntypedStorage, Handle] = weakref.WeakKeyDictionary()
 _sharing = threading.Lock()
 
 
 def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """Return uint8 [nbytes] that other processes of this host can map: named shared memory on the CPU, device memory
-    else."""
+    """Return a uint8 [nbytes] buffer that other processes on this host can map: shared memory on a CPU, else device
+    memory.
+    """
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
@@ -34,10 +35,10 @@ def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
 
 
 def handle_of(flat: Tensor) -> Handle:
-    """Return a handle of `flat`, uint8 [n], a contiguous part of what `shared_buffer` made.
+    """Return a handle of `flat`, uint8 [n], a contiguous part of a `shared_buffer`.
 
-    Whoever opens the handle of device memory does not wait for it to be written: the caller does, before it passes the
-    handle on.
+    Opening a handle of device memory does not wait for writes to it; the caller must synchronise before it sends the
+    handle.
     """
     storage = flat.untyped_storage()
     place = {"offset": flat.storage_offset(), "length": flat.numel()}
@@ -52,18 +53,18 @@ def handle_of(flat: Tensor) -> Handle:
 
 
 def _share_on_device(flat: Tensor) -> Handle:
-    """Return what the handles of all parts of this buffer have in common."""
+    """Return the part of a handle that all handles of this buffer share."""
     _, (_, _, _, _, _, _, _, *shared) = reductions.reduce_tensor(flat)
     handle, nbytes, start, _, counter, counter_offset, event, _ = shared
-    # Device numbers differ between processes that see different devices; the device's UUID does not.
+    # Use the UUID: device numbers differ between processes with different visible devices.
     uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
-    # The event is of the time of sharing; opening it takes a new one in the other process every time.
+    # The event is from the time of sharing; the other process opens a new one each time.
     values = dict(zip(_CUDA[1:], (uuid, handle, nbytes, start, counter, counter_offset, event, False), strict=True))
     return values | {key: base64.b64encode(values[key]).decode() for key in _BINARY}
 
 
 def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
-    """Return the arguments of torch's `rebuild_cuda_tensor`; the device is its UUID."""
+    """Return the arguments of torch's `rebuild_cuda_tensor`, with the device as its UUID."""
     values = handle | {key: base64.b64decode(handle[key]) for key in _BINARY}
     offset, device, memory, nbytes, start, *counting = (values[key] for key in _CUDA)
     size = torch.Size((handle["length"],))
@@ -72,8 +73,7 @@ def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
 
 
 def open_handle(handle: Handle) -> Tensor:
-    """Return the buffer that another process has shared, uint8 [length]. It stays mapped as long as the result
-    lives."""
+    """Map the buffer of a handle, uint8 [length]; it stays mapped while the result exists."""
     if "device" in handle:
         *before, device, memory, nbytes, start, grad, counter, counter_offset, event, wait = cuda_arguments(handle)
         shared = memory, nbytes, start, grad, counter, counter_offset, event, wait

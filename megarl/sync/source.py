@@ -1,9 +1,10 @@
-"""The trainer's side of a plan: this rank's pieces, passed to senders, and buckets filled from them.
+"""The trainer's side of a plan: passes this rank's pieces to senders, and fills this rank's buckets.
 
-Work goes in rounds. In round k every sender fills its k-th bucket. All ranks walk the tensors of a round in one order
-(route, sender, place in the bucket), each doing only what concerns it; since everybody waits in the same order, nobody
-waits in a circle. Pieces travel in the wire's dtype, in slabs of a few megabytes, straight into the bucket where they
-are contiguous there, through one slab where they are not.
+Work goes in rounds: in round k every sender fills its k-th bucket. All ranks walk the tensors of a round in the same
+order
+(route, sender, place in the bucket) and do what concerns them; equal order avoids deadlocks. Pieces are sent in the
+wire's dtype, in slabs of a few megabytes: directly into the bucket if they are contiguous there, otherwise through a
+temporary slab.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One region of one tensor on its way from `giver` to its place in the bucket of `sender`."""
+    """One region of one tensor that `giver` sends to its place in the bucket of `sender`."""
 
     giver: int
     sender: int
@@ -40,8 +41,7 @@ class Move:
 
 
 class Pieces(HeldTensors):
-    """This rank's pieces of the weights that the model computes with: views of parameters, or where adapters are added
-    to them, sums that are computed when they are asked for."""
+    """This rank's pieces of the weights: views of parameters or, with adapters, merged weights computed on access."""
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:
         self._readers = {
@@ -61,15 +61,15 @@ class Pieces(HeldTensors):
 
 
 class Source:
-    """The reader of this rank's parameters: fills its buckets and hands pieces to other senders. Every rank has one.
+    """Reads this rank's parameters: fills its buckets and sends pieces to other senders. Every rank has one.
 
     Args:
-        held: this rank's pieces as they are when they are asked for.
-        world: all ranks of the trainer; the plan's numbers are theirs.
-        dtype: dtype of the wire, before FP8.
-        device: device of the buckets. Pieces travel between buckets' devices: giver and taker must use one backend.
-        live: tensors that this rank holds as the wire wants them are not copied into buckets; `parts` tells where all
-            of them are.
+        held: this rank's pieces, read at the time of access.
+        world: all ranks of the trainer, by the plan's numbers.
+        dtype: dtype in which tensors are sent, before FP8.
+        device: device of the buckets; pieces are sent between buckets' devices, so all ranks must use one backend.
+        live: do not copy tensors into buckets if this rank already holds them in the form to be sent; `parts` returns
+            where they are.
     """
 
     def __init__(
@@ -84,48 +84,48 @@ class Source:
     ) -> None:
         self.held, self.plan, self.world, self.dtype, self.device = held, plan, world, dtype, device
         self.rank = rank = world.rank
-        self.peak_staged = 0  # bytes in addition to the buckets, for tests
+        self.peak_staged = 0  # largest number of bytes besides the buckets, for tests
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
         self._frozen = plan.frozen
         self._given_by_one = _given_by_one(plan, self.my_route(), rank) if live else set()
 
     def my_route(self) -> int | None:
-        """Return the number of the route this rank sends on; None when it only passes pieces on."""
+        """Return the number of the route on which this rank sends; None if it only passes pieces to other ranks."""
         return next((i for i, route in enumerate(self.plan.routes) if self.rank in route.senders), None)
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Return the buckets this rank sends, in order."""
+        """Return the buckets that this rank sends, in order."""
         route = self.my_route()
         return () if route is None else self.plan.routes[route].senders[self.rank]
 
     def rounds(self, routes: Sequence[int]) -> int:
-        """Return the number of calls of `fill` for a synchronisation over `routes`: the same on every rank."""
+        """Return the number of rounds of a synchronisation over `routes`, equal on every rank."""
         return max((len(b) for i in routes for b in self.plan.routes[i].senders.values()), default=0)
 
     def parts(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
-        """Return uint8, where the bytes of each entry of a filled bucket are: in `flat`, or in the parameter itself."""
+        """Return the bytes (uint8) of each entry of a filled bucket, in `flat` or in the parameter itself."""
         return [
             flat[entry.offset : entry.offset + entry.nbytes] if at is None else at.view(-1).view(torch.uint8)
             for entry, at in ((entry, self._live(entry)) for entry in bucket.entries)
         ]
 
     def _live(self, entry: Entry) -> Tensor | None:
-        """Return the parameter, where it can stand for the entry's place in the bucket."""
+        """Return the parameter itself if it can be sent instead of a copy in the bucket, else None."""
         if entry.source not in self._given_by_one:
             return None
-        found = self.held.get((entry.source, tuple((0, size) for size in entry.shape)))
-        if found is None or found.dtype != self.dtype or found.device != self.device:
+        piece = self.held.get((entry.source, tuple((0, size) for size in entry.shape)))
+        if piece is None or piece.dtype != self.dtype or piece.device != self.device:
             return None
-        return found if found.is_contiguous() and found.nbytes == entry.nbytes and entry.name == entry.source else None
+        return piece if piece.is_contiguous() and piece.nbytes == entry.nbytes and entry.name == entry.source else None
 
     @torch.no_grad()
     def fill(self, number: int, routes: Sequence[int], out: Tensor | None, *, whole: bool = True) -> None:
-        """Round `number` of `routes`. Collective over the ranks that hold pieces of these routes.
+        """Run round `number` of `routes`. Collective over the ranks that hold pieces of these routes.
 
         Args:
-            out: uint8 [bytes of this rank's bucket of that round], or None when it has none.
-            whole: frozen buckets are filled, too.
+            out: uint8 buffer for this rank's bucket in this round; None if it has none.
+            whole: also fill frozen buckets.
 
         Raises:
             WorkerError: another rank did not answer before the process group's deadline.
@@ -147,7 +147,7 @@ class Source:
             self._wait(sending.popleft()[0], "to take a piece")
 
     def _take(self, entry: Entry, moves: list[Move], out: Tensor) -> None:
-        """Collect all regions of one tensor into its place; quantise it when the wire wants that."""
+        """Collect all regions of one tensor into its place in the bucket, and quantise it for FP8."""
         plain = ITEMSIZE[entry.dtype] > 1
         if plain:
             whole = out[entry.offset : entry.offset + entry.nbytes].view(self.dtype).view(entry.shape)
@@ -179,7 +179,7 @@ class Source:
     def _give(self, move: Move, sending: deque[tuple[dist.Work, Tensor]]) -> None:
         for rows in _slabs(self.held[move.entry.source, move.region], ITEMSIZE[str(self.dtype).removeprefix("torch.")]):
             ready = rows.to(self.device, self.dtype).contiguous()
-            while len(sending) > 1:  # at most two slabs on their way
+            while len(sending) > 1:  # at most two slabs in flight
                 self._wait(sending.popleft()[0], "to take a piece")
             work = dist.isend(
                 ready.view(-1).view(torch.uint8), dst=self.world.ranks[move.sender], group=self.world.process_group
@@ -192,11 +192,11 @@ class Source:
         assert work is not None
         return work
 
-    def _wait(self, work: dist.Work, what: str) -> None:
+    def _wait(self, work: dist.Work, purpose: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise WorkerError(f"weight synchronisation: rank {self.rank}, waiting {what}: {error}") from error
+            raise WorkerError(f"weight synchronisation: rank {self.rank}, waiting {purpose}: {error}") from error
 
     def _quantise(self, entry: Entry, whole: Tensor, out: Tensor) -> None:
         values, scale = quantize_blocks(whole)
@@ -210,13 +210,13 @@ class Source:
 
 
 def _slabs(region: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
-    """Yield the row blocks of at most SLAB_BYTES, `itemsize` bytes per element; giver and taker must cut alike."""
+    """Yield row blocks of at most SLAB_BYTES, at `itemsize` bytes per element; giver and taker must cut equally."""
     row = max(region[0].numel() * (itemsize or region.element_size()), 1)
     yield from region.split(max(SLAB_BYTES // row, 1))
 
 
 def _given_by_one(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
-    """Return the tensors of the route that no other rank has a part in."""
+    """Return the tensors of the route of which no other rank has a part."""
     if route is None:
         return set()
     givers = plan.routes[route].givers
@@ -224,13 +224,13 @@ def _given_by_one(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
 
 
 def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]:
-    """Return the moves of `rank`, by round: every tensor it collects, and every region it gives to another rank."""
-    found: dict[int, list[tuple[Entry, list[Move]]]] = {}
+    """Return the moves of `rank` by round: tensors that it collects, and regions that it gives to other ranks."""
+    moves_of_round: dict[int, list[tuple[Entry, list[Move]]]] = {}
     for sender in sorted(route.senders):
         for number, bucket in enumerate(route.senders[sender]):
             for entry in bucket.entries:
                 if entry.name != entry.source:
-                    continue  # scales come with their weight
+                    continue  # scales are computed with their weight
                 regions = route.givers[entry.source]
                 moves = [
                     Move(g, sender, entry, region)
@@ -238,15 +238,15 @@ def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]
                     if rank in (sender, g) and region_numel(region)
                 ]
                 if moves:
-                    found.setdefault(number, []).append((entry, moves))
-    return found
+                    moves_of_round.setdefault(number, []).append((entry, moves))
+    return moves_of_round
 
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 
 
 def quantize_blocks(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a matrix.
+    """Quantise a matrix to FP8 by blocks of 128 x 128.
 
     Returns:
         float8_e4m3fn [R, C], and float32 [ceil(R / 128), ceil(C / 128)] with value = quantised * scale. The largest

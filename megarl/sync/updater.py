@@ -1,16 +1,16 @@
-"""The entry points of the training loop: `push` after an update of the policy, `catch_up` when receivers fell behind.
+"""Entry points for the training loop: `push` after an update of the policy, `catch_up` for receivers that lag.
 
 Both are collective over all ranks of the trainer:
 
     all ranks            agree on the receivers to update
     lead of a receiver   pause, begin                     one lead per receiver: the first sender of its route
-    all ranks            agree on who is open
+    all ranks            agree on which receivers are open
     all ranks            rounds: gather, send             (sender.py)
-    all ranks            agree on who got everything
+    all ranks            agree on which receivers got everything
     lead                 commit, end, tag, [verify], flush, resume
-    all ranks            agree on who is current; every rank's `Receivers` are told
+    all ranks            agree on which receivers are current; update every rank's `Receivers`
 
-A receiver that fails at any point is marked failed on every rank; the others go on.
+A receiver that fails at any point is marked failed on every rank; the update of the others continues.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ T = TypeVar("T")
 
 @dataclass
 class SyncReport:
-    """One synchronisation, the same on every rank. Seconds are those of the slowest rank, bytes of all together.
+    """Result of one synchronisation, equal on every rank. Seconds are of the slowest rank, bytes of all together.
 
-    `to_probe`: updated receivers that `sync.verify` selects; their results can be compared once they generate.
+    `to_probe`: updated receivers that `sync.verify` selects; their outputs can be compared when they generate again.
     """
 
     version: int
@@ -68,15 +68,15 @@ class SyncReport:
 
 
 class WeightSync:
-    """The synchronisation that keeps receivers on the trainer's weights.
+    """Keeps receivers on the trainer's weights.
 
     Args:
-        chunks: this rank's part of the model; its live parameters are sent.
-        receivers: the same ones in the same order on every rank.
+        chunks: this rank's part of the model, whose current parameters are sent.
+        receivers: all receivers, in the same order on every rank.
         config: section `sync` of the recipe.
-        run_dir: the folder of the disk transport and logs lie in it.
+        run_dir: run folder, for logs and the disk transport's folder.
         world: all ranks of the trainer.
-        freeze: parts of the model (`ModelPart`) that training leaves as they are: a receiver gets them once.
+        freeze: parts of the model (`ModelPart`) that are not trained, which a receiver gets once.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WeightSync:
     ) -> None:
         self.chunks, self.receivers, self.config, self.world = chunks, receivers, config, world
         self.version: int | None = None
-        self.run = world.broadcast_json(secrets.token_hex(4))  # part of versions' names
+        self.run = world.broadcast_json(secrets.token_hex(4))  # part of version tags
         model_dtype = chunks[0].config.params_dtype
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks), world)
@@ -121,25 +121,25 @@ class WeightSync:
             receivers.lead(run_dir / "sync", config.timeout_s)
 
     def push(self, version: int) -> SyncReport:
-        """Bring every living receiver to the parameters as they are now, under the name `version`. Collective.
+        """Send the current parameters to every living receiver, as version `version`. Collective.
 
         Raises:
-            ValueError: versions do not go backwards.
-            WorkerError: a receiver's checksums are not those of the trainer.
+            ValueError: the version is older than the last one.
+            WorkerError: a receiver's checksums differ from the trainer's.
         """
         if self.version is not None and version < self.version:
-            raise ValueError(f"weight version {version} after {self.version}")
+            raise ValueError(f"weight version {version} is older than the last one, {self.version}")
         self.version = version
         return self._sync(lambda receiver: True)
 
     def catch_up(self) -> SyncReport:
-        """Bring the living receivers that are not on the current version to it. Collective; cheap without any."""
+        """Send the current version to living receivers that do not have it. Collective; cheap if there are none."""
         if self.version is None:
             raise ValueError("catch_up before the first push")
         return self._sync(lambda receiver: receiver.version != self.version)
 
     def close(self) -> None:
-        """Leave process groups, free buffers; receivers are told that the trainer ends. Not collective."""
+        """Leave process groups, free buffers, and notify receivers that the trainer ends. Not collective."""
         self.receivers.close()
         self.transport.close()
         self.sender.release()
@@ -154,8 +154,10 @@ class WeightSync:
         if self.transport_name == "distributed":
             return DistributedTransport(device(), limit, self.config.address)
         if self.transport_name == "delta":
-            relays, key, mine = relays_of_all(set(self.plan.hosts), names, addresses, self.config, run_dir, self.world)
-            return DeltaTransport(self.plan, relays, key, f"{self.world.rank}", limit, mine)
+            relays, key, process = relays_of_all(
+                set(self.plan.hosts), names, addresses, self.config, run_dir, self.world
+            )
+            return DeltaTransport(self.plan, relays, key, f"{self.world.rank}", limit, process)
         folder = Path(self.config.folder) if self.config.folder else run_dir / "sync"
         return DiskTransport(folder, self.world.rank, self.chunks[0].hf_config, limit)
 
@@ -195,7 +197,7 @@ class WeightSync:
         update.begin()
 
     def _lack_something(self, numbers: list[int]) -> bool:
-        """Tell whether one of these receivers does not have the frozen tensors for certain: it gets everything."""
+        """Return whether one of these receivers may lack frozen tensors, so that all tensors must be sent."""
         if not self.plan.frozen or not self.transport.in_parts:
             return True
         targets = [self._target(number) for number in numbers if self._is_lead(number)]
@@ -204,10 +206,12 @@ class WeightSync:
         return any(self.world.all_gather_json(not all(hold)))
 
     def _send(self, ready: list[int], report: SyncReport, *, whole: bool) -> Sent:
-        """Run all rounds on this rank; `whole`: with the frozen tensors."""
+        """Run all rounds on this rank; `whole` includes frozen tensors."""
         routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
-        mine = self.sender.source.my_route()
-        targets = [self._target(n) for n in ready if mine is not None and n in self.plan.routes[mine].receivers]
+        route_here = self.sender.source.my_route()
+        targets = [
+            self._target(n) for n in ready if route_here is not None and n in self.plan.routes[route_here].receivers
+        ]
         if targets:
             self.transport.start(report.version, targets)
         sent = self.sender.run(routes, targets, whole=whole)
@@ -215,7 +219,7 @@ class WeightSync:
         return sent
 
     def _finish(self, updates: dict[int, ReceiverUpdate], ready: list[int], report: SyncReport) -> None:
-        """Publish, then each lead takes its receivers through the remaining steps."""
+        """Publish the version; then each lead rank takes its receivers through the remaining steps."""
         problem = None
         if self.world.rank == 0 and ready:
             try:
@@ -225,30 +229,30 @@ class WeightSync:
         problem = self.world.broadcast_json(problem)
         if problem is not None:
             raise WorkerError(problem)
-        mine = {n: update for n, update in updates.items() if n in ready}
+        led = {n: update for n, update in updates.items() if n in ready}
 
         def load(number: int) -> None:
-            update = mine[number]
+            update = led[number]
             update.load(lambda: self.transport.commit(self._target(number)))
             update.end()
             update.tag()
 
         def reopen(number: int) -> None:
-            mine[number].flush(self.config.pause)
-            mine[number].resume()
-            mine[number].receiver.done(mine[number].version, self.transport.folder_held())
+            led[number].flush(self.config.pause)
+            led[number].resume()
+            led[number].receiver.done(led[number].version, self.transport.folder_held())
 
-        self._each({n: n for n in mine}, load, report)
+        self._each({n: n for n in led}, load, report)
         selected = self._to_verify(ready)
-        self._verify(mine, [] if self.config.fp8 else selected, report)
-        self._each({n: n for n in mine if n not in report.failed}, reopen, report)
+        self._verify(led, [] if self.config.fp8 else selected, report)
+        self._each({n: n for n in led if n not in report.failed}, reopen, report)
         report.to_probe = selected
 
-    def _verify(self, mine: dict[int, ReceiverUpdate], chosen: list[int], report: SyncReport) -> None:
-        """Compare checksums of these receivers; collective. One that gives none has failed like in other steps.
+    def _verify(self, led: dict[int, ReceiverUpdate], chosen: list[int], report: SyncReport) -> None:
+        """Compare checksums of these receivers with the trainer's. Collective; a receiver that returns none has failed.
 
         Raises:
-            WorkerError: on every rank, when a receiver holds something else than the trainer.
+            WorkerError: on every rank: a receiver's weights differ from the trainer's.
         """
         if not chosen:
             return
@@ -260,7 +264,7 @@ class WeightSync:
         def ask(number: int) -> None:
             reported[number] = self.receivers.all[number].checksums(UpdateStep(verify.PHASE, self.config.timeout_s))
 
-        self._each({n: n for n in mine if n in chosen and n not in report.failed}, ask, report)
+        self._each({n: n for n in led if n in chosen and n not in report.failed}, ask, report)
         wrong: list[str] = []
         for number, found_there in reported.items():
             try:
@@ -274,14 +278,14 @@ class WeightSync:
             raise WorkerError("\n".join(everyone))
 
     def _to_verify(self, ready: list[int]) -> list[int]:
-        """Return the receivers of `ready` that `sync.verify` selects, the same on every rank."""
+        """Return the receivers in `ready` that `sync.verify` selects, equal on every rank."""
         if self.config.verify == "off":
             return []
         new = [n for n in ready if self.config.verify == "every" or self.receivers.all[n].version is None]
         return sorted({number for part in self.world.all_gather_json(new) for number in part})
 
     def _each(self, work: Mapping[int, T], action: Callable[[T], None], report: SyncReport) -> None:
-        """Run `action` for every receiver of `work` at the same time; failures go into the report."""
+        """Run `action` for every receiver in `work` in parallel, and record failures in the report."""
         if not work:
             return
         with ThreadPoolExecutor(len(work)) as pool:
@@ -289,7 +293,7 @@ class WeightSync:
         for number, future in running.items():
             error = future.exception()
             if isinstance(error, Exception) and not isinstance(error, ServerError):
-                traceback.print_exception(error)  # one receiver's failure ends no run, and the cause must not be lost
+                traceback.print_exception(error)  # the run continues, so print the cause
                 where = f"update to version {report.version}"
                 error = self._target(number).error(where, f"{type(error).__name__}: {error}")
             if isinstance(error, ServerError):
@@ -298,17 +302,17 @@ class WeightSync:
                 raise error
 
     def _agree(self, numbers: list[int], report: SyncReport) -> list[int]:
-        """Tell every rank about failures; returns the receivers of `numbers` without one."""
+        """Exchange failures between all ranks; return the receivers in `numbers` without one."""
         for part in self.world.all_gather_json([[number, why] for number, why in report.failed.items()]):
             for number, why in part:
                 report.failed.setdefault(number, why)
         return [number for number in numbers if number not in report.failed]
 
     def _close_report(self, report: SyncReport, sent: Sent, seconds: float, agreed: list[int]) -> None:
-        """Make the report the same on every rank, and tell the receivers' owner."""
+        """Make the report equal on every rank, and update the receivers' states."""
         self._agree(agreed, report)
-        mine = [sent.nbytes, seconds, sent.gather_s, sent.send_s, report.verified]
-        everyone = self.world.all_gather_json(mine)
+        numbers = [sent.nbytes, seconds, sent.gather_s, sent.send_s, report.verified]
+        everyone = self.world.all_gather_json(numbers)
         report.nbytes = sum(part[0] for part in everyone)
         report.seconds, report.gather_s, report.send_s = (max(part[i] for part in everyone) for i in (1, 2, 3))
         report.verified = sum(part[4] for part in everyone)

@@ -1,8 +1,9 @@
-"""The comparison of a receiver's weights with the trainer's, by checksums of all parameters.
+"""Comparison of a receiver's weights with the trainer's, by checksums of all parameters.
 
-The receiver gives a checksum for each of its own parameters, in which it has fused and split the tensors it was sent.
-The trainer computes the same from tensors gathered one at a time by `iter_on_all_ranks`, which shares nothing with the
-plan or the buckets. Every rank has them on its device, and computes the checksums of its share of the parameters.
+The receiver returns a checksum of each of its own parameters, which fuse and split the tensors that were sent. The
+trainer
+computes the same from tensors gathered one at a time by `iter_on_all_ranks`, independently of plan and buckets. Every
+rank has the tensors on its device, and computes the checksums of its share of the parameters.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ PHASE = "verification"
 def expected_checksums(
     tensors: Iterable[tuple[str, Tensor]], layouts: Sequence[ReceiverLayout], dtype: torch.dtype, world: WorkerGroup
 ) -> dict[ReceiverLayout, Checksums]:
-    """Return the checksums that receivers must report that hold `tensors`, by layout. Collective over `world`.
+    """Return the checksums that receivers with these `tensors` must report, by layout. Collective over `world`.
 
     Args:
-        tensors: whole Hugging Face tensors in export order, the same on every rank; runs through them once.
-        layouts: of the receivers, without duplicates.
-        dtype: dtype of the wire.
-        world: all ranks of the trainer. Each one's checksums run on the device of its tensors.
+        tensors: whole Hugging Face tensors in export order, equal on every rank; consumed once.
+        layouts: layouts of the receivers, without duplicates.
+        dtype: dtype in which tensors are sent.
+        world: all ranks of the trainer; each computes checksums on the device of its tensors.
     """
-    turns: dict[tuple[int, int, str], int] = {}  # of parameters, in the same order on every rank
+    turns: dict[tuple[int, int, str], int] = {}  # number of each parameter, in the same order on every rank
     sums: list[list[dict[str, Checksum]]] = [[{} for _ in range(at.ranks)] for at in layouts]
     for name, tensor in tensors:
         cast = tensor.to(dtype)
         for number, layout in enumerate(layouts):
-            for rank, mine in enumerate(sums[number]):
+            for rank, checksums in enumerate(sums[number]):
                 for param, part, total in layout.parts(rank, name, cast):
                     if turns.setdefault((number, rank, param), len(turns)) % world.size == world.rank:
-                        if param not in mine:
-                            mine[param] = layout.make_checksum(total * part.itemsize)
-                        mine[param].update(part)
-    found = [[{param: checksum.hexdigest() for param, checksum in part.items()} for part in at] for at in sums]
-    everyone = world.all_gather_json(found)
+                        if param not in checksums:
+                            checksums[param] = layout.make_checksum(total * part.itemsize)
+                        checksums[param].update(part)
+    digests = [[{param: checksum.hexdigest() for param, checksum in part.items()} for part in at] for at in sums]
+    everyone = world.all_gather_json(digests)
     return {
         layout: [dict(pair for theirs in everyone for pair in theirs[number][r].items()) for r in range(layout.ranks)]
         for number, layout in enumerate(layouts)
@@ -51,13 +52,13 @@ def expected_checksums(
 
 
 def compare(receiver: Receiver, expected: Checksums, reported: Checksums) -> int:
-    """Return the number of parameters that were compared.
+    """Check a receiver's checksums and return the number of parameters compared.
 
     Raises:
         ServerError: a parameter differs or is missing; the message names the first ones.
     """
     if len(expected) != len(reported):
-        raise _error(receiver, f"it has {len(reported)} ranks, {len(expected)} were expected")
+        raise _error(receiver, f"it reported {len(reported)} ranks, expected {len(expected)}")
     wrong = [
         f"{param} (rank {rank}: {theirs.get(param, 'missing')}, expected {value})"
         for rank, (ours, theirs) in enumerate(zip(expected, reported, strict=True))

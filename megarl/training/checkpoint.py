@@ -1,19 +1,21 @@
-"""Checkpoints that are either complete or not there, and how a run finds its way back.
+"""Checkpoints: each is either complete or absent, and a run can resume from the newest one.
 
     ROOT/step_120.tmp-4f2a/
         rank_K.safetensors      every worker's own part of parameters and optimizer state
-        rng_K.safetensors       its random states
-        ...                     what it adds (samples that wait for the next step)
-        state.json              what the trainer adds (loader, controllers), plain JSON
-        meta.json               last, by rank 0: step, layout, version, configuration, checksums; with several teams
-                                also which workers wrote which engines
+        rng_K.safetensors       every worker's random states
+        ...                     files that a worker adds (samples for the next step)
+        state.json              the trainer's state (loader, controllers), plain JSON
+            meta.json               written last, by rank 0: step, layout, version, configuration, checksums; with
+            several
+                                    teams also which workers wrote which engines
     ROOT/step_120/              the same folder after fsync and rename
-    ROOT/best.json              which step is kept for being best
-    ROOT.old-K/                 checkpoints of steps after the one that a run went back to, see `set_aside`
+    ROOT/best.json              the step that is kept as the best
+    ROOT.old-K/                 checkpoints of steps that a run trains again, see `set_aside`
 
-A folder without the final name is never read, and is removed by the next save. meta.json lists every other file with
-its size and checksum; `verify` finds what was lost or changed since, and all ranks agree on it. Training goes on while
-a checkpoint is written (`megarl.training.saving`), also one of several teams (`megarl.training.multi_team_commit`).
+A folder without its final name is never read, and the next save removes it. meta.json lists every other file with its
+size and checksum; `verify` finds lost or changed files, with the same result on all ranks. Training continues while a
+checkpoint is written (`megarl.training.saving`); several teams write one together
+(`megarl.training.multi_team_commit`).
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ log = logging.getLogger(__name__)
 
 FORMAT = 4
 _META, _STATE, _BEST = "meta.json", "state.json", "best.json"
-_SPARE = 64 << 20  # bytes that stay free in addition to a checkpoint, for logs and metrics
+_SPARE = 64 << 20  # bytes of the disk that a checkpoint leaves free, for logs and metrics
 
 
 def save(root: Path, step: int, engines: dict[str, MegatronEngine], extra: dict[str, Any], **options: Any) -> Path:
-    """`begin`, and wait until the checkpoint is complete. Returns its folder."""
+    """Write a checkpoint: call `begin`, wait until it is complete, and return its folder."""
     begin(root, step, engines, extra, **options).wait()
     return root / f"step_{step}"
 
@@ -73,29 +75,29 @@ def begin(
     kept: bool = True,
     teams: Teams | None = None,
 ) -> Saving:
-    """Start to write `ROOT/step_<step>` with all engines and `extra`; old checkpoints are dropped when it is complete.
+    """Start to write `ROOT/step_<step>` with all engines and `extra`; old checkpoints are removed when it is complete.
 
     Collective over all ranks of this team, which leads the others. Returns as soon as everything is copied to host
-    memory; the one before must be complete.
+    memory. The previous checkpoint must be complete.
 
     Args:
         root: folder of checkpoints, on a file system that all ranks share.
-        step: training step that is complete.
-        engines: by name; frozen ones are stored without optimizer.
-        extra: JSON values of rank 0, returned by `load`.
-        files: contents by name of what this rank adds to the folder; no other rank gives the same name.
-        config: resolved configuration as plain data, to tell what a resumed run changes.
-        keep_last: newest checkpoints to keep, in addition to the best, of those that are `kept`.
-        kept: it is not only to go on from, until there is a newer one.
-        best: this one is the best so far.
-        teams: the others that write a part of it (`multi_team_commit.begin_part`); None: there are none.
+        step: the completed training step.
+        engines: engines by name; frozen engines are stored without optimizer.
+        extra: JSON values of rank 0 that `load` returns.
+        files: contents by name of files that this rank adds to the folder; names must differ between ranks.
+        config: resolved configuration as plain data, to find what a resumed run changes.
+        keep_last: number of newest checkpoints to keep, in addition to the best; only those with `kept` count.
+        best: this checkpoint is the best so far.
+        kept: False for a checkpoint that is only for resuming until there is a newer one.
+        teams: the other teams that write a part (`multi_team_commit.begin_part`); None: there are none.
 
     Raises:
-        FolderTaken: another attempt has the run folder, in which `root` is.
-        CheckpointError: on every rank of every team alike: the disk is too full, or the folder cannot be made.
+        FolderTaken: another attempt uses the run folder that contains `root`.
+        CheckpointError: on every rank of every team: the disk is too full, or the folder cannot be created.
     """
     world = (layout := next(iter(engines.values())).layout).world
-    refuse_if_taken(root.parent)  # what is half written there is removed below
+    refuse_if_taken(root.parent)  # half-written checkpoints there are removed below
     tag = world.broadcast_json(uuid.uuid4().hex[:8])
     folder = folder_of(root, step, tag)
     if teams is not None and world.rank == 0:
@@ -123,27 +125,29 @@ def begin(
 
 
 def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, checksums: dict[str, FileChecksum]) -> None:
-    """Make the folder the checkpoint, once all files are on disk, and drop old ones."""
+    """Turn the folder into the checkpoint after all files are on disk, and remove old checkpoints."""
     root, step = folder.parent, meta["step"]
-    for name, (size, _) in checksums.items():  # as this machine sees the folder, which others have written into
+    for name, (size, _) in checksums.items():  # other machines wrote some: check what this one sees
         if size_at(folder / name) != size:
-            raise OSError(errno.EIO, f"of other size than the {size:,} bytes that were written", str(folder / name))
+            raise OSError(
+                errno.EIO, f"the file's size differs from the {size:,} bytes that were written", str(folder / name)
+            )
     refuse_if_taken(root.parent)
     whole = {**meta, "files": checksums}
     (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_checksum(whole)}, indent=1))
     _publish(folder, root / f"step_{step}", meta["tag"])
-    with contextlib.suppress(OSError):  # nobody reads them any more
+    with contextlib.suppress(OSError):  # they are not needed any more
         drop_checksums(root / f"step_{step}")
     if best:
         _note_best(root, step)
     try:
         _prune(root, keep_last)
-    except OSError as error:  # the new checkpoint is complete all the same
+    except OSError as error:  # the new checkpoint is complete anyway
         log.warning("old checkpoints in %s cannot be removed: %s", root, error)
 
 
 def _facts_of(parts: Sequence[PartCopied]) -> dict[str, Any]:
-    """Return the entries of meta.json on the engines; with several teams also on whose they are."""
+    """Return meta.json's entries on the engines and, with several teams, on which team wrote which engines."""
     facts: dict[str, Any] = {
         "layout": parts[0].layout,
         "optimizer_steps": {name: step for part in parts for name, step in part.optimizer_steps.items()},
@@ -156,7 +160,7 @@ def _facts_of(parts: Sequence[PartCopied]) -> dict[str, Any]:
 
 
 def _make_folder(folder: Path, nbytes: int) -> str | None:
-    """Make the empty `folder` of a checkpoint of `nbytes`; return the problem, if any."""
+    """Create the empty `folder` for a checkpoint of `nbytes`; return the problem, if any."""
     try:
         clean(folder.parent)
         folder.mkdir(parents=True)
@@ -165,7 +169,9 @@ def _make_folder(folder: Path, nbytes: int) -> str | None:
             return None
         folder.rmdir()
         size, spare = f"{nbytes / 1e9:.3g}", f"{_SPARE / 1e9:.3g}"
-        return f"{size} GB are needed, and {spare} GB that stay free for logs; {free / 1e9:.3g} GB are free"
+        return (
+            f"the checkpoint needs {size} GB and {spare} GB must stay free for logs, but {free / 1e9:.3g} GB are free"
+        )
     except OSError as error:
         return f"{error.strerror or error} ({error.filename})"
 
@@ -174,26 +180,27 @@ def _make_room(root: Path, step: int) -> str:
     steps = [saved for saved in steps_in(root) if saved != step]
     start = f"the checkpoint of step {steps[-1]}" if steps else "the beginning: there is no checkpoint yet"
     return (
-        f"make room there (trainer.keep_last says how many are kept, tracking.dir where runs are), then start the same "
-        f"command with --run-dir {root.parent}: it goes on from {start}"
+        f"free space there (trainer.keep_last sets how many checkpoints are kept, tracking.dir where runs are), then "
+        f"run the "
+        f"same command with --run-dir {root.parent}: it continues from {start}"
     )
 
 
 def load(
     folder: Path, engines: dict[str, MegatronEngine], meta: dict[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Fill `engines` from a checkpoint, under any layout; RNG states come back when the layout is the same. Collective.
+    """Fill `engines` from a checkpoint of any layout; RNG states are restored if the layout is the same. Collective.
 
     Args:
         folder: the checkpoint.
-        engines: by the names they were saved with.
-        meta: its result of `verify`; None: it is verified now.
+        engines: engines by the names under which they were saved.
+        meta: the result of `verify`; None: verify now.
 
     Returns:
         The training step and the `extra` that were saved.
 
     Raises:
-        CheckpointError: not a whole checkpoint of this format, or without one of the engines.
+        CheckpointError: the checkpoint is damaged, has another format, or lacks one of the engines.
     """
     world = world_of(engines)
     meta = verify(folder, world) if meta is None else meta
@@ -205,17 +212,17 @@ def load(
 
 
 def load_random_states(folder: Path, layout: Layout) -> None:
-    """Load the random states of a team in which no engine learns, where such a team of this layout wrote some.
-    Collective.
+    """Load the random states of a team without engines, if such a team with this layout wrote some. Collective.
+
 
     Raises:
-        CheckpointError: its files are damaged.
+        CheckpointError: the files are damaged.
     """
     _load_random_states(folder, verify(folder, layout.world, ()), layout, ())
 
 
 def _load_random_states(folder: Path, meta: dict[str, Any], layout: Layout, engines: Collection[str]) -> None:
-    """Load the states of the team that wrote for `engines`, where it had this layout. Collective."""
+    """Load the random states of the team that wrote `engines`, if it had this layout. Collective."""
     same = (team for team in _teams_in(meta) if _wrote_for(team, engines) and team["layout"] == layout.describe())
     if (team := next(same, None)) is not None:
         load_rng(folder / rng_name(team["workers"][0] + layout.world.rank))
@@ -223,7 +230,7 @@ def _load_random_states(folder: Path, meta: dict[str, Any], layout: Layout, engi
 
 
 def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of meta.json on each team that wrote a part: a `Part`, described."""
+    """Return meta.json's entries on the teams that wrote a part, each a `Part.describe`."""
     if "teams" in meta:
         return list(meta["teams"].values())
     size = sum(name.startswith("rank_") for name in meta["files"])
@@ -231,12 +238,12 @@ def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _wrote_for(team: dict[str, Any], engines: Collection[str]) -> bool:
-    """Tell whether the team wrote one of these engines; without engines, whether it is a team without engines."""
+    """Return whether the team wrote one of these engines; with no engines given, whether it has none."""
     return bool({*engines} & {*team["engines"]}) if engines else not team["engines"]
 
 
 def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, FileChecksum]:
-    """Return the files of a checkpoint without those of teams that did not write for `engines`."""
+    """Return the checkpoint's files without those of teams that did not write `engines`."""
     other = [team["workers"] for team in _teams_in(meta) if not _wrote_for(team, engines)]
     numbers = [first + rank for first, size in other for rank in range(size)]
     left_out = {name for number in numbers for name in (shard_name(number), rng_name(number))}
@@ -244,23 +251,24 @@ def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, File
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the `extra` of a checkpoint that `verify` found intact."""
+    """Return the `extra` of a checkpoint that `verify` has found intact."""
     return json.loads((folder / _STATE).read_text())
 
 
 def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronEngine], world: WorkerGroup) -> Index:
-    """Refuse a checkpoint of other models than `engines`; optimizer state is not looked at. Collective over `world`.
+    """Check that a checkpoint holds the same models as `engines`, without optimizer state. Collective over `world`.
 
     Raises:
-        CheckpointError: on every rank alike: an engine is missing, or has parameters of other names or shapes, or
-            another vocabulary, or the checkpoint has parameters that it lacks.
+        CheckpointError: on every rank: an engine is missing; parameters differ in name or shape; a vocabulary differs;
+            or the checkpoint has parameters that the engine lacks.
     """
     missing = engines.keys() - meta["optimizer_steps"].keys()
     if missing:
         raise CheckpointError(
-            f"the checkpoint holds {sorted(meta['optimizer_steps'])}, not {sorted(missing)}",
+            f"the checkpoint has no model {', '.join(sorted(missing))}, only "
+            f"{', '.join(sorted(meta['optimizer_steps']))}",
             where=str(folder),
-            fix="resume a run of the same kind; trainer.resume=never starts from the beginning",
+            fix="resume a run with the same models, or start from the beginning with trainer.resume=never",
         )
     index, wrong = world.broadcast_json(_index_or_fault(folder, meta, engines) if world.rank == 0 else None)
     if wrong:
@@ -274,24 +282,23 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
 
 
 def stored_names(folder: Path, meta: dict[str, Any]) -> frozenset[str]:
-    """Return the names of the tensors in a checkpoint, each after its engine's: `actor.decoder...`; `meta` is from
+    """Return the tensor names in a checkpoint, with the engine in front (`actor.decoder...`); `meta` is from
     `verify`."""
     return frozenset(_index(folder, meta, meta["optimizer_steps"]))
 
 
 def _surplus(
-    meta: dict[str, Any], engines: dict[str, MegatronEngine], index: Index, mine: set[str], world: WorkerGroup
+    meta: dict[str, Any], engines: dict[str, MegatronEngine], index: Index, local_keys: set[str], world: WorkerGroup
 ) -> list[str]:
-    """List the tensors of `engines` in the checkpoint that no rank holds, and vocabularies of other sizes.
-    Collective."""
-    held = {key for keys in world.all_gather_json(sorted(mine)) for key in keys}
+    """List the checkpoint's tensors of `engines` that no rank holds, and vocabularies of different size. Collective."""
+    keys_held = {key for keys in world.all_gather_json(sorted(local_keys)) for key in keys}
     prefixes = tuple(f"{name}." for name in engines)
-    lines = [f"{key} is in the checkpoint only" for key in index if key.startswith(prefixes) and key not in held]
+    lines = [f"{key} is in the checkpoint only" for key in index if key.startswith(prefixes) and key not in keys_held]
     for name, engine in engines.items():
         here = engine.hf_config.vocab_size
-        saved = meta.get("vocab_sizes", {}).get(name, here)  # older checkpoints do not say it
-        if saved != here:  # rows of embeddings are padded, so their number does not tell
-            lines.append(f"{name} has a vocabulary of {saved}, here it is {here}")
+        saved = meta.get("vocab_sizes", {}).get(name, here)  # older checkpoints lack this entry
+        if saved != here:  # the number of embedding rows is padded
+            lines.append(f"{name} has a vocabulary of {saved} tokens, expected {here}")
     return lines
 
 
@@ -309,11 +316,11 @@ def _index(folder: Path, meta: dict[str, Any], engines: Collection[str]) -> Inde
 def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = None) -> dict[str, Any]:
     """Read every file that meta.json lists, check it, and return the contents of meta.json. Collective over `world`.
 
-    With `engines` only files of teams that wrote one of them are read; with no names, of teams without engines.
+    With `engines`, only files of teams that wrote one of them are read; with an empty collection, of teams without any.
 
     Raises:
-        CheckpointError: on every rank alike: names the damaged files, and other checkpoints that could be used.
-        FormatError: on every rank alike: another version of megarl wrote it.
+        CheckpointError: on every rank; it names the damaged files, and other checkpoints that could be used.
+        FormatError: on every rank: another version of megarl wrote the checkpoint.
     """
     meta, wrong, other = world.broadcast_json(_meta_or_fault(folder) if world.rank == 0 else None)
     if other is not None:
@@ -330,23 +337,23 @@ def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = N
 
 
 def _stranger(path: Path, tag: str) -> str | None:
-    """Say so when the file of a rank is one of another checkpoint."""
+    """Return a message if the file, one of a rank's, belongs to another checkpoint, else None."""
     if not path.name.startswith("rank_"):
         return None
-    with contextlib.suppress(CheckpointError, KeyError):  # it is damaged, which its checksum says
+    with contextlib.suppress(CheckpointError, KeyError):  # the file is damaged, which its checksum shows
         label = label_of(path)
         if label["tag"] != tag:
-            return f"is of another checkpoint (of step {label['step']})"
+            return f"belongs to another checkpoint (step {label['step']})"
     return None
 
 
 def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None, dict[str, Any] | None]:
-    """Return the contents of meta.json, or the damage, or the message of a `FormatError`."""
+    """Return (contents of meta.json, what is damaged, arguments of a `FormatError`), two of them None."""
     try:
         return read_meta(folder), None, None
     except FormatError as error:
-        told = {"what": error.what, "where": error.where, "found": error.found}
-        return None, None, told | {"allowed": error.allowed, "fix": error.fix}
+        arguments = {"what": error.what, "where": error.where, "found": error.found}
+        return None, None, arguments | {"allowed": error.allowed, "fix": error.fix}
     except CheckpointError as error:
         return None, error.what, None
 
@@ -354,35 +361,37 @@ def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None, dic
 def _way_out(folder: Path) -> str:
     others = [step for step in steps_in(folder.parent) if folder.name != f"step_{step}"]
     other = f"trainer.resume={folder.parent / f'step_{others[-1]}'} continues from another one, " if others else ""
-    return f"{other}trainer.resume=never starts from the beginning and keeps what is there"
+    return f"{other}trainer.resume=never starts from the beginning and keeps the old files"
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Return the contents of meta.json.
 
     Raises:
-        CheckpointError: there is none, so the checkpoint is incomplete, or it is damaged.
-        FormatError: it is of another format.
+        CheckpointError: the file is missing, so the checkpoint is incomplete, or it is damaged.
+        FormatError: the checkpoint has another format.
     """
     way = _way_out(folder)
     try:
         meta = json.loads((folder / _META).read_text())
         known, checksum = meta.get("format"), meta.pop("checksum", None)
     except FileNotFoundError:
-        raise CheckpointError(f"there is no {_META}", where=str(folder), fix=way) from None
+        raise CheckpointError(f"{_META} is missing", where=str(folder), fix=way) from None
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{_META} cannot be read: {error}", where=str(folder), fix=way) from error
     if known != FORMAT:
         raise FormatError(
-            "another version of megarl wrote this checkpoint, in a format that this one does not read",
+            "this checkpoint was written by another version of megarl, in a format that this version does not read",
             where=str(folder),
             found=f"format {known}",
             allowed=f"format {FORMAT}",
-            fix=f"go on with that version; or let its `megarl convert {folder} MODEL_DIR` write the model, and begin a "
-            "run with model.path=MODEL_DIR",
+            fix=f"resume with that version; or export the model with its `megarl convert {folder} MODEL_DIR` and begin "
+            "a run with model.path=MODEL_DIR",
         )
     if checksum != _meta_checksum(meta):
-        raise CheckpointError(f"{_META} was changed since it was written (checksum)", where=str(folder), fix=way)
+        raise CheckpointError(
+            f"{_META} was changed after it was written (checksum differs)", where=str(folder), fix=way
+        )
     return meta
 
 
@@ -391,19 +400,18 @@ def _meta_checksum(meta: dict[str, Any]) -> str:
 
 
 def named_steps(root: Path) -> list[int]:
-    """Return the steps of all folders that are called checkpoints, in rising order; some may have lost their
-    meta.json."""
+    """Return the steps of all folders named like checkpoints, in rising order, even if meta.json is missing."""
     return steps_of(root.glob("step_*"))
 
 
 def best(root: Path) -> Path | None:
-    """Return the checkpoint that was saved as best and is still there."""
+    """Return the checkpoint that best.json names, or None if it no longer exists."""
     folder = root / f"step_{best_step(root)}"
     return folder if (folder / _META).is_file() else None
 
 
 def keep_best(root: Path, step: int) -> bool:
-    """Make best.json name the checkpoint of `step`; False if there is none. One rank calls this."""
+    """Record the checkpoint of `step` in best.json; return False if it does not exist. One rank calls this."""
     if step not in steps_in(root):
         return False
     if best_step(root) != step:
@@ -412,14 +420,16 @@ def keep_best(root: Path, step: int) -> bool:
 
 
 def set_aside(root: Path, after: int | None) -> Path | None:
-    """Move the checkpoints of later steps than `after` (None: all) away, before a run trains those steps again.
+    """Move checkpoints of later steps than `after` (None: all) to another folder, before a run trains those steps
+    again.
 
-    Otherwise they would count as its newest ones: its own would be pruned, and the next resume would continue the old
-    ones. One rank calls this.
+    Otherwise they would count as the run's newest checkpoints: its own would be pruned, and the next resume would use
+    the old ones. One rank calls this.
 
     Returns:
-        The new folder ROOT.old-K, where they keep their names, best.json among them when it names one; None when there
-        was nothing to move.
+        The new folder ROOT.old-K, in which they keep their names, with best.json if it names one of them; None if
+        there was
+            nothing to move.
     """
     steps = [step for step in named_steps(root) if after is None or step > after]
     if not steps:
@@ -434,13 +444,13 @@ def set_aside(root: Path, after: int | None) -> Path | None:
 
 
 def clean(root: Path) -> None:
-    """Remove what interrupted saves left."""
+    """Remove the folders that interrupted saves left."""
     for path in [*root.glob("step_*.tmp-*"), *root.glob("step_*.old-*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _publish(folder: Path, final: Path, tag: str) -> None:
-    """Give a fully written folder its final name; after this it survives a power cut."""
+    """Flush a fully written folder and give it its final name; from then on it survives a power failure."""
     for path in folder.iterdir():
         _sync(path)
     _sync(folder)
@@ -456,24 +466,24 @@ def _note_best(root: Path, step: int) -> None:
     path = root / _BEST
     try:
         _replace(path, {"step": step})
-    except OSError as error:  # the checkpoint is complete all the same
+    except OSError as error:  # the checkpoint is complete anyway
         log.warning("%s cannot be written, so the checkpoint of step %d is not kept as the best: %s", path, step, error)
 
 
 def _prune(root: Path, keep_last: int) -> None:
-    """Drop all complete checkpoints but the newest `keep_last` that are to be kept, the best, and the newest of all."""
-    steps, kept = steps_in(root), best(root)
+    """Remove all complete checkpoints except the newest, the best, and the newest `keep_last` of those to be kept."""
+    steps, best_folder = steps_in(root), best(root)
     stay = {*[step for step in steps if _is_kept(root / f"step_{step}")][-keep_last:], *steps[-1:]}
     for step in steps:
         folder = root / f"step_{step}"
-        if folder != kept and step not in stay:
-            gone = folder.with_name(f"{folder.name}.old-pruned")  # renamed first: never a half-removed step_N
+        if folder != best_folder and step not in stay:
+            gone = folder.with_name(f"{folder.name}.old-pruned")  # rename first, so that step_N is never half removed
             folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
 
 def _is_kept(folder: Path) -> bool:
-    """Tell whether a checkpoint is kept beyond the next one; one that cannot be read is kept."""
+    """Return whether a checkpoint is to be kept when there is a newer one; an unreadable one is kept."""
     try:
         return bool(json.loads((folder / _META).read_text()).get("kept", True))
     except (OSError, ValueError, AttributeError):

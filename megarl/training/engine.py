@@ -1,13 +1,13 @@
-"""The Megatron engine: one model under one layout, trained or frozen, fed with batches of packed samples.
+"""The Megatron engine: one model under one layout, trained or frozen, that processes batches of packed samples.
 
     batch -> plan: micro-batches by token budget, equally many on all data-parallel ranks
           -> Megatron's schedule (none, 1F1B, interleaved) -> hidden states on the last stage
           -> rows that predict response tokens -> head: log-prob and entropy, or value -> loss_fn -> backward
           -> gradients summed over dp x cp -> finite? -> clip -> AdamW -> new parameters
 
-The loss is a sum whose weights already hold the global normalisers, so nothing is ever divided here and the result
-does not depend on micro-batches or layout. Context-parallel ranks all see the whole micro-batch's token outputs and
-compute the same loss, but each passes back only the gradient of the tokens it holds.
+The loss is a sum with weights that contain the global normalisers, so the engine never divides, and the result does not
+depend on micro-batches or layout. All context-parallel ranks see the token outputs of the whole micro-batch and compute
+the same loss; each passes back the gradient of its own tokens only.
 """
 
 from __future__ import annotations
@@ -51,43 +51,44 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: fn(*what the head gives [N], samples of the micro-batch) -> (scalar, Metrics)
+#: fn(*outputs of the head [N], samples of the micro-batch) -> (scalar, Metrics)
 LossFn = Callable[..., tuple[Tensor, Metrics]]
 
 
 class TeacherTargets(NamedTuple):
-    """The batch field with what a teacher says: its likeliest tokens, or with `terms` its hidden states."""
+    """The batch field with a teacher's most likely tokens or, with `terms` of a divergence, its hidden states."""
 
     field: str
     terms: Terms | None = None
 
 
-#: fn(metrics of all micro-batches and ranks) -> what the gradient is divided by
+#: fn(metrics of all micro-batches and ranks) -> the divisor of the gradient
 Divisor = Callable[[Metrics], float]
 Weights = Callable[[list[PolicyModel]], None]
 
 
 class MegatronEngine:
-    """One model under `layout`. All methods are collective over all ranks of the layout.
+    """One model under `layout`. Methods are collective over all ranks of the layout.
 
     Args:
         hf_config: Hugging Face configuration of the model.
         parallel, engine: layout and memory settings.
-        optim: optimizer settings; None makes a frozen engine without gradient buffers and optimizer.
+        optim: optimizer settings; None for a frozen engine, without gradient buffers and optimizer.
         dtype: dtype of parameters and activations; bf16 has float32 master weights and gradients.
         total_steps: optimizer steps of the whole run, the default length of the learning-rate decay.
-        weights: fills the freshly built chunks, e.g. `lambda chunks: load_weights(chunks, folder)`.
-        name: role, the first part of the metric names.
-        seed: seed of dropout and whatever else the model draws.
-        value_head: a critic: one value per token in place of a vocabulary.
-        sequences: the layout of rows as sequences.
-        lora: low-rank adapters, fresh ones drawn from `seed`, which are trained in place of the weights; None: none.
-        freeze: parts (`ModelPart`) that stay as they are.
+        weights: fills the newly built chunks, e.g. `lambda chunks: load_weights(chunks, folder)`.
+        name: role; the first part of metric names.
+        seed: seed of dropout and other random numbers of the model.
+        value_head: build a critic: one value per token instead of logits.
+        sequences: how samples become sequences.
+        lora: low-rank adapters that are trained in place of the weights, new ones initialised from `seed`; None: no
+            adapters.
+        freeze: parts (`ModelPart`) that are not trained.
 
     Attributes:
-        teacher_weight: a teacher's output embedding [v, its width], of the tokens in `vocab_range` of the last stage's
-            model, for divergences over the vocabulary.
-        snapshots: host memory for its part of a checkpoint; one at a time is on its way to disk.
+        teacher_weight: a teacher's output embedding [v, its width] for the tokens in `vocab_range`, on the last stage,
+            for divergences over the vocabulary.
+        snapshots: host memory for this rank's part of a checkpoint; one checkpoint at a time is written.
     """
 
     def __init__(
@@ -160,29 +161,30 @@ class MegatronEngine:
     # -- inference -----------------------------------------------------------------------------------------------
 
     def logprobs(self, batch: Batch, temperature: float = 1.0, entropy: bool = True) -> tuple[Jagged, Jagged]:
-        """Log-prob and entropy of every response token of this data-parallel rank's `batch`, which may be empty.
+        """Return log-prob and entropy of every response token of this data-parallel rank's `batch`, which may be empty.
 
         Returns:
             Two Jagged float32 over response tokens, on the device of the batch, on every rank of the replica. The
-            entropy is zeros when it was not asked for.
+            entropy is zero if `entropy` is False.
         """
-        found = self._of_samples(batch, self._log_probs(temperature, entropy))
-        logp, *more = (column.contiguous() for column in found.values.unbind(1))
-        return found.like(logp), found.like(more[0] if more else torch.zeros_like(logp))
+        outputs = self._of_samples(batch, self._log_probs(temperature, entropy))
+        logp, *more = (column.contiguous() for column in outputs.values.unbind(1))
+        return outputs.like(logp), outputs.like(more[0] if more else torch.zeros_like(logp))
 
     def top_tokens(self, batch: Batch, k: int, limit: int, temperature: float = 1.0) -> Jagged:
-        """Return the k likeliest tokens below id `limit` at the place of every response token, likeliest first.
+        """Return the k most likely tokens below id `limit` at every response token's position, most likely first.
 
         Returns:
-            float32 [tokens, K + 1, 2] over response tokens, ids and log-probs, on every rank of the replica; K is the
-            smaller one of `k` and `limit`. The last one of each, with id -1, is all other tokens together.
+            float32 [tokens, K + 1, 2] over response tokens: ids and log-probs, on every rank of the replica; K is the
+            smaller
+                of `k` and `limit`. The last entry, with id -1, is all other tokens together.
         """
         k = min(k, limit)
-        found = self._of_samples(batch, TopTokens(k, limit, self._log_probs(temperature, entropy=False)))
-        return found.like(torch.stack(found.values.tensor_split(2, dim=1), 2))
+        outputs = self._of_samples(batch, TopTokens(k, limit, self._log_probs(temperature, entropy=False)))
+        return outputs.like(torch.stack(outputs.values.tensor_split(2, dim=1), 2))
 
     def hidden_states(self, batch: Batch) -> Jagged:
-        """Return the state before every response token, which the output embedding would be multiplied with.
+        """Return the final hidden state from which every response token is predicted.
 
         Returns:
             [tokens, hidden] in the model's dtype over response tokens, on every rank of the replica.
@@ -190,41 +192,42 @@ class MegatronEngine:
         return self._of_samples(batch, HiddenStates(self.model_config.hidden_size), self.dtype)
 
     def sample(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
-        """Sample all tokens of rows whose sequence layout predicts them in one pass.
+        """Sample all tokens of each row in one forward pass, for sequence layouts that predict them in parallel.
 
         Collective over the ranks of a replica; replicas may call it at different times.
 
         Args:
-            batch: rows, see `SequenceLayout`; their `response_ids` only say how many tokens there are.
-            seeds: int64 [B]; the tokens of a row depend on its own seed and on no other row.
-            temperature: 0 takes the likeliest tokens.
+            batch: rows, see `SequenceLayout`; `response_ids` only give the number of tokens.
+            seeds: int64 [B]; a row's tokens depend on its own seed only.
+            temperature: 0: the most likely tokens.
 
         Returns:
             Tokens int64 and their log-probs float32, on every rank of the replica.
         """
-        assert self.sequences.columns is not None, "the sequence layout says which tokens may be sampled"
+        assert self.sequences.columns is not None, "a layout with parallel tokens has `columns`"
         slots = int(batch["response_ids"].lengths[0]) if len(batch) else 1
         head = SampledTokens(temperature, self.layout.tp_group, self.sequences.columns, seeds, slots)
-        found = self._evaluate(batch, head, together=False)
-        tokens, logp = found.values.unbind(1)
-        return found.like(tokens.long()), found.like(logp.contiguous())
+        outputs = self._evaluate(batch, head, together=False)
+        tokens, logp = outputs.values.unbind(1)
+        return outputs.like(tokens.long()), outputs.like(logp.contiguous())
 
     def values(self, batch: Batch) -> Jagged:
-        """Return the value at every response token, from the state before it: like `logprobs`, of an engine with a
-        value head."""
-        found = self._of_samples(batch, Values())
-        return found.like(found.values[:, 0].contiguous())
+        """Return the critic's value at every response token, from the state before it, as `logprobs` returns
+        log-probs."""
+        outputs = self._of_samples(batch, Values())
+        return outputs.like(outputs.values[:, 0].contiguous())
 
     def _of_samples(self, samples: Batch, head: Head, dtype: torch.dtype = torch.float32) -> Jagged:
-        """Return the head's numbers [N, outputs] in `dtype` for the response tokens of samples."""
+        """Return the head's outputs [N, outputs] in `dtype` for the response tokens of samples."""
         return samples["response_ids"].like(self._evaluate(self.sequences.rows(samples), head, dtype=dtype).values)
 
     @torch.no_grad()
     def _evaluate(
         self, batch: Batch, head: Head, *, together: bool = True, dtype: torch.dtype = torch.float32
     ) -> Jagged:
-        """Return the head's numbers [N, outputs] in `dtype` for the response tokens of rows, on the device of the
-        batch; not `together`: other replicas have nothing to do."""
+        """Return the head's outputs [N, outputs] in `dtype` for the response tokens of rows, on the batch's device.
+
+        With `together=False` the other replicas do not take part."""
         self.require(PARAMETERS)
         groups = self._plan(batch, together=together)
         micros, length = self._build(batch, groups)
@@ -235,19 +238,20 @@ class MegatronEngine:
         parts = [torch.zeros(0, head.outputs, dtype=dtype, device=where)]
         for at, micro in enumerate(micros):
             if micro.samples:
-                own = outputs[at] if self.layout.is_last_stage else parts[0].new_empty(micro.tokens, head.outputs)
-                parts.append(self._of_last_stage(own))
+                part = outputs[at] if self.layout.is_last_stage else parts[0].new_empty(micro.tokens, head.outputs)
+                parts.append(self._of_last_stage(part))
         return self._in_batch_order(torch.cat(parts), batch, groups)
 
     def _of_last_stage(self, part: Tensor) -> Tensor:
-        """Return the last stage's `part` on every stage, on the device that it is on."""
+        """Broadcast the last pipeline stage's `part` to every stage; it stays on its device."""
         if self.layout.pp_size == 1:
             return part
         return self.layout.pp_group.broadcast(part.to(self.device), src=self.layout.pp_size - 1).to(part.device)
 
     def _collect(self, head: Head, where: torch.device, dtype: torch.dtype, micro: MicroBatch, chunk: Any) -> Any:
-        """Return the function of final hidden states that gives the head's numbers: of one micro-batch at a time on
-        this engine's device, as those of a large head (hidden states) may not fit there together."""
+        """Return a function from final hidden states to the head's outputs, moved to the device `where`.
+
+        Moving each micro-batch's outputs saves device memory: those of all micro-batches may not fit there."""
 
         def collect(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
             outputs = self._outputs(head, hidden, chunk, micro)
@@ -258,7 +262,7 @@ class MegatronEngine:
 
     @staticmethod
     def _in_batch_order(rows: Tensor, batch: Batch, groups: list[list[int]]) -> Jagged:
-        """Undo the grouping into micro-batches."""
+        """Reorder rows from micro-batch order to batch order."""
         responses = batch["response_ids"]
         ordered = [sample for group in groups for sample in group]
         back = torch.empty(len(ordered), dtype=torch.int64)
@@ -271,7 +275,7 @@ class MegatronEngine:
         return LogProbs(temperature, chunk, self.layout.tp_group, entropy, columns)
 
     def _outputs(self, head: Head, hidden: Tensor, chunk: Any, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the head's numbers for the N response tokens of the micro-batch, on every rank of the last stage."""
+        """Return the head's outputs for the N response tokens of the micro-batch, on every rank of the last stage."""
         outputs = head(hidden[:, 0], _unwrap(chunk), micro)
         if self.layout.cp_size == 1:
             return outputs
@@ -290,27 +294,29 @@ class MegatronEngine:
     ) -> Metrics:
         """Make one optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
 
-        `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of one micro-batch in order and the samples
-        they belong to, and returns a scalar that is already a sum with global weights, and metrics. Where a count is
-        known only after the last forward pass, `divisor` takes it from the merged metrics: the gradient of all
-        micro-batches and ranks is divided by it. With `taught` it is `loss_fn(logp, entropy, policy, micro)`, see
-        `SoftTargets` and `WholeVocabulary`. Every `unit` samples, one after the other, go to `loss_fn` together.
+        `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of a micro-batch in order and their samples,
+        and returns
+        a scalar, already a sum with global weights, and metrics. If a count is known only after the last forward pass,
+        `divisor` computes it from the merged metrics, and the summed gradient is divided by it. With `taught` the call
+        is `loss_fn(logp, entropy, policy, micro)`, see `SoftTargets` and `WholeVocabulary`. Every `unit` consecutive
+        samples are in the same micro-batch.
 
         Returns:
-            The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal everywhere.
+            The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal on all
+            ranks.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite; no parameter has moved.
+            NonFiniteError: the loss or the gradient norm is not finite; no parameter has changed.
         """
         return self._step(batch, loss_fn, self._log_probs(temperature), divisor, taught, unit)
 
     def value_step(self, batch: Batch, loss_fn: LossFn, unit: int = 1) -> Metrics:
-        """`train_step` of an engine with a value head, with `loss_fn(values [N], micro)`."""
+        """Call `train_step` for an engine with a value head, with `loss_fn(values [N], micro)`."""
         return self._step(batch, loss_fn, Values(), unit=unit)
 
     def sft_step(self, batch: Batch) -> Metrics:
-        """Make one optimizer step on -sum(weights * logp), with the field `loss_weights` (Jagged over response
-        tokens)."""
+        """Make one optimizer step on -sum(loss_weights * logp); `loss_weights` is a Jagged field over response
+        tokens."""
 
         def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
             weights = micro["loss_weights"].values.to(logp.device)
@@ -335,7 +341,7 @@ class MegatronEngine:
         self.require(*PARTS)
         batch = self.sequences.rows(batch)
         if taught is not None:
-            assert isinstance(head, LogProbs), "a policy is taught"
+            assert isinstance(head, LogProbs), "only a policy has a teacher"
             head = self._taught_head(head, batch[taught.field], taught.terms)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
@@ -359,7 +365,7 @@ class MegatronEngine:
         if terms is None:
             return SoftTargets(base, teacher)
         weight = self.teacher_weight
-        assert weight is not None or not self.layout.is_last_stage, "it is read where the run's models are made"
+        assert weight is not None or not self.layout.is_last_stage, "set when the run's models are built"
         return WholeVocabulary(base, teacher, TeacherHead(torch.empty(0) if weight is None else weight, terms))
 
     def _loss(self, batch: Batch, loss_fn: LossFn, head: Head, micro: MicroBatch, chunk: Any) -> Any:
@@ -367,14 +373,14 @@ class MegatronEngine:
             outputs = self._outputs(head, hidden, chunk, micro)
             if micro.samples:
                 value, metrics = loss_fn(*outputs, batch.select(list(micro.samples)))
-            else:  # zero, but through every parameter: other ranks wait for this one's communication and gradients
+            else:  # a zero that depends on every parameter: other ranks wait for this one's gradients
                 value, metrics = outputs[0].sum() * 0.0, Metrics()
             return value, value.new_zeros((), dtype=torch.int), (value.detach(), metrics)
 
         return loss
 
     def _update(self, batch: Batch, groups: list[list[int]], losses: list[Tensor]) -> tuple[float, float]:
-        """Check, clip, step. Returns the gradient norm and the learning rate used."""
+        """Check, clip and apply the gradients; return the gradient norm and the learning rate."""
         assert self.optimizer is not None
         assert self.optim is not None
         self.optimizer.prepare_grads()
@@ -391,7 +397,7 @@ class MegatronEngine:
         return norm, rate
 
     def _merge(self, metrics: Metrics, results: list[tuple[Tensor, Metrics]]) -> Metrics:
-        """Merge the metrics of all micro-batches of all data-parallel ranks, on every rank."""
+        """Merge the metrics of all micro-batches and data-parallel ranks, on every rank."""
         for _, part in results:
             metrics.merge(part)
         if self.layout.is_last_stage:
@@ -406,8 +412,10 @@ class MegatronEngine:
     def _schedule(
         self, micros: list[MicroBatch], length: int, last: Callable[[MicroBatch, Any], Any], forward_only: bool = False
     ) -> list[Any]:
-        """Run all micro-batches through the pipeline; `last(micro, chunk)` makes the function of the final hidden
-        states. Returns its results on the last stage, an empty list elsewhere."""
+        """Run all micro-batches through the pipeline; `last(micro, chunk)` returns the function of the final hidden
+        states.
+
+        Returns this function's results on the last stage, an empty list elsewhere."""
 
         def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
             beat()
@@ -427,7 +435,7 @@ class MegatronEngine:
             data_iterator=iterators if many else iterators[0],
             model=self.wrapped if many else self.wrapped[0],
             num_microbatches=len(micros),
-            seq_length=length,  # read by interleaved stages only; elsewhere shapes travel with the tensors
+            seq_length=length,  # used by interleaved stages only; others send shapes along with tensors
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -450,7 +458,7 @@ class MegatronEngine:
         return microbatch.build_all(batch, groups, self.layout, self.device, self.sequences, unit)
 
     def _train_mode(self, on: bool) -> None:
-        """Switch all modules if that is not their mode: between the calls of a robot's policy the switch takes long."""
+        """Switch all modules to training or evaluation mode, only if needed: for robot policies the switch is slow."""
         if self.chunks[0].training != on:
             for chunk in self.chunks:
                 chunk.train(on)
@@ -459,25 +467,28 @@ class MegatronEngine:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The parts of `megarl.system.offload_schedule.PARTS` that the engine has; a frozen one has parameters only."""
+        """The parts (`megarl.system.offload_schedule.PARTS`) of this engine; a frozen engine has parameters only."""
         return frozenset((PARAMETERS,) if self.optimizer is None else PARTS)
 
     @property
     def held(self) -> frozenset[str]:
-        """Its parts that are on the device."""
+        """The parts that are on the device."""
         return self.parts - self._away.keys()
 
     def hold(self, *parts: str) -> None:
-        """Have exactly these parts on the device. Training goes on bit for bit.
+        """Move exactly these parts to the device, and the others off it; training results do not change.
 
-        Optimizer state and parameters are in host memory meanwhile; gradients are not kept.
+        Parameters and optimizer state move to host memory; gradients are dropped.
 
         Raises:
-            ValueError: a part without the parameters, whose storage it may share.
+            ValueError: a part is requested without the parameters, whose storage it may share.
         """
         wanted = self.parts.intersection(parts)
         if wanted and PARAMETERS not in wanted:
-            raise ValueError(f"the {self.name} engine holds its {' and '.join(sorted(wanted))} with the parameters")
+            raise ValueError(
+                f"the {self.name} engine cannot hold its {' and '.join(sorted(wanted))} on the "
+                f"device without the parameters"
+            )
         for part in reversed(PARTS):
             if part in self.parts - wanted and part not in self._away:
                 self._away[part] = offload.park(self.wrapped, self.optimizer, part, self._arenas[part])
@@ -487,16 +498,16 @@ class MegatronEngine:
                 del self._away[part]
 
     def require(self, *parts: str) -> None:
-        """Check that these of its parts are on the device.
+        """Check that these parts are on the device.
 
         Raises:
-            RuntimeError: one is not; names it.
+            RuntimeError: a part is not on the device.
         """
         missing = [part for part in PARTS if part in self.parts.intersection(parts) - self.held]
         if missing:
             raise RuntimeError(
-                f"the {self.name} engine's {' and '.join(missing)} are not on the device: this belongs into a phase of "
-                "megarl.system.offload_schedule that needs them"
+                f"the {self.name} engine's {' and '.join(missing)} are not on the device: call this inside a phase of "
+                "megarl.system.offload_schedule that loads them"
             )
 
 
@@ -505,13 +516,14 @@ def _unwrap(chunk: Any) -> PolicyModel:
 
 
 def _sum_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Sum gradients as Megatron does over dp, cp, tied embeddings and sequence-parallel norms, without its division."""
+    """Sum gradients over dp, cp, tied embeddings and sequence-parallel norms as Megatron does, but without dividing."""
     finalize_model_grads(chunks, None, **kwargs)
 
 
 class _AllTokens(torch.autograd.Function):
-    """The gather of values [n] of this context-parallel rank's rows into values [N] of all rows, on every rank. The
-    backward pass takes this rank's part: every rank has computed the same loss, so summing over ranks would count it cp
+    """Gathers values [n] of this context-parallel rank's rows into values [N] of all rows, on every rank.
+
+    The backward pass takes this rank's part without a sum: all ranks compute the same loss, so a sum would count it cp
     times."""
 
     @staticmethod

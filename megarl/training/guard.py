@@ -1,4 +1,4 @@
-"""Stops a training step whose loss or gradients are not finite, before any parameter has moved."""
+"""Stops a training step whose loss or gradients are not finite, before any parameter changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_finite(
     step: int,
     world: WorkerGroup,
 ) -> None:
-    """Raise on every rank when any rank's loss or the gradient norm is not finite. Collective over `world`.
+    """Raise on every rank if the gradient norm or the loss of any rank is not finite. Collective over `world`.
 
     Args:
         losses: scalar loss of each micro-batch that this rank computed.
@@ -40,13 +40,13 @@ def check_finite(
         world: all ranks of the engine.
 
     Raises:
-        NonFiniteError: with what each rank found.
+        NonFiniteError: lists each rank's samples and parameters with such numbers.
     """
     finite = torch.stack(list(losses)).isfinite().tolist() if losses else []
     bad = not all(finite) or not math.isfinite(grad_norm)
     if not world.all_reduce(torch.tensor(float(bad), device=device()), "max").item():
         return
-    finding = {
+    report = {
         "samples": [name for ok, names in zip(finite, samples, strict=True) if not ok for name in names][:_SHOWN],
         "parameters": _bad_gradients(chunks),
     }
@@ -54,14 +54,14 @@ def check_finite(
         f"loss or gradient is not finite at optimizer step {step} in phase {tracing.current()} "
         f"(gradient norm {grad_norm}); no parameter was changed"
     ]
-    for rank, found in enumerate(world.all_gather_json(finding)):
-        if found["samples"]:
-            lines.append(f"  rank {rank}: loss of the micro-batch with samples {', '.join(found['samples'])}, ...")
-        if found["parameters"]:
-            lines.append(f"  rank {rank}: gradient of {', '.join(found['parameters'])}, ...")
+    for rank, entry in enumerate(world.all_gather_json(report)):
+        if entry["samples"]:
+            lines.append(f"  rank {rank}: loss of the micro-batch with samples {', '.join(entry['samples'])}, ...")
+        if entry["parameters"]:
+            lines.append(f"  rank {rank}: gradient of {', '.join(entry['parameters'])}, ...")
     lines.append(
-        "  fix:     look at these samples; log(0), 0/0 and overflow are the usual causes in a loss of your own, "
-        "too high a learning rate or a broken weight file elsewhere"
+        "  fix:     inspect these samples; the usual causes are log(0), 0/0 and overflow in a custom loss, otherwise "
+        "a too high learning rate or a damaged weight file"
     )
     raise NonFiniteError("\n".join(lines))
 

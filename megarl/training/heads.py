@@ -1,8 +1,8 @@
-"""The heads of the last pipeline stage: they turn hidden states into numbers for every response token of a micro-batch.
+"""Heads of the last pipeline stage: they turn hidden states into numbers for every response token of a micro-batch.
 
 A head gets the hidden states of this rank's tokens and returns float32 tensors [n], one number per row of the
-micro-batch, equal on all tensor-parallel ranks. Every tensor-parallel rank then computes the same loss, and each head
-sees to it that the gradient comes back once.
+micro-batch, equal on all tensor-parallel ranks. Each of these ranks then computes the same loss, and each head makes
+sure that the gradient is counted once.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from megatron.core.tensor_parallel.mappings import (  # noqa: E402  (after insta
 
 
 class Head(Protocol):
-    """The protocol of a head: `head(hidden [t, h], model, micro)` -> `outputs` tensors, float32 [n]."""
+    """A head: `head(hidden [t, h], model, micro)` returns `outputs` tensors, float32 [n]."""
 
     @property
     def outputs(self) -> int:
-        """The count of numbers per token."""
+        """Number of values per token."""
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Compute the numbers. Under sequence parallelism `hidden` holds this rank's t / tp tokens."""
+        """Compute the values. Under sequence parallelism `hidden` has this rank's t / tp tokens."""
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The head for the log-prob of each row's target and, if asked, the entropy: fused, over a vocabulary split by
-    tensor parallelism.
+    """The head for the log-prob of each row's target and optionally the entropy, fused over a split vocabulary.
+
 
     Attributes:
         temperature: divides the logits.
-        chunk_tokens: rows whose logits exist at the same time.
+        chunk_tokens: number of rows whose logits exist at the same time.
         group: tensor-parallel ranks.
         entropy: also return the entropy.
-        columns: first and one past the last token that the softmax is over, all targets among them; None: all tokens.
+        columns: first and one past the last token of the softmax, which includes all targets; None: all tokens.
     """
 
     temperature: float
@@ -61,7 +61,7 @@ class LogProbs:
 
     @property
     def outputs(self) -> int:
-        """Log-prob, and the entropy."""
+        """2 with the entropy, otherwise 1."""
         return 2 if self.entropy else 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -83,9 +83,10 @@ class LogProbs:
 def head_rows(
     hidden: Tensor, model: PolicyModel, micro: MicroBatch, columns: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Return the hidden states [n, h] of the rows, this rank's rows of the output embedding, and the first row's token.
+    """Return the rows' hidden states [n, h], this rank's rows of the output embedding, and the token id of its first
+    row.
 
-    `columns`: first and one past the last token that the softmax is over; None: all.
+    `columns`: first and one past the last token of the softmax; None: all.
     """
     if model.config.sequence_parallel:
         rows = gather_from_sequence_parallel_region(hidden)[micro.rows]
@@ -93,7 +94,7 @@ def head_rows(
         rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
     start, stop = model.vocab_range
     weight = model.lm_head_weight
-    if columns is not None:  # they may lie on some of the ranks only
+    if columns is not None:  # some ranks may hold none of them
         first, last = (min(max(column, start), stop) for column in columns)
         start, weight = first, weight[first - start : last - start]
     return rows, weight, start
@@ -101,32 +102,31 @@ def head_rows(
 
 @dataclass(frozen=True)
 class Values:
-    """The head that predicts the return at each row, with the value head; computed in float32 whatever the model's
-    dtype."""
+    """The head that predicts the return at each row with the value head, in float32 whatever the model's dtype."""
 
     outputs: ClassVar[int] = 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return (values [n],)."""
         if not model.config.sequence_parallel:
-            # The head is whole on every rank, so is its gradient: nothing to add up.
+            # Every rank holds the whole head and gets its whole gradient: no sum is needed.
             return (model.values(hidden[micro.rows])[:, 0],)
-        # Each rank has some of the tokens, so its gradient of the weight is a part (the weight is marked for the sum);
-        # the loss after the gather is the same on all ranks, so each takes back only the gradient of its own tokens.
-        mine = model.values(hidden)
-        return (gather_from_sequence_parallel_region(mine, tensor_parallel_output_grad=False)[micro.rows, 0],)
+        # Each rank has some of the tokens, so its weight gradient is a part (the weight is marked for the sum). The
+        # loss after the gather is the same on all ranks, so each takes back the gradient of its own tokens only.
+        values = model.values(hidden)
+        return (gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)[micro.rows, 0],)
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """A token for each row, sampled over some columns of the vocabulary, and its log-prob.
+    """Samples a token for each row from some columns of the vocabulary, and returns its log-prob.
 
     Attributes:
-        temperature: divides the logits; 0: the likeliest token, with its log-prob at temperature 1.
+        temperature: divides the logits; 0: the most likely token, with its log-prob at temperature 1.
         group: tensor-parallel ranks.
         columns: first and one past the last token that may be sampled.
-        seeds: int64 [B], of each row of the batch.
-        slots: tokens of a row of the batch.
+        seeds: int64 [B], seed of each row of the batch.
+        slots: number of tokens of a row of the batch.
     """
 
     temperature: float
@@ -137,14 +137,14 @@ class SampledTokens:
     outputs: ClassVar[int] = 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return (tokens [n], log-probs [n]) as float32, which holds numbers of tokens exactly up to 2**24."""
+        """Return (tokens [n], log-probs [n]) as float32, which is exact for token ids up to 2**24."""
         rows = gather_from_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
         start, stop = model.vocab_range
         first, last = (min(max(column, start), stop) for column in self.columns)
-        own = head_logits(rows[micro.rows], model.lm_head_weight[first - start : last - start]).float()
-        logits = own.new_zeros(len(own), self.columns[1] - self.columns[0])
-        logits[:, first - self.columns[0] : last - self.columns[0]] = own
-        if self.group.size > 1:  # they are few, and each rank has some of them
+        local = head_logits(rows[micro.rows], model.lm_head_weight[first - start : last - start]).float()
+        logits = local.new_zeros(len(local), self.columns[1] - self.columns[0])
+        logits[:, first - self.columns[0] : last - self.columns[0]] = local
+        if self.group.size > 1:  # each rank has some of the few columns
             self.group.all_reduce(logits)
         logits = logits / (self.temperature or 1.0)
         score = logits

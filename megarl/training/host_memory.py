@@ -1,7 +1,7 @@
-"""Host memory that a device copies to and from: page-locked, as large as it has to be, and kept.
+"""Host memory for copies from and to a device: page-locked, of exactly the needed size, and reused.
 
 torch's own page-locked memory comes in powers of two: 9 GB of optimizer state would take 16. Locking takes seconds, so
-that a block is kept for the next use of the same kind.
+a block is kept for the next use of the same kind.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from megarl.system.device import has_cuda
 from megarl.system.errors import UserError
 
-_ALIGNED = 512  # bytes; where copies begin
+_ALIGNED = 512  # every copy begins at a multiple of this many bytes
 
 
 class HostArena:
-    """One block of host memory that is carved into copies. Without a GPU it is ordinary memory, and is not kept."""
+    """One block of host memory for several copies. Without a GPU it is ordinary memory and is not kept."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -30,14 +30,14 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Size of the block that is kept."""
         return self._block.nbytes
 
     def take(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return a uint8 tensor of each of these sizes in bytes. Those of the call before must not be used any more.
+        """Return uint8 tensors of these sizes in bytes. Tensors of the previous call must no longer be used.
 
         Raises:
-            UserError: the machine has too little memory that can be locked.
+            UserError: the machine cannot lock so much memory.
         """
         ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
         total = ends[-1] if ends else 0
@@ -45,7 +45,7 @@ class HostArena:
         return [block[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 
     def close(self) -> None:
-        """Give the block back."""
+        """Unlock and free the block."""
         if self._unlock is not None:
             self._unlock()
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -54,16 +54,16 @@ class HostArena:
         if self._block.nbytes < nbytes:
             self.close()
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without huge pages, of which fewer are locked faster
+            with contextlib.suppress(OSError):  # the kernel may lack huge pages, which lock faster
                 pages.madvise(mmap.MADV_HUGEPAGE)
             block = torch.frombuffer(pages, dtype=torch.uint8)
             runtime = torch.cuda.cudart()
             code = int(runtime.cudaHostRegister(block.data_ptr(), nbytes, 0))
             if code != 0:
                 raise UserError(
-                    f"{nbytes / 1e9:,.1f} GB of host memory cannot be locked for copies of a GPU's (error {code})",
-                    allowed="what the machine, or the container, has free",
-                    fix="give it more memory, or keep more on the GPUs: actor.engine.offload=false",
+                    f"cannot lock {nbytes / 1e9:,.1f} GB of host memory for copies from the GPU (CUDA error {code})",
+                    allowed="the free memory of the machine or container",
+                    fix="add memory, or keep more on the GPUs with actor.engine.offload=false",
                 )
             self._block, self._unlock = block, weakref.finalize(self, runtime.cudaHostUnregister, block.data_ptr())
             self._unlock.atexit = False

@@ -3,13 +3,14 @@
 Shape legend: N tokens, H hidden size, V columns of this rank's vocabulary shard, C tokens of one chunk.
 
 For logits l = hidden @ weight.T / T over the whole vocabulary: logp = l[target] - logZ and entropy = logZ - sum(p l).
-Only one chunk of logits [C, V] lives at a time; the backward pass computes them again (unless everything is a single
-chunk, which is then kept). On a GPU it goes in blocks of columns where there are fewer tokens than columns: then each
-row of the weight's gradient is written once, and the gradient that all blocks add to is the smaller one, [N, H]; else
-in chunks of tokens, as on a CPU always, whose products of bf16 are rounded before they can be added. With a
-tensor-parallel group each rank reduces its own columns to four numbers per token, and one all-gather of [4, N] combines
-them; the backward pass needs no communication at all. On a GPU a Triton kernel reduces the logits in one pass, and
-another one makes their gradient (megarl/kernels/logits_gpu.py); on a CPU, and in float64, torch operations do.
+Only one chunk of logits [C, V] exists at a time. The backward pass computes the logits again, unless there is a single
+chunk, which is kept. On a GPU with fewer tokens than columns, the backward pass goes by blocks of columns: it writes
+each
+row of the weight's gradient once, and the gradient to which all blocks add is the smaller one, [N, H]. Otherwise, and
+always on a CPU, whose bf16 products are rounded before they can be added, it goes by chunks of tokens. With a
+tensor-parallel group each rank reduces its columns to four numbers per token, and one all-gather of [4, N] combines
+them; the backward pass needs no communication. On a GPU, Triton kernels reduce the logits in one pass and compute their
+gradient (megarl/kernels/logits_gpu.py); on a CPU, and in float64, torch operations do.
 
     rank r:   m_r = max l,  s_r = sum exp(l - m_r),  t_r = sum exp(l - m_r) (l - m_r),  l[target] or 0
     together: M = max m_r,  S = sum s_r e^(m_r - M),  logZ = M + log S,
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-_ALIGNED = 16  # columns of a block: rows of logits, and of their gradients in bf16, then begin at multiples of 32 bytes
+_ALIGNED = 16  # columns of a block are a multiple of this, so that rows begin at multiples of 32 bytes
 
 
 class _Shard(NamedTuple):
-    """The non-tensor arguments of a call."""
+    """The non-tensor arguments of a `linear_logprob` call."""
 
     start: int  # vocabulary index of this rank's first column
     inverse_temperature: float
@@ -56,28 +57,31 @@ def linear_logprob(
     entropy: bool = True,
     group: WorkerGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `targets` and entropies under softmax(hidden @ weight.T / temperature).
+    """Return log-probs of `targets` and entropies under softmax(hidden @ weight.T / temperature).
 
     Args:
-        hidden: [N, H], equal on all ranks of `group`. Its gradient is this rank's *partial* one: sum it over the group
-            (Megatron's copy_to or gather_from_sequence_parallel mappings before this call do that).
+        hidden: [N, H], equal on all ranks of `group`. Its gradient is only this rank's part: sum it over the group
+            (Megatron's copy_to or gather_from_sequence_parallel mappings before this call do so).
         weight: [V, H], this rank's rows of the output embedding, without rows that only pad the vocabulary; V may
-            differ between ranks and may be 0.
+            differ between ranks and be 0.
         targets: int64 [N], indices into the whole vocabulary.
         temperature: softmax temperature, > 0.
         vocab_start: vocabulary index of the first row of `weight`.
-        chunk_tokens: tokens whose logits exist at the same time.
-        entropy: False skips the entropy, which then comes back as an empty tensor.
+        chunk_tokens: number of tokens whose logits exist at the same time.
+        entropy: False skips the entropy and returns an empty tensor.
         group: tensor-parallel group that splits the vocabulary; None: one process.
 
     Returns:
         logp [N] and entropy [N], float32 (float64 for float64 inputs), equal on all ranks of `group`.
 
     Raises:
-        ValueError: shapes do not fit, or temperature or chunk_tokens is not positive.
+        ValueError: shapes do not match, or temperature or chunk_tokens is not positive.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
+        raise ValueError(
+            f"shapes do not match: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, "
+            f"targets {tuple(targets.shape)}"
+        )
     if temperature <= 0 or chunk_tokens <= 0:
         raise ValueError(f"temperature {temperature} and chunk_tokens {chunk_tokens} must be positive")
     group = None if group is None or group.size == 1 else group
@@ -92,33 +96,35 @@ class _LinearLogprob(torch.autograd.Function):
         count = hidden.shape[0]
         keep = count <= shard.chunk and any(ctx.needs_input_grad)
         stats = hidden.new_empty((4, count), dtype=_wide(hidden.dtype))
-        kept = None
+        kept_logits = None
         for begin in range(0, count, shard.chunk):
             part = slice(begin, begin + shard.chunk)
             logits = head_logits(hidden[part], weight)
             _reduce(logits, targets[part], shard, stats[:, part], keep)
-            kept = logits if keep else None
-            del logits  # before there are those of the next chunk
+            kept_logits = logits if keep else None
+            del logits  # frees the memory for the next chunk
         logp, log_z, entropy = _combine(stats, shard)
         ctx.shard = shard
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, kept)
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, kept_logits)
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_z, entropy, kept = ctx.saved_tensors
+        hidden, weight, targets, log_z, entropy, kept_logits = ctx.saved_tensors
         shard: _Shard = ctx.shard
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None
         rows = _Rows(hidden, targets, log_z, entropy if shard.entropy else None, grad_logp, grad_entropy)
-        by_columns = _adds_wide(hidden) and kept is None and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
+        by_columns = (
+            _adds_wide(hidden) and kept_logits is None and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
+        )
         backward = _by_columns if by_columns else _by_tokens
-        return *backward(rows, weight, shard, kept, ctx.needs_input_grad), None, None
+        return *backward(rows, weight, shard, kept_logits, ctx.needs_input_grad), None, None
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The inputs of the gradient of some tokens' logits."""
+    """The inputs for the gradient of some tokens' logits."""
 
     hidden: Tensor
     targets: Tensor
@@ -128,23 +134,23 @@ class _Rows:
     grad_entropy: Tensor | None
 
     def part(self, place: slice) -> _Rows:
-        """Return the same for some of these tokens."""
+        """Return the inputs for the tokens `place`."""
         values = (getattr(self, field.name) for field in fields(self))
         return _Rows(*(None if value is None else value[place] for value in values))  # type: ignore[arg-type]
 
 
 def _by_tokens(
-    rows: _Rows, weight: Tensor, shard: _Shard, kept: Tensor | None, wants: tuple[bool, ...]
+    rows: _Rows, weight: Tensor, shard: _Shard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states and weight, a chunk of tokens at a time."""
+    """Return the gradients of hidden states and weight, computed by chunks of tokens."""
     hidden = rows.hidden
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
-    # Sums over chunks are kept wide: a bf16 accumulator would lose the small contributions of late chunks.
+    # Sums over chunks are float32: a bf16 accumulator would lose the small contributions of late chunks.
     grad_weight = weight.new_zeros(weight.shape, dtype=rows.log_z.dtype) if wants[1] else None
     for begin in range(0, hidden.shape[0], shard.chunk):
         part = slice(begin, begin + shard.chunk)
-        logits = head_logits(hidden[part], weight) if kept is None else kept
-        grad_logits = _grad_logits(logits, rows.part(part), shard, kept is not None, weight.dtype)
+        logits = head_logits(hidden[part], weight) if kept_logits is None else kept_logits
+        grad_logits = _grad_logits(logits, rows.part(part), shard, kept_logits is not None, weight.dtype)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[part])
         if grad_weight is not None:
@@ -153,10 +159,11 @@ def _by_tokens(
 
 
 def _by_columns(
-    rows: _Rows, weight: Tensor, shard: _Shard, kept: Tensor | None, wants: tuple[bool, ...]
+    rows: _Rows, weight: Tensor, shard: _Shard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the same, computed by columns of the vocabulary, with as many logits at a time as a chunk of tokens
-    has."""
+    """Return the gradients of hidden states and weight, computed by blocks of columns.
+
+    A block has as many logits as a chunk of tokens."""
     hidden = rows.hidden
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=rows.log_z.dtype) if wants[0] else None
     grad_weight = torch.empty_like(weight)
@@ -169,33 +176,33 @@ def _by_columns(
         torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
         if grad_hidden is not None:
             grad_hidden += wide_product(grad_logits, weight[part])
-        del grad_logits  # before there are logits of the next block
+        del grad_logits  # frees the memory for the next block
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
 
 
 def _adds_wide(hidden: Tensor) -> bool:
-    """Tell whether `wide_product` is not rounded, so that a sum of many is as exact as one product."""
+    """Return whether `wide_product` is not rounded, so that a sum of products is as exact as one product."""
     return hidden.is_cuda
 
 
 def _kernels(logits: Tensor) -> ModuleType | None:
-    """Return the kernels for such logits; None: torch operations."""
+    """Return the Triton kernels for these logits; None to use torch operations."""
     return triton_kernels().logits if logits.is_cuda and logits.dtype == torch.float32 else None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of reductions: float32, or float64 for float64."""
+    """Return the dtype of reductions: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _scaled(logits: Tensor, shard: _Shard, keep: bool) -> Tensor:
-    """Return `logits`, wide and divided by the temperature: a copy where they are wide already and wanted again."""
+    """Return `logits` in at least float32, divided by the temperature; with `keep` always a copy."""
     scaled = logits.to(_wide(logits.dtype), copy=keep)
     return scaled if shard.inverse_temperature == 1.0 else scaled.mul_(shard.inverse_temperature)
 
 
 def local_columns(ids: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each id in this shard (0 where it is elsewhere), and whether it is here."""
+    """Return the column of each id in this shard (0 for ids of other shards), and whether the id is in this shard."""
     column = ids - start
     here = (column >= 0) & (column < columns)
     return column.masked_fill(~here, 0), here
@@ -203,7 +210,7 @@ def local_columns(ids: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor
 
 def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor, keep: bool) -> None:
     """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of this shard to out [4, C]."""
-    if logits.shape[1] == 0:  # no column here: a contribution of zero that stays finite
+    if logits.shape[1] == 0:  # no column on this rank: a contribution of zero that stays finite
         out.zero_()
         out[0] = torch.finfo(out.dtype).min / 2
         return
@@ -226,7 +233,7 @@ def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor, keep: b
 
 
 def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logp, logZ and entropy [N] from the statistics [4, N] of all ranks."""
+    """Combine the statistics [4, N] of all ranks to logp, logZ and entropy [N]."""
     parts = stats[None]
     if shard.group is not None and stats.shape[1]:
         parts = torch.stack(shard.group.all_gather(stats))
@@ -244,13 +251,14 @@ def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _grad_logits(logits: Tensor, rows: _Rows, shard: _Shard, keep: bool, dtype: torch.dtype) -> Tensor:
-    """Return the gradient [C, V] of the unscaled logits in `dtype`: g (onehot - p) - e p (log p + entropy), divided by
-    the temperature."""
+    """Return the gradient [C, V] of the unscaled logits in `dtype`.
+
+    With gradients g of the log-prob and e of the entropy: (g (onehot - p) - e p (log p + entropy)) / temperature."""
     kernels = _kernels(logits) if logits.shape[1] else None
     if kernels is not None:
-        given = rows.targets, rows.log_z, rows.entropy, rows.grad_logp, rows.grad_entropy
+        inputs = rows.targets, rows.log_z, rows.entropy, rows.grad_logp, rows.grad_entropy
         place = {"start": shard.start, "inverse_temperature": shard.inverse_temperature}
-        return kernels.gradients(logits, *given, dtype, **place)
+        return kernels.gradients(logits, *inputs, dtype, **place)
     logp = _scaled(logits, shard, keep).sub_(rows.log_z[:, None])
     grad_logp, grad = rows.grad_logp, logp.exp()
     if rows.grad_entropy is not None and rows.entropy is not None:

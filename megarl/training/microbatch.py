@@ -1,6 +1,6 @@
-"""The packing of a batch of rows into the micro-batches that go through the model.
+"""Packing of a batch of rows into the micro-batches that go through the model.
 
-The sequence layout (megarl/training/sequence_layout.py) says how a row becomes a sequence. Only columns that predict a
+The sequence layout (megarl/training/sequence_layout.py) turns a row into a sequence. Only columns that predict a
 response token reach the vocabulary head.
 """
 
@@ -22,14 +22,14 @@ from megarl.training.sequence_layout import TEXT, SequenceLayout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's share of one micro-batch. N is the number of response tokens of the whole micro-batch.
+    """This rank's share of one micro-batch. N is the number of response tokens in the whole micro-batch.
 
     Attributes:
-        samples: positions in the batch; empty for a filler, which only keeps this rank in step with the others.
+        samples: positions in the batch; empty for a filler, with which this rank takes part in collectives only.
         input_ids: int64 [1, t].
         position_ids: int64 [1, t], or [3, t] where positions have three numbers.
         packed: the packed layout for attention.
-        rows: int64 [n], places among the t tokens that predict a response token; n = N without context parallelism.
+        rows: int64 [n], indices of the t tokens that predict a response token; n = N without context parallelism.
         order: int64 [n], which of the N response tokens each row predicts.
         targets: int64 [n], the tokens to predict.
         tokens: N.
@@ -56,21 +56,21 @@ def plan(
     unit: int = 1,
     patch_tokens: float = 0.0,
 ) -> list[list[int]]:
-    """Return the rows of each micro-batch: the same number of micro-batches on all data-parallel ranks, fillers empty.
+    """Return the rows of each micro-batch; all data-parallel ranks get the same number of micro-batches, if needed
+    empty.
 
-    Not `together`: this replica is the only one that has any. Every `unit` rows, one after the other in the batch, are
-    in one micro-batch, in their order. A patch of an image counts for `patch_tokens`; rows of the same images are
-    together where they can be, so that it counts once.
-
-    With interleaved pipelining the number is a multiple of the pipeline size.
+    With `together=False` only this replica has rows. Every `unit` consecutive rows are in one micro-batch, in order. A
+    patch
+    of an image counts as `patch_tokens` tokens; rows with the same images are put together if possible, so that these
+    count once. With interleaved pipelining the number is a multiple of the pipeline size.
     """
     rows = sequences.lengths(batch).view(-1, unit)
     patches = sequences.patches(batch)
     shared = [
         {
             image: math.ceil(count * patch_tokens)
-            for own in patches[first : first + unit]
-            for image, count in own.items()
+            for counts in patches[first : first + unit]
+            for image, count in counts.items()
         }
         for first in range(0, len(batch), unit)
     ]
@@ -79,7 +79,7 @@ def plan(
     count = max(int(layout.dp_group.all_reduce(wanted, "max") if together else wanted), 1)
     if layout.parallel.vpp:
         count = -(-count // layout.pp_size) * layout.pp_size
-    # Sequences of equal length go through attention together when they are neighbours.
+    # Attention batches neighbours of equal length.
     longest = rows.max(1).values.tolist()
     groups = [[number for part in group for number in joined[part]] for group in split_to_count(lengths, count, budget)]
     ordered = [sorted(group, key=lambda number: (-longest[number], number)) for group in groups]
@@ -95,10 +95,10 @@ def build(
     sequences: SequenceLayout = TEXT,
     multiple: int = 1,
 ) -> MicroBatch:
-    """Pack `samples` of `batch`; no samples make a filler that counts for nothing.
+    """Pack `samples` of `batch` into a micro-batch; without samples, a filler that counts for nothing.
 
-    The stream is padded to `total` tokens (over all context-parallel ranks) when that is given, and so that each
-    tensor-parallel rank has a `multiple` of tokens.
+    The stream is padded to `total` tokens (over all context-parallel ranks), if given, and so that each tensor-parallel
+    rank has a multiple of `multiple` tokens.
     """
     packed = sequences.pack(batch.select(list(samples))) if samples else sequences.filler()
     tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
@@ -114,21 +114,21 @@ def build(
         lengths,
         cp_size=layout.cp_size,
         cp_rank=layout.cp_rank,
-        multiple=layout.tp_size * multiple,  # sequence parallelism needs it, and mixtures of experts always use that
+        multiple=layout.tp_size * multiple,  # needed for sequence parallelism, which mixtures of experts always use
         open_from=opens,
     )
-    # All of this on the host: on a GPU it would wait for the count of rows.
+    # Computed on the host: on a GPU this would wait for the number of rows.
     which = stream.take(predicts, fill=-1)
     rows = (which >= 0).nonzero()[:, 0]
     order = which[rows]
-    there = stream.to(device)
+    moved = stream.to(device)
     if packed.seen is not None:
-        there.params.seen = packed.seen.to(device)
+        moved.params.seen = packed.seen.to(device)
     return MicroBatch(
         samples=tuple(samples),
         input_ids=stream.input_ids(tokens).to(device),
-        position_ids=there.position_ids if positions is None else stream.take(positions.t()).t().to(device),
-        packed=there.params,
+        position_ids=moved.position_ids if positions is None else stream.take(positions.t()).t().to(device),
+        packed=moved.params,
         rows=rows.to(device),
         order=order.to(device),
         targets=packed.targets[order].to(device),
@@ -146,8 +146,8 @@ def build_all(
 ) -> tuple[list[MicroBatch], int]:
     """Return all micro-batches, and the stream length that Megatron's schedules expect.
 
-    Interleaved stages exchange tensors of one fixed shape: Megatron's exchange of variable shapes hangs there, because
-    stages wait for each other's shapes in different calls. So their micro-batches are all padded to the longest.
+    Interleaved stages exchange tensors of one fixed shape, so their micro-batches are all padded to the longest:
+    Megatron's exchange of variable shapes hangs there, because stages wait for each other's shapes in different calls.
     """
     total = None
     if layout.parallel.vpp:
@@ -161,13 +161,12 @@ def build_all(
 
 
 def _unit(layout: Layout) -> int:
-    """Return the number of which every sequence is padded to a multiple."""
+    """Return the unit of padding: every sequence's length is padded to a multiple of it."""
     return 2 * layout.cp_size if layout.cp_size > 1 else 1
 
 
 def _fill_up(lengths: list[int], total: int, layout: Layout) -> list[int]:
-    """Return the lengths of padding sequences that bring the stream to `total`, none longer than the longest real
-    one."""
+    """Return lengths of padding sequences that fill the stream up to `total`, none longer than the longest real one."""
     unit = _unit(layout)
     padded = [-(-length // unit) * unit for length in lengths]
     missing, piece = total - sum(padded), max(padded)

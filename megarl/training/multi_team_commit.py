@@ -43,14 +43,14 @@ def part_of(
 
 @dataclass(frozen=True)
 class Teams:
-    """The teams that write one checkpoint, as one of them sees them.
+    """The teams that write one checkpoint, from the view of one of them.
 
     Attributes:
         name: name of this team.
         first: number of its first worker; 0 in the team that leads.
-        mail: between the teams.
-        deadline_s: seconds that the leading team waits for another one's files that do not grow.
-        others: in the leading team, the other teams with a part.
+        mail: the mailbox.
+        deadline_s: seconds without growth after which the leading team stops waiting for a team's files.
+        others: only in the leading team: the other teams that write a part.
     """
 
     name: str
@@ -71,19 +71,19 @@ def begin_part(
 ) -> Saving:
     """Start to write this team's part of a checkpoint that another team leads. Collective over the team.
 
-    Returns as soon as everything is copied to host memory, and the folder is there.
+    Returns when everything is copied to host memory and the folder exists.
 
     Args:
         root: folder of checkpoints, on a file system that all workers share.
-        step: training step that is complete.
-        tag: the announced tag.
-        engines: those that learn here, by name.
-        teams: all teams, as this team sees them.
+        step: the completed training step.
+        tag: the tag that the leading team announced.
+        engines: trained engines of this team, by name.
+        teams: the teams, from the view of this one.
         layout: layout of this team.
-        files: contents by name of what this rank adds to the folder; no other rank gives the same name.
+        files: contents by name of files that this rank adds to the folder; names must differ between ranks.
 
     Raises:
-        CheckpointError: on every rank of every team alike: the disk is too full, or the folder cannot be made.
+        CheckpointError: on every rank of every team: the disk is too full, or the folder cannot be created.
     """
     shard, contents = own_files(engines, tag, step, teams.first + layout.rank)
     contents |= files
@@ -96,28 +96,29 @@ def begin_part(
 
 
 def folder_of(root: Path, step: int, tag: str) -> Path:
-    """Return the folder in which a checkpoint is written before its rename."""
+    """Return the temporary folder in which a checkpoint is written before its rename."""
     return root / f"step_{step}.tmp-{tag}"
 
 
 def own_files(
     engines: Mapping[str, MegatronEngine], tag: str, step: int, number: int
 ) -> tuple[Snapshot, dict[str, bytes]]:
-    """Return the snapshot of the engines of worker `number`, and its random states."""
+    """Return a snapshot of this worker's part of the engines, and its file of random states; `number` is the
+    worker's."""
     return snapshot(engines, {"tag": tag, "step": step}), {rng_name(number): rng_bytes()}
 
 
 def rng_name(number: int) -> str:
-    """Return the file of a worker's random states."""
+    """Return the file name of a worker's random states."""
     return f"rng_{number}.safetensors"
 
 
 def size_of(shard: Snapshot, contents: Mapping[str, bytes]) -> int:
-    """Return the bytes that a rank writes."""
+    """Return the number of bytes that a rank writes."""
     return shard.nbytes + sum(map(len, contents.values()))
 
 
 def refuse_folder(folder: Path, problem: str | None, fix: str) -> None:
-    """Raise CheckpointError when there is a problem."""
+    """Raise a CheckpointError if there is a problem."""
     if problem:
-        raise CheckpointError("the checkpoint cannot be written", where=str(folder), found=problem, fix=fix)
+        raise CheckpointError("cannot write the checkpoint", where=str(folder), found=problem, fix=fix)

@@ -1,9 +1,9 @@
-"""Gives a part of a model's device memory to another role and takes it back, without a tensor changing its identity.
+"""Frees a part of a model's device memory for another role and restores it later, without replacing tensor objects.
 
-Every tensor that shares a storage (a DDP buffer and the parameters and gradients that are views into it) stays valid,
-because only the storage is emptied and filled again. Gradients are not kept: a training step starts by clearing them.
-Parameters and optimizer state are copied to host memory (`HostArena`). On a CPU they are there already, so that only
-the gradient buffers are freed.
+Only the storage is emptied and filled again, so every tensor that shares it (a DDP buffer and the parameters and
+gradients that are views into it) stays valid. Gradients are dropped: a training step starts by clearing them.
+Parameters and optimizer state are copied to host memory (`HostArena`). On a CPU they are already there, so only the
+gradient buffers are freed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from megarl.training.optimizer import parts
 
 @dataclass(frozen=True)
 class ParkedBlock:
-    """A storage that is to be emptied."""
+    """A storage to be emptied."""
 
     storage: torch.UntypedStorage
     nbytes: int
-    copy: Tensor | None  # uint8 on the host; None for storages whose contents are not kept
+    copy: Tensor | None  # uint8 on the host; None if the contents are dropped
 
 
 class Parked:
-    """The storages that are empty from here on; `restore` brings them back. All copies are complete before one is
-    emptied, so that an error on the way leaves the model whole."""
+    """Storages that are emptied on construction; `restore` fills them again.
+
+    All copies are complete before the first storage is emptied, so an error before that leaves the model intact."""
 
     def __init__(self, blocks: list[ParkedBlock]) -> None:
         self._blocks = blocks
@@ -43,11 +44,11 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that were freed."""
+        """Bytes of freed device memory."""
         return sum(block.nbytes for block in self._blocks)
 
     def restore(self) -> None:
-        """Allocate every storage again: kept ones with their contents, gradients with zeros.
+        """Allocate every storage again, with its copied contents or, for gradients, zeros.
 
         After an error (the device is full) it can be called again.
         """
@@ -63,19 +64,19 @@ class Parked:
 
 
 def park(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena: HostArena) -> Parked:
-    """Empty the storages of one part (see `offload_schedule`) of (DDP-wrapped) model chunks and their optimizer.
+    """Empty the storages of one part (see `offload_schedule`) of model chunks, which may be wrapped in DDP.
 
-    The parameters are there when another part leaves. `arena` holds the copies until they are restored.
+    The parameters must be on the device when another part is parked. `arena` holds the copies until they are restored.
     """
     wrapped = list(wrapped)
     if part == GRADIENTS:
         both = [b for c in wrapped for b in (*getattr(c, "buffers", ()), *getattr(c, "expert_parallel_buffers", ()))]
         return Parked(unkept([buffer.grad_data for buffer in (both if optimizer is not None else [])]))
-    kept = {p.untyped_storage().data_ptr(): p for c in wrapped for p in c.parameters()}
+    storages = {p.untyped_storage().data_ptr(): p for c in wrapped for p in c.parameters()}
     if part != PARAMETERS:  # float32 masters of float32 parameters are views of the parameters
         state = {tensor.untyped_storage().data_ptr(): tensor for tensor in _optimizer_tensors(optimizer)}
-        kept = {pointer: tensor for pointer, tensor in state.items() if pointer not in kept}
-    return Parked(kept_in(arena, [tensor for tensor in kept.values() if tensor.is_cuda]))
+        storages = {pointer: tensor for pointer, tensor in state.items() if pointer not in storages}
+    return Parked(kept_in(arena, [tensor for tensor in storages.values() if tensor.is_cuda]))
 
 
 def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
@@ -87,7 +88,7 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
 
 
 def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[ParkedBlock]:
-    """Return the storages of `tensors`, with copies that are on their way to the host."""
+    """Return the storages of `tensors` with asynchronous copies to the host."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     copies = arena.take([storage.nbytes() for storage in storages])
     for storage, copy in zip(storages, copies, strict=True):
@@ -97,7 +98,7 @@ def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[ParkedBlock]:
 
 
 def unkept(tensors: Sequence[Tensor]) -> list[ParkedBlock]:
-    """Return the storages of `tensors`, whose contents are not kept."""
+    """Return the storages of `tensors`, without copies of their contents."""
     return [
         ParkedBlock(storage, storage.nbytes(), None) for storage in (tensor.untyped_storage() for tensor in tensors)
     ]

@@ -1,4 +1,4 @@
-"""Megatron's gradient buffers and AdamW, set up from our configuration, and the learning-rate schedule."""
+"""Megarl's setup of Megatron's gradient buffers and AdamW, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (0 is the first): linear warm-up, then constant, linear or
-    cosine.
+    """Return the learning rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine.
 
-    The peak is reached on step `warmup_steps`, or that share, `warmup_ratio`, of `total_steps`; `min_lr` on step
-    `decay_steps`, which is one past the last step of a run when it is left at its default `total_steps`. A schedule
-    that decays has its peak at the last step at the latest: the warm-up of a run that was shortened is cut.
+    The peak is reached at step `warmup_steps`, or at the share `warmup_ratio` of `total_steps`. `min_lr` is reached at
+    step
+    `decay_steps`, by default `total_steps`, which is one past the last step. A decaying schedule reaches its peak at
+    the last step at the latest: a shorter run cuts the warm-up.
     """
     end, warmup = config.decay_steps or total_steps, config.warmup(total_steps)
     if config.schedule != "constant":
@@ -54,9 +54,11 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 def wrap_chunks(
     chunks: Sequence[torch.nn.Module], model_config: TransformerConfig, engine: EngineConfig
 ) -> list[DistributedDataParallel]:
-    """Give each model chunk float32 gradient buffers that are summed (never averaged) over data-parallel ranks."""
+    """Wrap each model chunk with float32 gradient buffers that are summed, never averaged, over data-parallel ranks."""
     if not model_config.calculate_per_token_loss:
-        raise ValueError("the model config must set calculate_per_token_loss, or Megatron divides gradients by dp * cp")
+        raise ValueError(
+            "calculate_per_token_loss must be set in the model config, or Megatron divides gradients by dp * cp"
+        )
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=engine.overlap_grad_reduce,
@@ -75,12 +77,11 @@ def build_optimizer(
     dtype: torch.dtype,
     where: str = "actor.engine",
 ) -> ChainedOptimizer:
-    """Return the AdamW over all parameters of `chunks`; vectors (norms, biases) are not decayed. bf16 gets float32
-    masters.
+    """Return AdamW over all parameters of `chunks`, without weight decay on vectors; bf16 gets float32 master weights.
+
 
     Raises:
-        ConfigError: a first moment in bf16 that this optimizer cannot have; `where` is the place of `engine` in the
-            recipe.
+        ConfigError: the recipe sets a first moment in bf16 that is not available here; `where` is the key of `engine`.
     """
     refuse_short_moment(engine, dtype, f"{where}.exp_avg_dtype")
     optimizer = get_megatron_optimizer(
@@ -97,14 +98,14 @@ def build_optimizer(
             use_distributed_optimizer=engine.distributed_optimizer,
             use_precision_aware_optimizer=engine.exp_avg_dtype == "bf16",
             exp_avg_dtype=DTYPES[engine.exp_avg_dtype],
-            # A step of the second moment, 1 - beta2 of it, is less than the last place of bf16: it stays in float32.
-            store_param_remainders=False,  # masters as they are, which checkpoints read and write in place
+            # The second moment stays float32: its relative change per step, 1 - beta2, is less than bf16 resolves.
+            store_param_remainders=False,  # whole masters, which checkpoints read and write in place
         ),
         chunks,
     )
     for part in parts(optimizer):
         for group in part.param_groups:
-            # Megatron leaves this to a scheduler that we do not use.
+            # Megatron's own scheduler, which is not used, would set this.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if isinstance(part.optimizer, torch.optim.AdamW):
                 # One pass over the parameters in place of ten; Megatron has no argument for it.
@@ -113,41 +114,41 @@ def build_optimizer(
 
 
 def refuse_short_moment(engine: EngineConfig, dtype: torch.dtype, key: str) -> None:
-    """Check that AdamW can have the first moment in bf16 that the recipe asks for at `key`.
+    """Check that AdamW supports the first moment in bf16 that the recipe sets at `key`.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is not supported.
     """
     if engine.exp_avg_dtype == "fp32":
         return
     missing = [
-        what
-        for what, there in (
+        requirement
+        for requirement, is_met in (
             ("a model in bf16", dtype == torch.bfloat16),
             ("distributed_optimizer", engine.distributed_optimizer),
-            ("Transformer Engine, whose AdamW has it", te_problem() is None),
+            ("Transformer Engine, whose AdamW supports it", te_problem() is None),
         )
-        if not there
+        if not is_met
     ]
     if missing:
         raise ConfigError(
-            f"a first moment in bf16 takes {' and '.join(missing)}", where=key, found="bf16", fix=f"set {key}=fp32"
+            f"a first moment in bf16 needs {' and '.join(missing)}", where=key, found="bf16", fix=f"set {key}=fp32"
         )
 
 
 def holds_masters(part: MegatronOptimizer) -> bool:
-    """Tell whether the float32 masters are state of the inner optimizer, which reads gradients beside parameters."""
+    """Return whether the inner optimizer holds the float32 masters, and so reads gradients next to the parameters."""
     return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers inside a chained one that hold parameters on this rank (dense, experts)."""
+    """Return the inner optimizers (dense, experts) that hold parameters on this rank."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chain if not part.is_stub_optimizer]
 
 
 def clip(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
-    """Scale the ready gradients so that their global norm, which is `norm`, is at most `limit`; 0 turns it off."""
+    """Scale the ready gradients so that their global norm, now `norm`, is at most `limit`; 0: no clipping."""
     if limit > 0:
         for part in parts(optimizer):
             clip_grad_by_total_norm_fp32(part.get_parameters(), limit, norm, holds_masters(part))

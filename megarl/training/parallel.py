@@ -1,8 +1,8 @@
-"""The place of this process in its team: a `Layout` of Megatron's groups. Only this file sets Megatron's own state.
+"""The place of this process in its team's layout: a `Layout` of Megatron's groups.
 
-Megatron keeps its groups in a module, one set per process, and talks over torch's default group in places. Both are
-right here because a process belongs to one team, and a team is one torch world: several teams, each with a layout of
-its own, are several worlds side by side (`megarl.system.rendezvous.join`).
+Only this file sets Megatron's global state. Megatron keeps one set of groups per process and sometimes uses torch's
+default group. Both are right here because a process belongs to one team, and a team is one torch world: several
+teams with their own layouts are several worlds (`megarl.system.rendezvous.join`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron.core import parallel_state as mpu  # noqa: E402  (after install)
 
 @dataclass(frozen=True)
 class Layout:
-    """The way a team holds a model: the ranks of `mp_group`, tp * pp * cp processes, hold one replica.
+    """How a team splits and replicates a model: the tp * pp * cp ranks of `mp_group` hold one replica.
 
     Attributes:
         world: all ranks of the team.
-        mp_group: all ranks that hold one replica; its first one speaks for it.
-        dp_group: ranks that hold the same shard and work on other samples.
-        tp_group, pp_group, cp_group: the splits inside a replica.
-        ep_group, etp_group, expert_group: ranks that share out the experts, the width of each, and both.
+        mp_group: all ranks of one replica; the first one is its lead.
+        dp_group: ranks that hold the same shard and process different samples.
+        tp_group, pp_group, cp_group: the groups that split a replica.
+        ep_group, etp_group, expert_group: groups that distribute experts, split each expert, and both.
     """
 
     parallel: ParallelConfig
@@ -49,17 +49,17 @@ class Layout:
 
     @property
     def rank(self) -> int:
-        """Rank in the team."""
+        """This process's rank in the team."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
-        """Ranks of the team."""
+        """Number of ranks of the team."""
         return self.world.size
 
     @property
     def dp_rank(self) -> int:
-        """The number of the replica that this process is part of."""
+        """Number of the replica to which this process belongs."""
         return self.dp_group.rank
 
     @property
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def tp_rank(self) -> int:
-        """Place in the tensor-parallel split."""
+        """Rank in the tensor-parallel group."""
         return self.tp_group.rank
 
     @property
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def pp_rank(self) -> int:
-        """Pipeline stage."""
+        """Number of the pipeline stage."""
         return self.pp_group.rank
 
     @property
@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def cp_rank(self) -> int:
-        """Place in the context-parallel split."""
+        """Rank in the context-parallel group."""
         return self.cp_group.rank
 
     @property
@@ -99,31 +99,32 @@ class Layout:
 
     @property
     def is_lead(self) -> bool:
-        """True on the first rank of a replica, which speaks for it."""
+        """Whether this is the first rank of its replica, which acts for it."""
         return self.mp_group.rank == 0
 
     @property
     def is_first_stage(self) -> bool:
-        """True where the pipeline begins."""
+        """Whether this is the first pipeline stage."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the pipeline ends, and with it where hidden states become log-probs."""
+        """Whether this is the last pipeline stage, where hidden states become log-probs."""
         return self.pp_rank == self.parallel.pp - 1
 
     def describe(self) -> dict[str, int]:
-        """Return the sizes, as they are written into checkpoints."""
+        """Return the layout's sizes, as written into checkpoints."""
         p = self.parallel
         sizes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp or 1, "cp": p.cp, "ep": p.ep, "sp": int(p.sp)}
         return {"world_size": self.world_size, "dp": self.dp_size, "etp": p.expert_tp, **sizes}
 
     def close(self) -> None:
-        """Give the layout back, so that `init_parallel` can make another one in the same processes. Collective.
+        """Destroy the layout's groups, with their threads, so that `init_parallel` can create another layout.
+        Collective.
 
-        Its groups end, with the threads they hold; engines of the layout cannot be used any more. The world stays.
+        Its engines can no longer be used. The world stays.
         """
-        self.world.barrier()  # nobody is still inside a collective of these groups
+        self.world.barrier()  # all ranks have left the collectives of these groups
         for group in self._made:
             dist.destroy_process_group(group)
         self._made.clear()
@@ -132,14 +133,14 @@ class Layout:
 
 
 def init_parallel(parallel: ParallelConfig, world: WorkerGroup) -> Layout:
-    """Make Megatron's process groups for the team `world`, with its deadline. Collective.
+    """Create Megarl's layout and Megatron's process groups for the team `world`, with its deadline. Collective.
 
     Raises:
-        ConfigError: the number of processes is not a multiple of what the layout needs.
-        RuntimeError: this process has a layout already; `Layout.close` ends it.
+        ConfigError: the number of processes is not a multiple of the layout's size.
+        RuntimeError: this process already has a layout; close it with `Layout.close`.
     """
     if mpu.model_parallel_is_initialized():
-        raise RuntimeError("this process is part of a layout already: close that one first")
+        raise RuntimeError("this process already has a layout: close it first")
     _check_world(parallel, world.size)
     mpu.initialize_model_parallel(
         parallel.tp,
@@ -150,7 +151,7 @@ def init_parallel(parallel: ParallelConfig, world: WorkerGroup) -> Layout:
         expert_tensor_parallel_size=parallel.expert_tp,
         distributed_timeout_minutes=world.deadline_s / 60,
     )
-    # Its first entry stands for the default group.
+    # The list's first entry, None, stands for the default group.
     made = list(dict.fromkeys(group for group in mpu._global_process_group_list or () if group is not None))
 
     def named(name: str, group: dist.ProcessGroup) -> WorkerGroup:
@@ -178,7 +179,7 @@ def _check_world(parallel: ParallelConfig, world: int) -> None:
     for name, size in needs.items():
         if world % size:
             raise ConfigError(
-                f"{count(world, 'process')} are not a multiple of {name} = {size}",
+                f"{count(world, 'process')} cannot be split evenly: needs a multiple of {name} = {size}",
                 where="cluster.nproc",
                 found=world,
                 allowed=f"{max(world // size, 1) * size}, {(world // size + 1) * size}, ...",
@@ -186,11 +187,11 @@ def _check_world(parallel: ParallelConfig, world: int) -> None:
 
 
 def _replica(world: WorkerGroup) -> WorkerGroup:
-    """Return the ranks that hold the same replica as this one."""
-    mine = mpu.get_data_parallel_rank()
-    owners = [int(value) for value in world.all_gather(torch.tensor([mine], device=device()))]
+    """Return the group of ranks that hold the same replica as this rank."""
+    replica_here = mpu.get_data_parallel_rank()
+    owners = [int(value) for value in world.all_gather(torch.tensor([replica_here], device=device()))]
     members = [[rank for rank in range(world.size) if owners[rank] == replica] for replica in range(max(owners) + 1)]
-    groups = [world.subgroup(ranks, "the replica") for ranks in members]  # every rank makes every group
-    group = groups[mine]
-    assert group is not None, "every rank is in its own replica"
+    groups = [world.subgroup(ranks, "the replica") for ranks in members]  # every rank must create every group
+    group = groups[replica_here]
+    assert group is not None, "this rank is in its replica's group"
     return group

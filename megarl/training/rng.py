@@ -1,4 +1,4 @@
-"""The random states of this process: their start, as the bytes of a file, and back."""
+"""Random states of this process: seed them, save them as a file's bytes, load them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E
 
 
 def seed_generators(seed: int) -> None:
-    """Start the generators of this process that anybody may draw from; Megatron seeds its own by the layout."""
+    """Seed the global generators of this process; Megatron seeds its own by the layout."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_bytes() -> bytes:
-    """Return the states of this rank's generators: Python, numpy, torch, CUDA, and Megatron's tracker; a safetensors
-    file."""
+    """Return this rank's generator states (Python, numpy, torch, CUDA, Megatron's tracker) as a safetensors file."""
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     assert not isinstance(keys, str)
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.copy())}
@@ -40,10 +39,10 @@ def rng_bytes() -> bytes:
 
 
 def load_rng(path: Path) -> None:
-    """Set the generators to the states in a file of `rng_bytes`."""
+    """Restore the generators from a file that contains `rng_bytes`."""
     with safe_open(path, "pt") as file:
         plain = json.loads(file.metadata()["plain"])
-        # Copies: the tracker keeps what it is given, and a mapped file may be cut or removed later.
+        # Clone: the tracker keeps its tensors, and a mapped file may be cut or removed later.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
     version, internal, gauss_next = plain["python"]
     random.setstate((version, tuple(internal), gauss_next))

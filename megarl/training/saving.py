@@ -1,14 +1,13 @@
-"""A checkpoint on its way to disk, written by a thread of every rank while training goes on.
+"""A checkpoint that is being written, by a thread of every rank, while training continues.
 
     main thread      snapshot to host memory -> Saving()    poll() after every step    wait() before the next one
-    every thread     its files -> seal_K.json (their sizes and checksums), in step_N.tmp-TAG
-    rank 0's thread  waits for every seal_K.json -> commit: meta.json, rename, and then the checksums go
+    every thread     writes its files, then seal_K.json (their sizes and checksums), in step_N.tmp-TAG
+    rank 0's thread  waits for every seal_K.json -> commits: meta.json, rename, removes seal_K.json
 
-K is the worker's number among those of all teams. With several of them, rank 0 of the actor's team waits for all.
-
-Threads use no collective: theirs would mix with those of training. They meet in the folder, so a checkpoint is complete
-as soon as its last byte is written, and a run that is killed at any moment leaves it complete or as a folder that
-nobody reads. A failure in a thread is raised by `poll` and `wait`, on all ranks alike.
+K is the worker's number among all teams; with several teams, rank 0 of the actor's team waits for all of them. Threads
+use no collectives, which would mix with those of training; they meet in the folder. So a checkpoint is complete as soon
+as its last byte is written, and a run that is killed leaves either a complete checkpoint or a folder that is ignored.
+`poll` and `wait` raise a thread's error, on all ranks.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ from megarl.training.checksums import FileChecksum, few, size_at
 from megarl.training.shards import CheckpointError, Snapshot, write_file
 
 _POLL_S = 0.05
-_LOOK_S = 1.0  # between two looks at how much another team has written
-_STUCK_S = 20.0  # without a new byte: an error that ends the run waits no longer for its checkpoint
+_LOOK_S = 1.0  # between two measurements of how much another team has written
+_STUCK_S = 20.0  # without a new byte, after which a failing run stops waiting for its checkpoint
 
 
 class _Stopped(Exception):
-    """The error of a write that ends because another rank failed."""
+    """Ends a thread's write because another rank failed."""
 
 
 class Saving:
-    """The writing of this rank's part of a checkpoint; every rank makes one, and calls the same methods.
+    """The writing of this rank's part of a checkpoint; every rank creates one and calls the same methods.
 
     Args:
-        folder: exists; removed again when a rank fails.
+        folder: an existing folder; removed if a rank fails.
         shard: this rank's tensors.
         files: contents by name of this rank's other files.
-        commit: called in rank 0's thread with the checksums of all files, once they are all on disk; None: another team
-            does it.
-        fix: the fix when it cannot be written.
+        commit: called in rank 0's thread with the checksums of all files, after all are on disk; None: another team
+            commits.
+        fix: the advice in the error if writing fails.
         world: all ranks of the team.
-        first: number of its first worker.
-        others: the workers of other teams that `commit` waits for, by team.
-        deadline_s: seconds that it waits for a team whose files do not grow.
+        first: number of the team's first worker.
+        others: workers of other teams for whose checksums `commit` waits, by team.
+        deadline_s: seconds without growth after which waiting for a team's files fails.
 
     Attributes:
-        ended: monotonic time at which this rank's thread was through; None: it is not.
+        ended: monotonic time at which this rank's thread ended; None: it is running.
     """
 
     def __init__(
@@ -81,34 +80,34 @@ class Saving:
         self._thread.start()
 
     def poll(self) -> bool:
-        """Tell whether it is complete, or this team's part of it where another team commits it. Collective.
+        """Return whether the checkpoint is complete or, if another team commits it, this team's part. Collective.
 
         Raises:
-            CheckpointError: on every rank of the team alike: a rank could not write its part.
-            WorkerError: on every rank of the team alike: another team has not written its part within the deadline.
+            CheckpointError: on every rank of the team: a rank could not write its part.
+            WorkerError: on every rank of the team: another team has not written its part within the deadline.
         """
-        busy = self._thread.is_alive()  # asked first: a thread that has ended changes nothing below
+        busy = self._thread.is_alive()  # read first, since the thread may end at any time
         error = None if self._error is None else _describe(self._error)
         everyone = self._world.all_gather_json([busy, self._written, error])
         errors = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(everyone, self._first) if error]
         if errors:
             self._give_up(errors)
         written = sum(count for _, count, _ in everyone)
-        if written != self._seen:  # no beats while nothing is written: a file system that hangs is noticed
+        if written != self._seen:  # no beat while nothing is written, so that a hanging file system is noticed
             self._seen = written
             beat()
         return not any(busy for busy, _, _ in everyone)
 
     def wait(self) -> None:
-        """Wait until it is complete. Collective; errors as in `poll`."""
+        """Wait until the checkpoint is complete. Collective; errors as for `poll`."""
         while not self.poll():
             self._thread.join(_POLL_S)
-            time.sleep(0.1 * _POLL_S)  # others still write
+            time.sleep(0.1 * _POLL_S)  # other ranks still write
 
     def settle(self) -> None:
-        """Wait until it is complete, or no file of it grows any more: an error of this rank is about to end the run.
+        """Wait until the checkpoint is complete or its files no longer grow, before an error of this rank ends the run.
 
-        Not collective: threads of other ranks go on writing while those ranks wait for this one.
+        Not collective: threads of other ranks continue to write while these ranks wait for this one.
         """
         grown, size = time.monotonic(), -1
         while (self._folder.exists() or self._thread.is_alive()) and time.monotonic() - grown < _STUCK_S:
@@ -121,7 +120,7 @@ class Saving:
     def _give_up(self, errors: list[str]) -> None:
         self._stop.set()
         self._thread.join()
-        # Nobody writes any more; like `poll` off the device, which may be busy.
+        # No thread writes any more. Uses JSON, like `poll`, because the device may be busy.
         late = self._world.all_gather_json(str(self._error) if isinstance(self._error, WorkerError) else None)[0]
         free = shutil.disk_usage(self._folder.parent).free / 1e9
         if self._world.rank == 0:
@@ -129,7 +128,7 @@ class Saving:
         if late:
             raise WorkerError(late) from self._error
         raise CheckpointError(
-            "the checkpoint could not be written",
+            "cannot write the checkpoint",
             where=str(self._folder),
             found=f"{few(errors)}; {free:.3g} GB were free",
             fix=self._fix,
@@ -143,11 +142,11 @@ class Saving:
                 self._commit(self._all_checksums())
         except _Stopped:
             pass
-        except BaseException as error:  # raised in the main thread, by `poll`
+        except BaseException as error:  # `poll` raises it in the main thread
             self._error = error
         finally:
             self.ended = time.monotonic()
-            del self._shard, self._files  # their memory
+            del self._shard, self._files  # frees their memory
 
     def _progress(self, count: int) -> None:
         if self._stop.is_set():
@@ -155,36 +154,37 @@ class Saving:
         self._written += count
 
     def _all_checksums(self) -> dict[str, FileChecksum]:
-        """Return the checksums of the files of all ranks, and then of other teams' workers, as they come."""
-        own = range(self._first, self._first + self._world.size)
-        for number in own:
+        """Wait for the checksum files of all ranks of this team and then of other teams' workers; return their
+        contents."""
+        ranks = range(self._first, self._first + self._world.size)
+        for number in ranks:
             while not _checksums_path(self._folder, number).exists():
                 self._progress(0)
                 time.sleep(_POLL_S)
         for team, workers in self._others.items():
             self._await_checksums(team, workers)
         checksums: dict[str, FileChecksum] = {}
-        for number in chain(own, *self._others.values()):
+        for number in chain(ranks, *self._others.values()):
             checksums |= json.loads(_checksums_path(self._folder, number).read_text())
         return checksums
 
     def _bytes_of_others(self) -> int:
-        """Return the bytes that workers of other teams have written so far, samples for the next step included."""
+        """Return the bytes that workers of other teams have written so far, including samples for the next step."""
         return self._bytes_except({shard_name(self._first + rank) for rank in range(self._world.size)})
 
     def _bytes_except(self, names: set[str]) -> int:
         size = 0
-        with contextlib.suppress(FileNotFoundError):  # a file that gets its name, and then the folder
+        with contextlib.suppress(FileNotFoundError):  # files are renamed meanwhile, and at the end the folder
             for path in self._folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):
                     size += 0 if path.name in names else size_at(path)
         return size
 
     def _await_checksums(self, team: str, workers: range) -> None:
-        """Wait for the checksums of the workers of another team, as long as its files grow.
+        """Wait for the checksums of another team's workers while its files grow.
 
         Raises:
-            WorkerError: its files did not grow within the deadline.
+            WorkerError: the team's files did not grow within the deadline.
         """
         grown, looked, size = time.monotonic(), 0.0, -1
         for number in workers:
@@ -196,11 +196,11 @@ class Saving:
                     looked, before, size = now, size, self._bytes_of_others()
                     if size != before:
                         grown = now
-                        self._progress(max(0, size - before))  # it moves on, which is seen as a beat
+                        self._progress(max(0, size - before))  # growth counts as a beat
                 if now - grown > self._deadline_s:
-                    what = f"its part of the checkpoint {self._folder.name.partition('.')[0]}"
+                    part = f"its part of the checkpoint {self._folder.name.partition('.')[0]}"
                     raise WorkerError(
-                        f"timed out waiting for team {team!r} to write {what} in phase {self._phase}: worker {number} "
+                        f"timed out waiting for team {team!r} to write {part} in phase {self._phase}: worker {number} "
                         f"has not finished, and no file of the team has grown for {self._deadline_s:g} s "
                         "(cluster.timeout_s)"
                     )
@@ -208,13 +208,13 @@ class Saving:
 
 
 class PendingSave:
-    """The checkpoint that is being written, if there is one. All methods but `settle` are collective over the team.
+    """The current `Saving` of a run, if any. All methods except `settle` are collective over the team.
 
     Raises (poll, wait):
-        CheckpointError, WorkerError: as `Saving.poll`; the checkpoint before it is whole.
+        CheckpointError, WorkerError: as for `Saving.poll`; the previous checkpoint is still complete.
 
     Attributes:
-        longest_s: seconds from the beginning of a checkpoint until this rank's thread had written it, of the slowest.
+        longest_s: the longest time, in seconds, in which this rank's thread wrote its part of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class PendingSave:
         self._began, self.longest_s = 0.0, 0.0
 
     def began(self, saving: Saving, at: float) -> None:
-        """Set this one as the current saving, begun at this monotonic time; the one before is complete."""
+        """Set the current saving, which began at monotonic time `at`; the previous one must be complete."""
         self._saving, self._began = saving, at
 
     def _complete(self, saving: Saving) -> None:
@@ -231,20 +231,20 @@ class PendingSave:
             self.longest_s = max(self.longest_s, saving.ended - self._began)
 
     def poll(self) -> None:
-        """Note after a step whether it is complete."""
+        """Check whether the current checkpoint is complete, and forget it then."""
         if self._saving is not None:
             with phase("checkpoint"):
                 if self._saving.poll():
                     self._complete(self._saving)
 
     def settle(self) -> None:
-        """As `Saving.settle`."""
+        """Call `Saving.settle` for the current checkpoint."""
         if self._saving is not None:
             with phase("checkpoint"):
                 self._saving.settle()
 
     def wait(self) -> None:
-        """Wait until it is complete."""
+        """Wait until the current checkpoint is complete."""
         if self._saving is not None:
             with phase("checkpoint"):
                 self._saving.wait()
@@ -262,7 +262,7 @@ def _write(
 
 
 def shard_name(number: int) -> str:
-    """Return the file of a worker's tensors."""
+    """Return the file name of a worker's tensors."""
     return f"rank_{number}.safetensors"
 
 
@@ -271,7 +271,7 @@ def _checksums_path(folder: Path, number: int) -> Path:
 
 
 def drop_checksums(folder: Path) -> None:
-    """Remove the checksum files of a checkpoint that has its name; a missing one before that is yet to be written."""
+    """Remove a complete checkpoint's checksum files; in an incomplete one, a missing file means a part is missing."""
     for path in folder.glob("seal_*.json"):
         path.unlink()
 

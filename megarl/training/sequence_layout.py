@@ -1,9 +1,7 @@
-"""The layout of samples as sequences of the model: text, or policy calls of a robot
-(megarl/robots/models/vla/sequences.py).
+"""How samples become sequences of the model: as text, or as policy calls of a robot.
 
-A layout makes rows of samples, one for each sequence, and packs rows end to end. It tells the engine which columns
-predict a token of the response, and what else the model needs.
-"""
+A sequence layout turns samples into rows, one per sequence, and packs rows end to end. It returns which columns predict
+a response token, and the model's other inputs."""
 
 from __future__ import annotations
 
@@ -19,16 +17,16 @@ from megarl.data.batch import Batch, Jagged
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows that were packed end to end: T columns, N response tokens.
+    """Rows packed end to end: T columns, N response tokens.
 
     Attributes:
-        lengths: columns of each row.
+        lengths: number of columns of each row.
         tokens: int64 [T], input.
         predicts: int64 [T], which of the N response tokens each column predicts; -1 for none.
         targets: int64 [N].
         open_from: see `megarl.models.packing.PackedSequences`.
-        seen: what a policy sees, with places among the T columns.
-        positions: int64 [3, T], of models whose positions have three numbers; None: the places in each row.
+        seen: image inputs, with their places among the T columns.
+        positions: int64 [3, T], for models whose positions have three numbers; None: the index in the row.
     """
 
     lengths: list[int]
@@ -41,50 +39,50 @@ class PackedRows:
 
 
 class SequenceLayout(Protocol):
-    """The way from samples to packed rows.
+    """Turns samples into packed rows.
 
     Attributes:
-        columns: first and one past the last token that log-probs are over; None: all of the vocabulary.
+        columns: first and one past the last token over which log-probs are computed; None: the whole vocabulary.
     """
 
     @property
     def columns(self) -> tuple[int, int] | None:
-        """Return the first and one past the last token that log-probs are over; None: all of the vocabulary."""
+        """First and one past the last token over which log-probs are computed; None: the whole vocabulary."""
 
     def rows(self, samples: Batch) -> Batch:
         """Return one row per sequence, with the response tokens of `samples` in their order."""
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """Return the columns of every sequence of each sample, prompt and whole response: they are counted as work."""
+        """Return the number of columns of every sequence of each sample, prompt and response, to count work."""
 
     def lengths(self, batch: Batch) -> Tensor:
-        """Return the columns of each row, int64 [B].
+        """Return the number of columns of each row, int64 [B].
 
         Raises:
-            ValueError: a row that cannot go through the model.
+            ValueError: a row cannot be processed by the model.
         """
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Return the patches of each image of each row, by the image's digest, where they are not columns; empty: no
-        row has any."""
+        """Return, for each row, the number of patches of each image by digest, unless they are columns; empty: no
+        images."""
 
     def pack(self, rows: Batch) -> PackedRows:
-        """Pack these rows end to end; at least one."""
+        """Pack these rows, at least one, end to end."""
 
     def filler(self) -> PackedRows:
-        """Return one row without effect that goes through every parameter: it keeps a rank in step with the others."""
+        """Return a row without effect that uses every parameter, for a rank that has no samples but must take part."""
 
 
 class TextLayout:
-    """The layout of text: P prompt and R response tokens become P + R - 1, since the last one predicts nothing.
+    """The layout of text: P prompt and R response tokens become P + R - 1 columns, as the last token predicts nothing.
 
-    Response token j is predicted at place P - 1 + j.
+    Column P - 1 + j predicts response token j.
     """
 
     columns = None
 
     def rows(self, samples: Batch) -> Batch:
-        """Return the samples themselves: a sample is a sequence."""
+        """Return the samples: a sample is a sequence."""
         return samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
@@ -93,11 +91,14 @@ class TextLayout:
         return [[length] for length in lengths.tolist()]
 
     def lengths(self, batch: Batch) -> Tensor:
-        """See `SequenceLayout`; a response needs a token to predict, and a prompt to predict it from."""
+        """See `SequenceLayout`; raises if a prompt or response is empty."""
         prompts, responses = batch["prompt_ids"].lengths.cpu(), batch["response_ids"].lengths.cpu()
         if len(batch) and min(int(prompts.min()), int(responses.min())) < 1:
             bad = int(((prompts < 1) | (responses < 1)).nonzero()[0])
-            raise ValueError(f"sample {bad} has {int(prompts[bad])} prompt and {int(responses[bad])} response tokens")
+            raise ValueError(
+                f"a sample needs prompt and response tokens, but sample {bad} has "
+                f"{int(prompts[bad])} and {int(responses[bad])}"
+            )
         return prompts + responses - 1
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
@@ -110,8 +111,8 @@ class TextLayout:
 
     def filler(self) -> PackedRows:
         """Return a prompt of one token with a response of one token."""
-        one = Jagged.from_list([[0]], dtype=torch.int64)
-        return self._pack(one, one)
+        token = Jagged.from_list([[0]], dtype=torch.int64)
+        return self._pack(token, token)
 
     @staticmethod
     def _pack(prompts: Jagged, responses: Jagged) -> PackedRows:

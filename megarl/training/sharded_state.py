@@ -1,12 +1,12 @@
-"""An engine's parameters and optimizer state as slices of named whole tensors, and back.
+"""An engine's parameters and optimizer state as slices of named whole tensors, for checkpoints.
 
-Every tensor of a checkpoint is stored under the name of its parameter and its place in the whole model, so a run can
-go on under another layout. That holds for optimizer state too because only its tensors are stored, one set per
-parameter, and nothing of how this rank's optimizers are composed (Megatron's own form differs between one optimizer
-and a chain of two, and cannot be read by the other).
+A checkpoint stores every tensor under the name of its parameter with its place in the whole model, so a run can
+continue
+under another layout. This includes optimizer state, because only its tensors are stored, one set per parameter, and not
+how a rank's optimizers are composed (Megatron's own form differs between one optimizer and a chain of two).
 
-Nothing is gathered: with Megatron's distributed optimizer a data-parallel rank writes those elements of parameters and
-state that it owns, and reads the state it owns and the parameters it needs straight into their tensors.
+No tensor is gathered: with Megatron's distributed optimizer, a data-parallel rank writes the elements of parameters and
+state that it owns, and reads the state that it owns and the parameters that it needs directly into their tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
-    """Copy this rank's slices of all engines, which may be none, into host memory, that of the first of them."""
+    """Copy this rank's slices of all engines (maybe none) into host memory of the first engine."""
     first = next(iter(engines.values()), None)
     memory = HostArena() if first is None else first.snapshots
     return Snapshot(_all_slices(engines, writing=True), label, memory)
@@ -52,11 +52,11 @@ def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Sn
 
 def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Index, steps: Mapping[str, int]) -> None:
     """Read all engines from the files of `index`, whatever layout wrote them, and set their optimizer steps.
-
     Collective.
 
+
     Raises:
-        CheckpointError: they hold another model; nothing has been loaded.
+        CheckpointError: the files hold another model; nothing has been loaded.
     """
     slices = _all_slices(engines, writing=False)
     refuse_foreign(slices, index, folder, world_of(engines))
@@ -75,30 +75,30 @@ def _all_slices(engines: Mapping[str, MegatronEngine], *, writing: bool) -> list
 
 
 def world_of(engines: Mapping[str, MegatronEngine]) -> WorkerGroup:
-    """Return all ranks that hold these engines; there is at least one engine."""
+    """Return all ranks that hold these engines, of which there is at least one."""
     return next(iter(engines.values())).layout.world
 
 
 def refuse_foreign(
     slices: Iterable[TensorSlice], index: Index, folder: Path, world: WorkerGroup, more: Sequence[str] = ()
 ) -> None:
-    """Check that an index has the slices of all ranks, of tensors of the same shapes; `more` tells further differences.
+    """Check that an index has all ranks' slices, from tensors of equal shape; `more` lists further differences.
+    Collective.
 
-    Collective over `world`.
 
     Raises:
-        CheckpointError: on every rank alike: says which not.
+        CheckpointError: on every rank; it lists the differences.
     """
     everyone = world.all_gather_json([*foreign(slices, index), *more])
     lines = list(dict.fromkeys(line for part in everyone for line in part))
     if lines:
         raise CheckpointError(
-            "this checkpoint is of another model",
+            "this checkpoint belongs to another model",
             where=str(folder),
             found=few(lines),
             allowed="a checkpoint of the architecture, sizes and dtype that the recipe's `model` section gives",
-            fix="give the recipe the model that was trained (config.yaml of that run has it), or train this one in a "
-            "new run folder; trainer.resume=never in this folder moves its checkpoints to checkpoints.old-K",
+            fix="use the model that was trained (see config.yaml of that run), or train this one in a new run folder; "
+            "trainer.resume=never in this folder moves its checkpoints to checkpoints.old-K",
         )
 
 
@@ -106,14 +106,14 @@ def refuse_foreign(
 
 
 def weight_slices(name: str, engine: MegatronEngine) -> Iterator[TensorSlice]:
-    """Yield this rank's whole parameters and buffers."""
+    """Yield slices of this rank's whole parameters and buffers."""
     for copy, tensor in _copies(name, engine):
         yield from slices_of(copy.places, tensor)
 
 
 class _Copy(NamedTuple):
-    """This rank's copy of a tensor: its places, and whether it is the first of its tensor- and pipeline-parallel
-    copies, and of its data-parallel ones."""
+    """This rank's copy of a tensor: its places, and whether it is the first copy among model- and data-parallel
+    ranks."""
 
     places: list[SlicePlace]
     first_in_model: bool
@@ -121,10 +121,10 @@ class _Copy(NamedTuple):
 
 
 def engine_slices(name: str, engine: MegatronEngine, *, writing: bool) -> Iterator[TensorSlice]:
-    """Yield the slices of an engine that this rank holds, under keys that begin with its name.
+    """Yield this rank's slices of an engine; their keys begin with the engine's name.
 
-    With `writing` each element comes from one rank only: from its owner where the distributed optimizer divides the
-    parameter among data-parallel ranks, else from the first rank that holds it.
+    With `writing`, each element comes from one rank: the owner if the distributed optimizer divides the parameter among
+    data-parallel ranks, otherwise the first rank that holds it.
     """
     optimizers = _optimizers(engine)
     for part in optimizers:
@@ -149,7 +149,7 @@ def engine_slices(name: str, engine: MegatronEngine, *, writing: bool) -> Iterat
 
 
 def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]:
-    """Yield all parameters and buffers of this rank's model chunks; with adapters only what is trained."""
+    """Yield all parameters and buffers of this rank's model chunks; with adapters only the trained ones."""
     if engine.lora is not None:
         yield from _adapters(name, engine, engine.lora)
     for chunk in engine.chunks:
@@ -158,7 +158,7 @@ def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]
         add_prefix_for_sharding(sharded, f"{name}.")
         for key, value in chunk.state_dict(keep_vars=True).items():
             if key.endswith("_extra_state") or not isinstance(value, Tensor):
-                continue  # of Transformer Engine's modules, see `_tensors_only`
+                continue  # extra state of Transformer Engine, see `_tensors_only`
             if engine.lora is None or (value.requires_grad and not is_adapter(key)):
                 replica = sharded[key].replica_id
                 *in_model, in_data = replica if isinstance(replica, tuple) else (replica,)
@@ -166,7 +166,7 @@ def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]
 
 
 def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[tuple[_Copy, Tensor]]:
-    """Yield the parameters of this rank's adapters, under the names that PEFT gives their tensors."""
+    """Yield the parameters of this rank's adapters under PEFT's names."""
     wholes = adapter_tensors(engine.hf_config, lora)
     layout = engine.layout
     first_in_data = layout.dp_rank == 0 and layout.cp_rank == 0
@@ -192,13 +192,13 @@ def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[t
 
 
 def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:
-    """Drop Megatron's extra-state objects, which are empty here and would have to be pickled."""
-    kept = {key: value for key, value in state.items() if not isinstance(value, ShardedObject)}
-    for key, value in kept.items():
+    """Drop Megatron's extra-state objects, which are empty here and would need pickle."""
+    tensors = {key: value for key, value in state.items() if not isinstance(value, ShardedObject)}
+    for key, value in tensors.items():
         if key.endswith(("word_embeddings.weight", "output_layer.weight")) and isinstance(value, ShardedTensor):
             # The vocabulary is padded to a multiple of tp, so its global size depends on the layout.
             value.allow_shape_mismatch = True
-    return kept
+    return tensors
 
 
 def _optimizers(engine: MegatronEngine) -> list[Any]:
@@ -206,13 +206,12 @@ def _optimizers(engine: MegatronEngine) -> list[Any]:
 
 
 def _wanted(engine: MegatronEngine) -> tuple[str, ...]:
-    """Return the keys of the stored state. The master weights of a float32 model are its parameters, not stored
-    twice."""
+    """Return the names of the stored optimizer state; a float32 model's master weights are its parameters."""
     return MOMENTS if engine.dtype == torch.float32 else (*MOMENTS, _MASTER)
 
 
 def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield each model parameter of an optimizer that is not distributed, with its state."""
+    """Yield each parameter of an optimizer that is not distributed, with its state."""
     if hasattr(part, "float16_groups"):
         pairs = [
             pair
@@ -227,13 +226,13 @@ def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
 
 
 def _owned_pieces(part: DistributedOptimizer) -> Iterable[tuple[Tensor, slice, dict[str, Tensor]]]:
-    """Yield each model parameter that this data-parallel rank owns a piece of, the piece of the flat parameter, its
+    """Yield the parameters of which this data-parallel rank owns a piece, the piece of the flat parameter, and its
     state."""
     for parameter, (group, place) in part.model_param_group_index_map.items():
-        held = part.optimizer.param_groups[group]["params"][place]
-        main = part.optimizer.state[held]["master_param"] if holds_masters(part) else held.data
+        shard = part.optimizer.param_groups[group]["params"][place]
+        main = part.optimizer.state[shard]["master_param"] if holds_masters(part) else shard.data
         piece = part._get_model_param_range_map(parameter)["param"]
-        yield parameter, slice(piece.start, piece.end), {_MASTER: main, **_moments(part, held)}
+        yield parameter, slice(piece.start, piece.end), {_MASTER: main, **_moments(part, shard)}
 
 
 def _moments(part: Any, main: Tensor) -> dict[str, Tensor]:
@@ -241,14 +240,14 @@ def _moments(part: Any, main: Tensor) -> dict[str, Tensor]:
 
 
 def _state(part: Any) -> Iterable[tuple[Tensor, int, dict[str, Tensor]]]:
-    """Return each model parameter that one optimizer holds state of, its first element, and the state, flat or not."""
+    """Yield each parameter with state in an optimizer, the index of its first element, and the state tensors."""
     if isinstance(part, DistributedOptimizer):
         return ((parameter, piece.start, tensors) for parameter, piece, tensors in _owned_pieces(part))
     return ((parameter, 0, tensors) for parameter, tensors in _whole_tensors(part))
 
 
 def _create_state(part: Any) -> None:
-    """Create the state that the first optimizer step would, so that there is something to read and to load into."""
+    """Create the state that the first optimizer step would create, so that it can be saved or loaded."""
     if not isinstance(part.optimizer, torch.optim.AdamW) and not holds_masters(part):
         part.init_state_fn(part.optimizer, part.config)
         return
@@ -256,7 +255,7 @@ def _create_state(part: Any) -> None:
         for parameter in group["params"]:
             if part.optimizer.state[parameter]:
                 continue
-            if holds_masters(part):  # Megatron's function for it lacks an argument of Transformer Engine's
+            if holds_masters(part):  # Megatron's init function lacks an argument of Transformer Engine
                 part.optimizer.initialize_state(parameter, store_param_remainders=False)
             else:
                 part.optimizer.state[parameter].update(
@@ -268,7 +267,7 @@ def _create_state(part: Any) -> None:
 def _set_step(part: Any, step: int) -> None:
     for group in part.param_groups:
         if not isinstance(part.optimizer, torch.optim.AdamW):
-            group["step"] = step  # fused Adam of Apex and Transformer Engine counts per group
+            group["step"] = step  # fused Adam of Apex and Transformer Engine counts steps per group
             continue
         for parameter in group["params"]:
             part.optimizer.state[parameter]["step"].fill_(step)

@@ -1,8 +1,8 @@
-"""Files of tensor slices: each rank writes one, any rank reads the slices it needs out of all of them.
+"""Files of tensor slices: each rank writes one file, and any rank reads the slices that it needs from all of them.
 
-A file is in the safetensors format, so any tool can open it. A tensor in it is one slice, called KEY@OFFSET (as in
-`actor.decoder.layers.0.mlp.linear_fc2.weight@0,64`); the metadata hold the shapes of the whole tensors and a label that
-says which checkpoint the file belongs to. Nothing is pickled.
+The format is safetensors, so any tool can open a file. A tensor in it is one slice, named KEY@OFFSET (such as
+`actor.decoder.layers.0.mlp.linear_fc2.weight@0,64`); the metadata has the shapes of the whole tensors and a label that
+identifies the checkpoint. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.training.checksums import FileChecksum, opened_size, size_at
 from megarl.training.host_memory import HostArena
 from megarl.training.tensor_slices import Shape, TensorSlice, overlap
 
-#: dtypes as the format calls them
+#: names of dtypes in the format
 NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -37,7 +37,7 @@ NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _CHUNK = 16 << 20
-_FLUSHED = 256 << 20  # bytes of a file after which the disk catches up, so that progress is what the disk has taken
+_FLUSHED = 256 << 20  # flush to disk after this many bytes, so that progress counts bytes on disk
 _ALIGNED = 64
 
 #: key -> {"whole": shape, "slices": [[file, first byte, dtype, offset, shape], ...]}
@@ -45,24 +45,24 @@ Index: TypeAlias = dict[str, dict[str, Any]]
 
 
 class CheckpointError(UserError):
-    """A checkpoint is incomplete, damaged, of another model, or cannot be written."""
+    """A checkpoint is incomplete or damaged, belongs to another model, or cannot be written."""
 
 
 class FormatError(CheckpointError):
-    """A checkpoint is of a format that this version does not read."""
+    """A checkpoint has a format that this version does not read."""
 
 
 class Snapshot:
-    """The copies of slices in one block of host memory, ready to be written.
+    """Copies of slices in one block of host memory, ready to be written to a file.
 
     Args:
-        slices: the slices to copy. Their tensors may change as soon as this returns.
-        label: says which checkpoint the file belongs to.
-        arena: has the memory; the snapshot before this one must be written.
+        slices: the slices to copy. Their tensors may change after construction.
+        label: identifies the checkpoint that the file belongs to.
+        arena: provides the memory; its previous snapshot must have been written.
     """
 
     def __init__(self, slices: Iterable[TensorSlice], label: dict[str, Any], arena: HostArena) -> None:
-        # The widest numbers first: every tensor is then aligned without gaps, which the format does not allow.
+        # The widest dtypes come first, which aligns every tensor without gaps: the format forbids gaps.
         ordered = sorted(slices, key=lambda part: -part.data.element_size())
         (self._memory,) = arena.take([sum(part.data.nbytes for part in ordered)])
         header: dict[str, Any] = {}
@@ -85,16 +85,16 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return len(self._header) + self._memory.nbytes
 
     def write(self, path: Path, progress: Callable[[int], None]) -> FileChecksum:
-        """Write the file; `progress(bytes)` is called as it grows, and may raise to stop it."""
+        """Write the file; `progress(bytes)` is called as it grows and may raise an error to stop."""
         return write_file(path, (self._header, self._memory.numpy().data), progress)
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callable[[int], None]) -> FileChecksum:
-    """Write `parts` to disk, flushed. Returns the size and checksum of the file."""
+    """Write `parts` to a file, flush it to disk, and return its size and checksum."""
     checksum, size = xxhash.xxh3_64(), 0
     try:
         with path.open("wb") as file:
@@ -110,16 +110,16 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callab
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say which file
+        error.filename = error.filename or str(path)  # the error of a full disk lacks the file name
         raise
     return [size, checksum.hexdigest()]
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a file, and where its data begin.
+    """Return the header of a file, and the offset of its data.
 
     Raises:
-        CheckpointError: it is none of these files.
+        CheckpointError: the file is damaged or has another format.
     """
     try:
         with path.open("rb") as file:
@@ -132,23 +132,23 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def label_of(path: Path) -> dict[str, Any]:
-    """Return the label that `Snapshot` was given.
+    """Return the label of the `Snapshot` that wrote the file.
 
     Raises:
-        CheckpointError: it is none of these files.
+        CheckpointError: the file is damaged or has another format.
     """
     header, _ = read_header(path)
     try:
         label = json.loads(header["__metadata__"]["label"])
         if not isinstance(label, dict):
-            raise TypeError(f"its label is {label!r}")
+            raise TypeError(f"its label must be an object, found {label!r}")
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"the header of this file cannot be read: {error}", where=str(path)) from error
     return label
 
 
 def read_index(folder: Path, names: Iterable[str]) -> Index:
-    """Return the place of every slice in the files `names` of `folder`."""
+    """Return the location of every slice in the files `names` of `folder`."""
     index: Index = {}
     for name in names:
         beat()
@@ -163,22 +163,22 @@ def read_index(folder: Path, names: Iterable[str]) -> Index:
 
 
 def foreign(slices: Iterable[TensorSlice], index: Index) -> list[str]:
-    """List how the model that holds `slices` differs from the one that was saved; empty when it does not."""
+    """List how the model of `slices` differs from the saved one; empty if it does not."""
     lines = []
     for part in slices:
         entry = index.get(part.key)
         if entry is None:
             lines.append(f"no {part.key}")
         elif tuple(entry["whole"]) != part.whole and not (part.padded and tuple(entry["whole"][1:]) == part.whole[1:]):
-            lines.append(f"{part.key} is {entry['whole']}, here it is {list(part.whole)}")
+            lines.append(f"{part.key} has shape {entry['whole']}, expected {list(part.whole)}")
     return list(dict.fromkeys(lines))
 
 
 def fill(slices: Sequence[TensorSlice], index: Index, folder: Path) -> None:
-    """Copy into the tensors of `slices` their elements from the files of `folder`. Reads nothing else.
+    """Copy the elements of `slices` from the files of `folder` into their tensors, reading nothing else.
 
     Raises:
-        CheckpointError: elements are in no file.
+        CheckpointError: some elements are in no file.
     """
     files: dict[str, Tensor] = {}
     for part in slices:
@@ -187,16 +187,17 @@ def fill(slices: Sequence[TensorSlice], index: Index, folder: Path) -> None:
             common = overlap(part.offset, tuple(part.data.shape), tuple(offset), tuple(shape))
             if common is None:
                 continue
-            if name not in files:  # mapped: only the pages that are read come into memory
+            if name not in files:  # mapped, so that only the pages that are used are read
                 path = folder / name
                 files[name] = torch.from_file(str(path), size=size_at(path), dtype=torch.uint8)
-            mine, theirs = common
-            target = part.data[mine]
-            target.copy_(_tensor(files[name], begin, _DTYPES[dtype], tuple(shape))[theirs])
+            inside, stored = common
+            target = part.data[inside]
+            target.copy_(_tensor(files[name], begin, _DTYPES[dtype], tuple(shape))[stored])
             filled += target.numel()
         if filled != part.data.numel() and not part.padded:
             raise CheckpointError(
-                f"{part.data.numel() - filled} of {part.data.numel()} elements of {part.key} are in no file",
+                f"{part.data.numel() - filled} of {part.data.numel()} elements of {part.key} are missing from the "
+                f"files",
                 where=str(folder),
                 fix="use another checkpoint",
             )

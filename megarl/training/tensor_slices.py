@@ -1,8 +1,8 @@
 """The place of a local tensor in a named whole tensor, cut into slices.
 
-A slice is a contiguous local tensor and the place of its first element in the whole tensor. Ranks of any layout hold
-slices: a tensor-parallel shard is one, and the elements 100 to 900 of a flattened shard, which is what a data-parallel
-rank owns of its optimizer state, are at most 2 * dims - 1 of them (the end of a row, whole rows, the start of a row):
+A slice is a contiguous local tensor with the offset of its first element in the whole tensor. Ranks of any layout hold
+slices: a tensor-parallel shard is one slice; elements 100 to 900 of a flattened shard, which is what a data-parallel
+rank owns of its optimizer state, are at most 2 * dims - 1 slices (the end of a row, whole rows, the start of a row):
 
     . . . . . .         offset (1, 4) shape (1, 2)
     . . . . a a         offset (2, 0) shape (2, 6)
@@ -10,7 +10,7 @@ rank owns of its optimizer state, are at most 2 * dims - 1 of them (the end of a
     b b b b b b
     c c c . . .
 
-So one layout reads what another one wrote, by copying where slices overlap, and nobody gathers a whole tensor.
+So one layout reads what another layout wrote by copying where slices overlap, and no rank gathers a whole tensor.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorSlice:
-    """The contiguous local `data` whose first element is element `offset` of the tensor `key` of shape `whole`.
+    """Contiguous local `data` whose first element is element `offset` of the tensor `key` of shape `whole`.
 
     Attributes:
-        padded: the size of the whole tensor depends on the layout, and what another layout lacks is padding.
+        padded: the whole tensor's size depends on the layout; elements that another layout lacks are padding.
     """
 
     key: str
@@ -60,20 +60,20 @@ class SlicePlace(NamedTuple):
 
 
 def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[SlicePlace]:
-    """Return the parts of a local tensor: usually one, two for a gate and an up projection in one parameter."""
-    # On the meta device: a factory makes views, and their offsets say which elements they are.
+    """Return the contiguous parts of a local tensor: usually one, two if it holds a gate and an up projection."""
+    # On the meta device: a factory returns views, whose offsets tell which elements they cover.
     blank = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     moved = dataclasses.replace(sharded, data=blank)
     pieces = list(nested_values(moved.build())) if isinstance(moved, ShardedTensorFactory) else [moved]
-    found = []
+    places = []
     for piece in pieces:
         if not piece.data.is_contiguous():
-            raise ValueError(f"{piece.key}: a part of a parameter that is not contiguous has no place in a checkpoint")
+            raise ValueError(f"cannot save {piece.key}: this part of the parameter is not contiguous")
         shape = (1,) * piece.prepend_axis_num + tuple(piece.data.shape)
         whole, offset = tuple(piece.global_shape), tuple(piece.global_offset)
         start, padded = piece.data.storage_offset(), piece.allow_shape_mismatch
-        found.append(SlicePlace(piece.key, whole, offset, shape, start, padded))
-    return found
+        places.append(SlicePlace(piece.key, whole, offset, shape, start, padded))
+    return places
 
 
 def slices_of(places: Sequence[SlicePlace], data: Tensor, start: int = 0, prefix: str = "") -> Iterator[TensorSlice]:
@@ -91,7 +91,7 @@ def slices_of(places: Sequence[SlicePlace], data: Tensor, start: int = 0, prefix
 
 
 def cut(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield offset and shape of the slices that make up elements `start` to `end` - 1 of a row-major tensor, in order.
+    """Yield (offset, shape) of the slices that cover elements `start` to `end` - 1 of a row-major tensor, in order.
 
     >>> list(cut((5, 6), 10, 27))
     [((1, 4), (1, 2)), ((2, 0), (2, 6)), ((4, 0), (1, 3))]
@@ -120,12 +120,12 @@ def _in_row(shape: Shape, row: int, start: int, end: int) -> Iterator[tuple[Shap
 
 
 def overlap(offset: Shape, shape: Shape, other: Shape, other_shape: Shape) -> tuple[tuple[slice, ...], ...] | None:
-    """Return the common part of two slices as indices into the first and the second; None when there is none."""
-    mine, others = [], []
+    """Return the common part of two slices as indices into each of them; None if they do not overlap."""
+    first, second = [], []
     for a, size, b, other_size in zip(offset, shape, other, other_shape, strict=True):
         low, high = max(a, b), min(a + size, b + other_size)
         if low >= high:
             return None
-        mine.append(slice(low - a, high - a))
-        others.append(slice(low - b, high - b))
-    return tuple(mine), tuple(others)
+        first.append(slice(low - a, high - a))
+        second.append(slice(low - b, high - b))
+    return tuple(first), tuple(second)

@@ -1,7 +1,7 @@
-"""The likeliest tokens of one model, and the log-probs that another one gives them, for distillation; see `logprob`.
+"""A model's most likely tokens, and the log-probs that another model gives them, for distillation; see `logprob`.
 
-Shape legend as there; K tokens of each position. The vocabulary may be split by tensor parallelism: every rank reduces
-its own columns, and all ranks get equal numbers.
+Shape legend as in `logprob`; K tokens per position. The vocabulary may be split by tensor parallelism: every rank
+reduces its own columns, and all ranks get equal results.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from megarl.training.microbatch import MicroBatch
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The `k` likeliest tokens of each row, likeliest first, and all others together: ids, then log-probs.
+    """The head for the `k` most likely tokens of each row, most likely first, and all others together: ids and
+    log-probs.
 
     Attributes:
-        k: tokens of each row.
-        limit: ids from here on are among the others.
-        base: temperature, memory and layout.
+        k: number of tokens per row.
+        limit: token ids from `limit` on count as other tokens.
+        base: provides temperature, chunk size and group.
     """
 
     k: int
@@ -38,11 +39,11 @@ class TopTokens:
 
     @property
     def outputs(self) -> int:
-        """Ids and log-probs."""
+        """Columns of ids and log-probs."""
         return 2 * self.k + 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return one tensor [n, 2 K + 2], float32, which holds ids exactly up to 2**24; the id of all others is -1."""
+        """Return one float32 tensor [n, 2 K + 2], exact for ids up to 2**24; the id of all others is -1."""
         rows, weight, start = head_rows(hidden, model, micro, self.base.columns)
         parts = [
             self._of(rows[at : at + self.base.chunk_tokens], weight, start)
@@ -51,31 +52,31 @@ class TopTokens:
         return (torch.cat(parts),)
 
     def _of(self, rows: Tensor, weight: Tensor, start: int) -> Tensor:
-        """Return [C, 2 K + 2] for a chunk."""
+        """Return [C, 2 K + 2] for a chunk of rows."""
         logits, group = head_logits(rows, weight).float() / self.base.temperature, self.base.group
         log_z = _log_z(*_partition(logits), group)
         ids = torch.arange(start, start + logits.shape[1], device=logits.device)
         allowed = logits.masked_fill(ids >= self.limit, -torch.inf)
         best, place = allowed.topk(min(self.k, logits.shape[1]), dim=1)
-        found = torch.full((len(rows), self.k, 2), -torch.inf, device=logits.device)
-        found[:, :, 0] = 0
-        found[:, : best.shape[1]] = torch.stack([ids[place].float(), best], 2)
+        top = torch.full((len(rows), self.k, 2), -torch.inf, device=logits.device)
+        top[:, :, 0] = 0
+        top[:, : best.shape[1]] = torch.stack([ids[place].float(), best], 2)
         if group.size > 1 and len(rows):
-            found = torch.cat(group.all_gather(found), 1)
-            best, place = found[:, :, 1].topk(self.k, dim=1)
-            found = torch.stack([found[:, :, 0].gather(1, place), best], 2)
-        log_rest = _log_z(*_partition(_without(logits, found[:, :, 0].long(), start)), group)
+            top = torch.cat(group.all_gather(top), 1)
+            best, place = top[:, :, 1].topk(self.k, dim=1)
+            top = torch.stack([top[:, :, 0].gather(1, place), best], 2)
+        log_rest = _log_z(*_partition(_without(logits, top[:, :, 0].long(), start)), group)
         others = (log_rest - log_z).clamp(min=EMPTY)[:, None]
-        return torch.cat([found[:, :, 0], torch.full_like(others, -1), found[:, :, 1] - log_z[:, None], others], 1)
+        return torch.cat([top[:, :, 0], torch.full_like(others, -1), top[:, :, 1] - log_z[:, None], others], 1)
 
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """The head that gives `base` for each row, and the policy's log-probs of a teacher's likeliest tokens.
+    """The head for the outputs of `base`, and the policy's log-probs of a teacher's most likely tokens.
 
     Attributes:
         base: log-probs and entropies of the sampled tokens.
-        teacher: float32 [tokens of a sample, K + 1, 2] for every row of the batch, as of `TopTokens`.
+        teacher: float32 [tokens of a sample, K + 1, 2] for every row of the batch, from `TopTokens`.
     """
 
     base: LogProbs
@@ -83,7 +84,7 @@ class SoftTargets:
 
     @property
     def outputs(self) -> int:
-        """Those of `base`, and the log-probs."""
+        """Outputs of `base`, and one tensor of log-probs."""
         return self.base.outputs + 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -103,7 +104,7 @@ class SoftTargets:
 
 
 class _Shard(NamedTuple):
-    """The non-tensor arguments of a call."""
+    """The non-tensor arguments of a `token_logprobs` call."""
 
     start: int
     inverse_temperature: float
@@ -121,18 +122,18 @@ def token_logprobs(
     chunk_tokens: int = 1024,
     group: WorkerGroup | None = None,
 ) -> Tensor:
-    """Return log q of K tokens of each row and of all others together, q = softmax(hidden @ weight.T / temperature).
+    """Return the log-probs of K tokens of each row, and of all other tokens together.
 
-    One chunk of logits exists at a time, and the backward pass computes it again. The others are summed by themselves,
-    because 1 - sum_k q_k would lose the digits of a small rest.
+    Probabilities are softmax(hidden @ weight.T / temperature). One chunk of logits exists at a time, and the backward
+    pass computes it again. The other tokens are summed directly: 1 - sum_k q_k would lose the digits of a small rest.
 
     Args:
-        hidden, weight, temperature, vocab_start, chunk_tokens, group: as of `linear_logprob`.
+        hidden, weight, temperature, vocab_start, chunk_tokens, group: as for `linear_logprob`.
         ids: int64 [N, K], different indices into the whole vocabulary.
 
     Returns:
         [N, K + 1], float32 (float64 for float64 inputs), equal on all ranks of `group`; without other tokens the last
-        one is `EMPTY`.
+            column is `EMPTY`.
     """
     group = None if group is None or group.size == 1 else group
     return _TokenLogprobs.apply(hidden, weight, ids, _Shard(vocab_start, 1.0 / temperature, chunk_tokens, group))
@@ -168,8 +169,8 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype)
         for part in chunks(len(hidden), shard.chunk):
             g = grad[part] * shard.inverse_temperature
-            # d/dl of l_k - log Z is 1 at the token itself, and of log Z_rest - log Z the softmax among the others; each
-            # less softmax(l) everywhere.
+            # The gradient of l_k - log Z is 1 at token k minus softmax(l); that of log Z_rest - log Z is the softmax
+            # over the other tokens minus softmax(l).
             logits = scaled_logits(hidden[part], weight, shard.inverse_temperature)
             slope = _without(logits, ids[part], shard.start).sub_(log_rest[part, None]).exp_().mul_(g[:, -1:])
             slope -= (logits - log_z[part, None]).exp_().mul_(g.sum(1, keepdim=True))
@@ -183,47 +184,47 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def of_rows(values: Jagged, micro: MicroBatch, count: int) -> Tensor:
-    """Return the values of a micro-batch's `count` rows from those of all tokens; zeros for one without samples."""
+    """Select the values of a micro-batch's `count` rows from those of all tokens; zeros for a filler."""
     if micro.samples:
         return values.select(list(micro.samples)).values[micro.order.cpu()]
     return values.values.new_zeros(count, *values.values.shape[1:])
 
 
 def log_partition(logits: Tensor, group: WorkerGroup | None) -> Tensor:
-    """Return log sum exp of each row [C] of the logits [C, v] of all ranks."""
+    """Return log sum exp of each row of logits [C, v], over the columns of all ranks: [C]."""
     return _log_z(*_partition(logits), group)
 
 
 def chunks(count: int, size: int) -> list[slice]:
-    """Return `count` rows in slices of at most `size`."""
+    """Return slices of at most `size` rows that cover `count` rows."""
     return [slice(at, at + size) for at in range(0, count, size)]
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
-    """Return the logits [C, v] of this rank, wide and divided by the temperature."""
+    """Return this rank's logits [C, v] in at least float32, divided by the temperature."""
     logits = head_logits(hidden, weight)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) * inverse_temperature
 
 
 def _without(logits: Tensor, ids: Tensor, start: int) -> Tensor:
-    """Return a copy of the logits [C, v] of this shard with -inf at `ids` [C, K]."""
+    """Return a copy of this shard's logits [C, v] with -inf at `ids` [C, K]."""
     column, here = local_columns(ids, start, logits.shape[1])
     if not logits.shape[1]:
         return logits.clone()
-    # Ids of other shards add 0 to column 0: a plain scatter would race with an id that is there.
+    # Ids of other shards add 0 to column 0; a plain scatter could overwrite an id that is in column 0.
     return logits.scatter_add(1, column, torch.where(here, -torch.inf, 0.0).to(logits.dtype))
 
 
 def _partition(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest logit of this shard's columns and the sum of exp(logit - largest), [C] each."""
-    if logits.shape[1] == 0:  # no column here: a contribution of zero that stays finite
+    if logits.shape[1] == 0:  # no column on this rank: a contribution of zero that stays finite
         return logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2), logits.new_zeros(len(logits))
-    peak = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min / 2)  # of a row of -inf
+    peak = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min / 2)  # finite also for a row of -inf
     return peak, (logits - peak[:, None]).exp_().sum(1)
 
 
 def _log_z(peak: Tensor, mass: Tensor, group: WorkerGroup | None) -> Tensor:
-    """log sum exp over the columns of all ranks, [N]."""
+    """Return log sum exp over the columns of all ranks, [N]."""
     parts = torch.stack([peak, mass])[None]
     if group is not None and group.size > 1 and len(peak):
         parts = torch.stack(group.all_gather(parts[0]))

@@ -81,7 +81,7 @@ class WholeVocabulary:
 
 
 class _Shard(NamedTuple):
-    """The non-tensor arguments of a call."""
+    """The non-tensor arguments of a `linear_logprob` call."""
 
     inverse_temperature: float
     chunk: int

@@ -326,7 +326,7 @@ def test_small_gaps_are_not_lost_in_float32():
 
 
 def test_no_sample_is_younger_than_the_trainer():
-    with pytest.raises(ValueError, match="weight version 999, and the trainer's is 5"):
+    with pytest.raises(ValueError, match="weight version 999 is newer than the trainer's, 5"):
         staleness(torch.tensor([4, 999]), torch.tensor([3, 1]), now=5, buckets=3)
 
 

@@ -215,7 +215,7 @@ def test_masked_sequences_are_outside_the_mean():
 
 
 @pytest.mark.parametrize(
-    ("mode", "message"), [("tokenmean", "unknown aggregation"), ("seq-mean-token-sum-norm", "needs its divisor")]
+    ("mode", "message"), [("tokenmean", "unknown aggregation"), ("seq-mean-token-sum-norm", "needs a divisor")]
 )
 def test_wrong_aggregation_is_explained(mode, message):
     mask = torch.ones(1, 1, dtype=torch.bool)

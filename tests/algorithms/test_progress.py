@@ -263,7 +263,7 @@ def test_an_empty_batch_has_no_scores():
         (torch.ones(2), torch.ones(2) > 0, ["a"] * 2, r"float \[B, E\]"),
         (torch.ones(2, 3).long(), torch.ones(2) > 0, ["a"] * 2, r"torch\.int64"),
         (torch.ones(2, 3), torch.ones(2), ["a"] * 2, r"bool \[2\]"),
-        (torch.ones(2, 3), torch.ones(2) > 0, ["a"], "2 embeddings and 1 tasks"),
+        (torch.ones(2, 3), torch.ones(2) > 0, ["a"], "got 2 and 1"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(embeddings, success, names, message):

@@ -58,7 +58,7 @@ def test_scores_of_zero_are_drawn_evenly_and_no_sample_is_no_error():
 def test_weights_that_are_none_are_refused(tmp_path, monkeypatch):
     (tmp_path / "weights_of_mine.py").write_text("def minus(scores):\n    return -scores\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="one weight per sample"):
+    with pytest.raises(UserError, match="weight per sample"):
         resampled(ResamplingConfig(name="weights_of_mine.py:minus"), torch.ones(2), 0)
 
 

@@ -79,5 +79,5 @@ def test_another_encoder_is_refused():
 
 
 def test_an_empty_bank_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         SuccessBank(0)

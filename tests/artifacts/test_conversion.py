@@ -28,12 +28,12 @@ def test_what_can_be_converted_passes(run_dir):
     [
         (".", "new", 4.0, ["neither a model nor a checkpoint", "step_10?"]),
         ("checkpoints", "new", 4.0, ["neither a model nor a checkpoint", "step_10?"]),
-        ("../nowhere", "new", 4.0, ["there is no such folder", "check the path"]),
+        ("../nowhere", "new", 4.0, ["folder does not exist", "check the path"]),
         ("checkpoints/step_9", "../full", 4.0, ["not an empty folder"]),
         ("checkpoints/step_9", "../file", 4.0, ["not an empty folder"]),
-        ("checkpoints/step_9", "../file/below", 4.0, ["lies below a file"]),
-        ("checkpoints/step_9", "/proc/new", 4.0, ["cannot be written", "'/proc'"]),  # not even by root
-        ("checkpoints/step_9", "new", 0.0, ["--max-shard-gb", "size above 0"]),
+        ("checkpoints/step_9", "../file/below", 4.0, ["cannot create the target below a file"]),
+        ("checkpoints/step_9", "/proc/new", 4.0, ["cannot write into", "'/proc'"]),  # not even by root
+        ("checkpoints/step_9", "new", 0.0, ["--max-shard-gb", "file size must be above 0"]),
     ],
 )
 def test_what_cannot_is_refused(run_dir, source, target, gb, words):
@@ -46,7 +46,7 @@ def test_a_path_into_a_folder_that_is_here_is_no_hub_name(run_dir, monkeypatch):
     monkeypatch.chdir(run_dir.parent)
     with pytest.raises(ConfigError) as caught:
         check_conversion(Path("run/chekpoints"), Path("new"), 4.0)
-    words = ["there is no such folder", "did you mean run/checkpoints?", "run hf download run/chekpoints first"]
+    words = ["folder does not exist", "did you mean run/checkpoints?", "run hf download run/chekpoints first"]
     assert all(word in str(caught.value) for word in words), caught.value
     check_conversion(Path("elsewhere/model"), Path("new"), 4.0)  # the hub may have it
 

@@ -173,7 +173,7 @@ def test_of_another_machine_a_sign_of_life_counts(
     assert record(tmp_path)["attempt"] == "old"
     of_another_machine(tmp_path, seconds_ago=lock.SILENT_S + 1)
     assert not is_held(tmp_path)
-    assert take(tmp_path)[-1].startswith("megarl: process 12 on node7 had this run folder and was silent for 30 s")
+    assert take(tmp_path)[-1].startswith("megarl: process 12 on node7 held this run folder but was silent for 30 s")
 
 
 def test_what_does_not_move_is_waited_for(
@@ -183,8 +183,8 @@ def test_what_does_not_move_is_waited_for(
     monkeypatch.setattr(lock, "_SETTLE_S", 0.1)
     of_another_machine(tmp_path, seconds_ago=-3600)  # the clocks differ
     assert "was silent for 0.5 s" in take(tmp_path)[0]
-    assert "process 12 on node7 had" in caplog.text
-    assert "waiting for a sign of life" in caplog.text
+    assert "process 12 on node7 holds" in caplog.text
+    assert "for a sign of life" in caplog.text
 
 
 def test_who_was_slower_than_another_one_does_not_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_worker_writes_for_its_own_attempt_only(tmp_path: Path, monkeypatch: p
         assert os.environ[ATTEMPT] == first
         refuse_if_taken(tmp_path)
         second = held.begin_attempt()
-        text = rf"process {os.getpid()} on .* has taken the run folder .* \(attempt {second}\).* \({first}\), ends"
+        text = rf"process {os.getpid()} on .* has taken the run folder .* \(attempt {second}\).* \({first}\), exits"
         with pytest.raises(FolderTaken, match=text):
             refuse_if_taken(tmp_path)
         join_attempt(tmp_path)

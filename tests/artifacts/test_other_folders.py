@@ -21,20 +21,24 @@ from megarl.system.errors import ConfigError
             "an adapter of org/base",
             "merge",
         ),
-        ({"adapter_config.json": "{"}, "holds an adapter, and", "merge"),
-        ({"config.yaml": "", "hf/config.json": "{}"}, "is the folder of a run", "model that the run has left: HERE/hf"),
+        ({"adapter_config.json": "{"}, "it has an adapter, not a whole model", "merge"),
+        (
+            {"config.yaml": "", "hf/config.json": "{}"},
+            "is the folder of a run",
+            "use the model that the run has exported: HERE/hf",
+        ),
         ({"config.yaml": "", "hf/config.json": "", "hf_best/config.json": ""}, "the folder of a run", "HERE/hf_best"),
         (
             {"config.yaml": "", "checkpoints/step_2/meta.json": "", "checkpoints/step_10/meta.json": ""},
             "is the folder of a run",
             "megarl convert HERE/checkpoints/step_10 TARGET",
         ),
-        ({"config.yaml": ""}, "is the folder of a run", "it has left no model yet"),
+        ({"config.yaml": ""}, "is the folder of a run", "let the run finish: it has exported no model yet"),
         ({"meta.json": ""}, "is a checkpoint of a run", "megarl convert HERE TARGET"),
-        ({"step_3/meta.json": "", "step_x/meta.json": ""}, "holds the checkpoints of a run", "HERE/step_3 TARGET"),
-        ({"model-q4.gguf": ""}, "holds weights in GGUF", "convert them"),
-        ({"sub/config.json": ""}, "has a model inside", "did you mean HERE/sub?"),
-        ({}, "has no config.json", "name the folder that save_pretrained"),
+        ({"step_3/meta.json": "", "step_x/meta.json": ""}, "has the checkpoints of a run", "HERE/step_3 TARGET"),
+        ({"model-q4.gguf": ""}, "it has weights in GGUF", "convert them"),
+        ({"sub/config.json": ""}, "has a model in a subfolder", "did you mean HERE/sub?"),
+        ({}, "has no config.json", "use the folder that save_pretrained or a hub download wrote"),
     ],
 )
 def test_a_folder_without_a_model_is_named_by_what_it_is(
@@ -52,7 +56,7 @@ def test_a_folder_without_a_model_is_named_by_what_it_is(
 def test_a_folder_without_a_tokenizer_is_refused_and_not_given_another(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     for model in (ModelConfig(path=str(tmp_path)), ModelConfig(path="org/other", tokenizer=str(tmp_path))):
-        with pytest.raises(ConfigError, match=r"model\.(path|tokenizer): there are no files of a tokenizer"):
+        with pytest.raises(ConfigError, match=r"model\.(path|tokenizer): this folder has no tokenizer files"):
             load_tokenizer(model)
 
 

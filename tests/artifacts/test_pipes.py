@@ -29,7 +29,7 @@ def test_a_pipe_in_a_run_folder_is_named(tmp_path, capsys, place):
         ["report", str(tmp_path)],
     ):
         assert main(command) == 2
-        assert f"{place}: a pipe, socket or device stands where a file belongs" in capsys.readouterr().err
+        assert f"{place}: found a pipe, socket or device instead of a file" in capsys.readouterr().err
 
 
 def test_files_folders_links_and_what_is_not_there_are_taken(tmp_path):
@@ -43,7 +43,7 @@ def test_files_folders_links_and_what_is_not_there_are_taken(tmp_path):
 
 def test_a_pipe_in_a_model_folder_is_named(tmp_path):
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(UserError, match=r"config\.json: a pipe"):
+    with pytest.raises(UserError, match=r"config\.json: found a pipe"):
         model_facts(ModelConfig(path=str(tmp_path)))
 
 

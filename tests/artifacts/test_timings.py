@@ -51,7 +51,7 @@ def test_teams_are_those_of_the_recipe(tmp_path: Path) -> None:
 def test_what_is_no_record_of_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl: this is not the record of a training run \(no such file"):
         read_timings(tmp_path / "missing")
-    with pytest.raises(DataError, match=r"too few steps(?s:.*)found: +'2 of RL'(?s:.*)at least 3"):
+    with pytest.raises(DataError, match=r"too few measured steps(?s:.*)found: +'2 RL steps'(?s:.*)at least 3"):
         read_timings(write_run(tmp_path, [0, 1, 2]))
     write_run(tmp_path, [0] * 4)
     (tmp_path / "run.json").write_text("{}")

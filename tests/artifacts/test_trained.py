@@ -58,11 +58,11 @@ def test_the_exported_models_come_first(run_dir: Path) -> None:
 
 def test_the_last_is_the_best_where_no_other_is_known(run_dir: Path) -> None:
     export(run_dir, Exported(LAST, 6, "last"))
-    assert overrides_for_model(run_dir, "best")[1].endswith("hf (last, step 6; no best one is known)")
+    assert overrides_for_model(run_dir, "best")[1].endswith("hf (last, step 6; no best model is known)")
     save(run_dir, 6, best=6)
     assert overrides_for_model(run_dir, "best")[1].endswith("hf (last, step 6, which is the best)")
     (run_dir / "checkpoints" / "best.json").write_text('{"step": 3}')
-    assert overrides_for_model(run_dir, "best")[1].endswith("hf (last, step 6; the best one, of step 3, is not here)")
+    assert overrides_for_model(run_dir, "best")[1].endswith("hf (last, step 6; the best model, of step 3, is missing)")
     assert overrides_for_model(run_dir, "last")[1].endswith("hf (last, step 6)")
 
 
@@ -85,7 +85,7 @@ def test_notes_that_were_cut_count_as_none_with_a_warning(run_dir: Path, caplog:
     export(run_dir, Exported(LAST, 9, "last"))
     for note in (run_dir / "exported.json", run_dir / "checkpoints" / "best.json"):
         note.write_text(note.read_text()[:-4])
-    assert overrides_for_model(run_dir, "best")[1].endswith("step_9 (last; no best one is known)")
+    assert overrides_for_model(run_dir, "best")[1].endswith("step_9 (last; no best model is known)")
     assert "exported.json cannot be read" in caplog.text
     assert "best.json cannot be read" in caplog.text
 
@@ -95,15 +95,15 @@ def test_what_was_exported_can_be_withdrawn(run_dir: Path) -> None:
     export(run_dir, Exported(LAST, 3, "last"))
     forget_exported(run_dir)
     forget_exported(run_dir)
-    assert overrides_for_model(run_dir, "best")[1].endswith("step_3 (last; no best one is known)")
+    assert overrides_for_model(run_dir, "best")[1].endswith("step_3 (last; no best model is known)")
 
 
 def test_folders_without_a_run_or_a_model_are_refused(run_dir: Path) -> None:
     (run_dir / "run.json").write_text("{}")
-    with pytest.raises(UserError, match="has left no model yet"):
+    with pytest.raises(UserError, match="has no model yet"):
         overrides_for_model(run_dir, "best")
     (run_dir / "config.yaml").unlink()
-    with pytest.raises(UserError, match=r"holds no run(?s:.*)such as runs/my_run/20261122-142359"):
+    with pytest.raises(UserError, match=r"this folder has no run(?s:.*)such as runs/my_run/20261122-142359"):
         overrides_for_model(run_dir, "best")
 
 
@@ -112,7 +112,7 @@ def test_of_a_folder_of_runs_the_newest_is_named(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         if name != "notes":
             (tmp_path / name / "config.yaml").touch()
-    with pytest.raises(UserError, match=r"did you mean .*/20260102-000000, the newest run in it"):
+    with pytest.raises(UserError, match=r"did you mean .*/20260102-000000, the newest run in this folder"):
         overrides_for_model(tmp_path, "best")
 
 

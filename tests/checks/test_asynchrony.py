@@ -29,13 +29,13 @@ def test_what_generates_nothing_cannot_run_ahead():
     config = load_config("dpo_quickstart", ["async.max_staleness=1"])
     (check,) = [check for check in check_config(config).items if check.key == "async.max_staleness"]
     assert check.status == "fail"
-    assert "nothing is generated" in check.message
+    assert "this recipe generates no samples" in check.message
 
 
 def test_context_parallel_ranks_end_together(failures):
     (check,) = failures(*READY, *CP)
     assert check.key == "rollout.parallel.cp"
-    assert "no group is ready before the others" in check.message
+    assert "no group is finished before the others" in check.message
     assert failures(*AHEAD, *CP) == []
 
 

@@ -228,7 +228,7 @@ def test_a_component_that_does_not_take_what_it_declares_is_refused(
 def test_a_function_that_does_not_say_what_it_takes_is_refused(failures, section):
     checks = failures(f"algorithm.{section}.name=builtins:max")
     assert [(check.key, check.found) for check in checks] == [(f"algorithm.{section}.name", "max")]
-    assert "does not name its parameters" in checks[0].message
+    assert "cannot read the parameters" in checks[0].message
 
 
 REGISTRIES = {registry.key: registry for registry in BY_SECTION.values()}
@@ -246,7 +246,7 @@ def test_a_component_of_another_kind_is_refused(write, failures, key):
         if other is registry:
             registry.spec(chosen)
             continue
-        with pytest.raises(UserError, match=f"registered for {other.key}, not for {registry.key}"):
+        with pytest.raises(UserError, match=f"a component for {other.key} cannot be used for {registry.key}"):
             registry.spec(chosen)
         if registry is not REWARDS:  # of rewards a process of its own asks
             (check,) = failures("algorithm.kl.use=loss", f"{key}={chosen}")

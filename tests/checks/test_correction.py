@@ -167,7 +167,7 @@ def without_correction(config):
 def test_a_pipeline_that_would_leave_the_correction_out_is_refused(config_of):
     mine = "algorithm.pipeline=tests.checks.test_correction:without_correction"
     assert "old_logp" in nodes(config_of(mine))
-    with pytest.raises(ConfigError, match="no node of this pipeline does it"):
+    with pytest.raises(ConfigError, match="the pipeline has no node for it"):
         nodes(config_of(mine, f"{CORRECTION}.preset=decoupled_token_is"))
 
 

@@ -116,7 +116,7 @@ def test_an_exported_model_in_place_of_a_run_is_named_in_a_recipe(tmp_path):
 
 def test_a_folder_of_something_else_is_not_told_to_let_its_run_finish(tmp_path):
     (tmp_path / "config.yaml").write_text("a: 1\n")
-    with pytest.raises(UserError, match="this folder holds no run"):
+    with pytest.raises(UserError, match="this folder has no run"):
         overrides_for_model(tmp_path, "best")
 
 

@@ -31,4 +31,4 @@ def test_the_deadline_of_rewards_is_judged_where_there_are_rewards(recipe, judge
 def test_a_config_of_a_model_that_is_nested_too_deeply(failures, tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     messages = [check.message for check in failures(f"model.path={tmp_path}", "model.hf_config=null")]
-    assert any("the model's config cannot be read" in message for message in messages)
+    assert any("cannot read the model's config" in message for message in messages)

@@ -111,7 +111,7 @@ def test_a_reward_model_that_cannot_score_the_samples_is_refused(failures, folde
         (["data.image_key=images"], "train", "a reward model reads only text"),
         (["sft.steps=4", "data.val_files=[v.jsonl]"], "train", "a cold start comes before the reward model"),
         (["data.val_files=[v.jsonl]"], "sft", "megarl sft has no reward model"),
-        (["algorithm.advantage.name=remax"], "train", "samples are judged by their scores"),
+        (["algorithm.advantage.name=remax"], "train", "samples need their scores right after generation"),
         (["reward_model.max_tokens=3"], "eval", "fewer tokens"),
     ],
 )

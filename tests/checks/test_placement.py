@@ -69,17 +69,17 @@ def test_other_commands_have_one_team_of_all_workers(config_of, job):
         (
             [*GRPO, *TWO, "placement.teams.frozen.roles=[reference, rollout]"],
             "placement.teams",
-            ["rollout is placed twice", "train and frozen"],
+            ["rollout is in two teams", "train and frozen"],
         ),
         (
             [*GRPO, "placement.teams.train={roles: [actor, rollout], devices: 4}"],
             "placement.teams",
-            ["no team holds the role reference", "add reference"],
+            ["no team has the role reference", "add reference"],
         ),
         (
             [*GRPO, *TWO, "placement.teams.frozen.roles=[critic]", "algorithm.kl.use=none"],
             "placement.teams.frozen.roles",
-            ["works with none of this team's roles", "actor, rollout"],
+            ["this recipe's graph needs none of this team's roles", "actor, rollout"],
         ),
         (
             [*GRPO, *TWO, "reference.parallel.tp=2", "placement.teams={train: {devices: 1}, frozen: {devices: 3}}"],
@@ -96,14 +96,14 @@ def test_other_commands_have_one_team_of_all_workers(config_of, job):
             ["divisible by 3", "team rest"],
         ),
         ([*GRPO, "placement.teams.a/b={roles: [actor], devices: 4}"], "placement.teams", ["'a/b'", "letters, digits"]),
-        (["critic.parallel.tp=2", *PPO], "critic.parallel", ["a team of its own"]),
-        (["placement.auto=even", *GRPO, *TWO], "placement.auto", ["leave one of the two out"]),
-        (["placement.auto=even", *GRPO, "cluster.nproc=1"], "cluster.nproc", ["1 missing", "actor 1, reference 1"]),
+        (["critic.parallel.tp=2", *PPO], "critic.parallel", ["a separate team"]),
+        (["placement.auto=even", *GRPO, *TWO], "placement.auto", ["remove one of the two"]),
+        (["placement.auto=even", *GRPO, "cluster.nproc=1"], "cluster.nproc", ["run has 1", "actor 1, reference 1"]),
         (
             [*GRPO, "algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true", *TWO,
              "placement.teams={train: {roles: [actor]}, frozen: {roles: [reference, rollout]}}"],
             "placement.teams",
-            ["asks 'rollout' for more samples", "dynamic_sampling in train", "put rollout and actor into one team"],
+            ["requests more samples", "dynamic_sampling in train", "put rollout and actor into one team"],
         ),
     ],
 )  # fmt: skip

@@ -196,11 +196,11 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
         (["reward.name=missing.py:score"], "reward.name", ["no file missing.py"]),
         (["reward.name=missing.py"], "reward.name", ["is missing", "missing.py:function"]),
         (["trainer.resume=no/such"], "trainer.resume", ["auto, never"]),
-        (["reference.path=no/such/model", "algorithm.kl.use=loss"], "reference.path", ["no such model folder"]),
+        (["reference.path=no/such/model", "algorithm.kl.use=loss"], "reference.path", ["model folder does not exist"]),
         (["name=a/b"], "name", ["without slashes"]),
         # preference pairs
         (["preference={}"], "algorithm.pipeline", ["grpo pipeline generates its responses"]),
-        (["algorithm.pipeline=dpo"], "preference", ["does not say how", "preference: {loss: sigmoid}"]),
+        (["algorithm.pipeline=dpo"], "preference", ["needs the section preference", "preference: {loss: sigmoid}"]),
         (["algorithm.pipeline=reward_model", "preference={}"], "preference.loss", ["bradley_terry"]),
         ([*PAIRS, "rollout.sampling.temperature=0.5"], "rollout.sampling.temperature", ["1.0"]),
         ([*PAIRS, "rollout.engine=sglang"], "rollout.engine", ["nothing is generated"]),
@@ -494,7 +494,7 @@ def test_model_folder(write, failures, tmp_path):
     (tmp_path / "model").mkdir()
     assert "no config.json" in only(failures(*overrides)).message
     write("{", "model/config.json")
-    assert "cannot be read" in only(failures(*overrides)).message
+    assert "cannot read the model's config" in only(failures(*overrides)).message
     write(json.dumps({"model_type": "gpt2"}), "model/config.json")
     assert "not supported" in only(failures(*overrides)).message
     write(json.dumps({"model_type": "llama", "num_attention_heads": 6, "hidden_size": 72}), "model/config.json")

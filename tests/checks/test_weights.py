@@ -86,7 +86,7 @@ def test_tensors_that_nothing_reads_are_refused(tmp_path: Path, extra: str, crit
     if not refused:
         check_weights(tmp_path, facts, value_head=critic)
         return
-    with pytest.raises(ConfigError, match="1 tensor that nothing reads") as caught:
+    with pytest.raises(ConfigError, match="1 tensor that the model") as caught:
         check_weights(tmp_path, facts, value_head=critic)
     assert extra in str(caught.value)
 
@@ -98,10 +98,10 @@ def test_tensors_that_nothing_reads_are_refused(tmp_path: Path, extra: str, crit
         ("cut", ["model-2.safetensors", "cut inside its tensors", "bytes"]),
         ("short", ["model-2.safetensors", "ends inside its header"]),
         ("text", ["model-2.safetensors", "ends inside its header"]),
-        ("lost", ["model-2.safetensors", "is missing", f"named by {INDEX}"]),
+        ("lost", ["model-2.safetensors", "is missing", f"listed in {INDEX}"]),
         ("tensor", ["'model.norm.weight' is missing"]),
         ("shape", ["model-2.safetensors", "'model.norm.weight' has another shape", "(9,)", "(8,)"]),
-        ("index", [INDEX, "cannot be read"]),
+        ("index", [INDEX, "cannot read the index"]),
     ],
 )
 def test_damage_is_located(tmp_path: Path, damage: str, words: list[str]) -> None:

@@ -141,7 +141,7 @@ def test_a_run_folder_is_answered_with_its_model(tmp_path, capsys):
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert cli.main(["doctor", "parity", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert "this folder holds neither a model nor a checkpoint" in said
+    assert "this folder has neither a model nor a checkpoint" in said
     assert f"did you mean {tmp_path / 'hf'}?" in said
 
 

@@ -166,7 +166,7 @@ def test_assumptions_are_listed_and_documented(capsys):
         ([BIG, "--write", "/tmp/never.yaml"], "--search"),
         (["srpo_metaworld"], "simulators"),
         (["no_such_recipe"], "no_such_recipe"),
-        ([BIG, "model.path=nobody/nothing"], "nothing here describes it"),
+        ([BIG, "model.path=nobody/nothing"], "sizes are unknown: its config"),
         ([BIG, "--hardware", "a100x1x1", "--search"], "fits into memory"),
     ],
 )
@@ -193,7 +193,7 @@ def test_what_nearly_fills_a_device_is_said(capsys):
     [
         (["actor.parallel.tp=3"], "it cannot run: tp 3 does not divide"),
         (["rollout.sglang.servers=100"], "it cannot run: 100 servers of 1 rank on the GPUs of 8 workers"),
-        (["placement.teams={train: {roles: [actor], devices: 3}}"], "it cannot run: no team holds the role reference"),
+        (["placement.teams={train: {roles: [actor], devices: 3}}"], "it cannot run: no team has the role reference"),
         (["cluster.nproc=16"], "for 16 devices on 1 machine"),
         (["rollout.sglang.memory_fraction=0.2"], "does not fit"),
     ],

@@ -80,7 +80,7 @@ def test_a_broken_config_of_a_model_says_what_to_do(megarl, write):
     write("{", "model/config.json")
     code, _, err = megarl("model.path=model", "model.hf_config=null")
     assert code == 2
-    assert "the model's config cannot be read" in err
+    assert "cannot read the model's config" in err
     assert "copy or download the model again" in err
 
 
@@ -97,7 +97,7 @@ def test_eval_of_a_run_does_not_mind_keys_of_training_that_are_wrong_now(write, 
     write("{}", "run/checkpoints/step_1/meta.json")
     assert main(["eval", "run", "--dry-run"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith(f"model: {tmp_path}/run/checkpoints/step_1 (last; no best one is known)\n"), "a whole path"
+    assert out.startswith(f"model: {tmp_path}/run/checkpoints/step_1 (last; no best model is known)\n"), "a whole path"
     assert "not used by megarl eval: " in err
     assert "unknown key algorithm.loss.clip_low: gpg does not read it" in err
     assert main(["eval", str(tmp_path / "run" / "config.yaml"), "--dry-run"]) == 2

@@ -46,8 +46,14 @@ def test_what_scores_the_samples_frozen_may_be_with_it():
             "actor.engine.offload",
             "copies of the actor's parameters",
         ),
-        ("grpo_quickstart", APART, ("rollout.stale_steps=1",), "rollout.stale_steps", "older than they have to be"),
-        ("dapo_quickstart", {}, (), "async.max_staleness", "dynamic sampling asks for more samples"),
+        (
+            "grpo_quickstart",
+            APART,
+            ("rollout.stale_steps=1",),
+            "rollout.stale_steps",
+            "is for experiments in which the rollout",
+        ),
+        ("dapo_quickstart", {}, (), "async.max_staleness", "dynamic sampling requests more samples"),
         (
             "ppo_quickstart",
             {"train": ["actor", "reference"], "draw": ["rollout", "critic"]},
@@ -159,8 +165,20 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
 @pytest.mark.parametrize(
     ("recipe", "teams", "overrides", "key", "words"),
     [
-        ("grpo_quickstart", APART, ("async.partial=true",), "async.partial", ["no new ones", "async.order=as_ready"]),
-        ("grpo_quickstart", APART, ("async.max_staleness=31",), "async.max_staleness", ["too far apart", "0 to 30"]),
+        (
+            "grpo_quickstart",
+            APART,
+            ("async.partial=true",),
+            "async.partial",
+            ["no partial samples", "async.order=as_ready"],
+        ),
+        (
+            "grpo_quickstart",
+            APART,
+            ("async.max_staleness=31",),
+            "async.max_staleness",
+            ["max_staleness is too large", "0 to 30"],
+        ),
         (
             "grpo_quickstart",
             APART,
@@ -169,7 +187,13 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
             ["with older weights", "async.max_staleness=1, or async.order=in_order"],
         ),
         ("grpo_quickstart", {}, (READY,), "async.max_staleness", ["takes turns", "async.order=in_order"]),
-        ("grpo_quickstart", APART, (READY, "rollout.stale_steps=1"), "rollout.stale_steps", ["older than they have"]),
+        (
+            "grpo_quickstart",
+            APART,
+            (READY, "rollout.stale_steps=1"),
+            "rollout.stale_steps",
+            ["is for experiments in which the rollout"],
+        ),
         ("dapo_quickstart", {}, (READY,), "async.max_staleness", ["takes turns"]),
         (
             "grpo_quickstart",
@@ -190,14 +214,14 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
             {"train": ["actor"], "draw": ["rollout", "reference"]},
             (READY, "algorithm.kl.use=loss"),
             "async.order",
-            ["'ref_logp' works with the reference", "put the reference into another team than draw"],
+            ["'ref_logp' uses the reference", "put the reference into another team than draw"],
         ),
         (
             "grpo_quickstart",
             APART,
             (READY, "algorithm.advantage.name=remax"),
             "async.order",
-            ["'greedy_rollout'", "in the middle of its walk"],
+            ["'greedy_rollout'", "while the engine is busy"],
         ),
     ],
 )
@@ -221,8 +245,8 @@ def chooses(c, samples):
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        ((first, second, trains), ["the team draw begins with another one", "node 'first'"]),
-        ((rollout, chooses, looks_at_first), ["node 'chooses' makes other samples"]),
+        ((first, second, trains), ["its first node is a different stage", "node 'first'"]),
+        ((rollout, chooses, looks_at_first), ["node 'chooses' in the same team draw changes the"]),
     ],
 )
 def test_only_the_stage_of_this_project_draws_and_makes_samples(stages, words):

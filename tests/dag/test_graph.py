@@ -91,7 +91,7 @@ def test_self_cycle():
 
 
 def test_duplicate_id_is_refused_at_once():
-    with pytest.raises(UserError, match="two nodes are called 'a'"):
+    with pytest.raises(UserError, match="two nodes have the id 'a'"):
         Pipeline("p").add(same, "a").add(same, "a")
 
 

@@ -61,16 +61,17 @@ def test_a_team_that_took_no_time_has_a_worker(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_be_gone_by_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"placement\.measured: (?s:.*)none is named(?s:.*)placement\.auto=even"):
+    with pytest.raises(
+        ConfigError,
+        match=r"placement\.measured: (?s:.*)but none is set(?s:.*)placement\.auto=even",
+    ):
         shares_of(MEASURED, "cluster.nproc=9")
     with pytest.raises(ConfigError, match=r"placement\.measured: (?s:.*)gone/metrics\.jsonl(?s:.*)run\.json"):
         shares_of(MEASURED, f"placement.measured={tmp_path}/gone", "cluster.nproc=9")
     run = write_run(tmp_path / "run", SECONDS)
     file = tmp_path / "run" / "metrics.jsonl"
     file.write_text(re.sub(r', "timing_s/(value|ref_logp)": \d', "", file.read_text()))
-    with pytest.raises(
-        ConfigError, match=r"placement\.measured: this run has measured nothing of (value, ref|ref_log)"
-    ):
+    with pytest.raises(ConfigError, match=r"placement\.measured: this run has no measurements of (value, ref|ref_log)"):
         shares_of(MEASURED, run, "cluster.nproc=9")
 
 

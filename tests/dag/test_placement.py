@@ -106,7 +106,9 @@ def test_without_teams_all_roles_are_together():
 
 def test_dynamic_sampling_stays_with_what_draws():
     graph, config = load("dapo", {"train": ["actor"], "draw": ["rollout"], "frozen": ["reference"]})
-    with pytest.raises(ConfigError, match=r"asks 'rollout' for more samples(?s:.*)put rollout and actor into one team"):
+    with pytest.raises(
+        ConfigError, match=r"requests more samples from 'rollout'(?s:.*)put rollout and actor into one team"
+    ):
         place(graph, config)
 
 
@@ -120,7 +122,7 @@ def test_a_node_that_reads_nothing_of_its_samples_learns_of_them_by_nothing():
     p = Pipeline("p").add(stage(reads=["uid"], writes=["x"], role=Role.ROLLOUT, resamples=True)(draws))
     p.add(stage(reads=[], writes=["y"], kind=Kind.MODEL_INFERENCE, role=Role.REFERENCE)(blind))
     _, config = load("grpo", {"train": ["actor", "rollout"], "frozen": ["reference"]})
-    with pytest.raises(ConfigError, match="'blind' works on the samples of 'draws' and reads nothing of them"):
+    with pytest.raises(ConfigError, match="'blind' uses the samples of 'draws' but reads none of their fields"):
         place(p.build(), config)
     _, together_ = load("grpo", {"train": ["actor", "rollout", "reference"]})
     assert place(p.build(), together_).handovers == ()
@@ -129,7 +131,7 @@ def test_a_node_that_reads_nothing_of_its_samples_learns_of_them_by_nothing():
 def test_a_team_has_one_layout():
     graph, config = load("ppo", {"train": ["actor", "critic", "rollout"], "frozen": ["reference"]})
     critic = config.critic.model_copy(update={"parallel": config.actor.parallel.model_copy(update={"pp": 2})})
-    with pytest.raises(ConfigError, match=r"critic\.parallel: (?s:.*)share the team 'train'"):
+    with pytest.raises(ConfigError, match=r"critic\.parallel: (?s:.*)are in the team 'train'"):
         place(graph, config.model_copy(update={"critic": critic}))
 
 
@@ -152,7 +154,9 @@ def test_what_asks_for_more_samples_walks_all_that_is_before_it():
     more = Contract(role=Role.DYNAMIC_SAMPLING, reads=("x", "y"), resamples=True, refills=True)
     graph = p.add(ask, "more", contract=more).build()
     _, config = load("grpo", {"train": ["actor", "rollout"], "frozen": ["reference"]})
-    with pytest.raises(ConfigError, match=r"asks 'look' for more samples(?s:.*)put reference and actor into one team"):
+    with pytest.raises(
+        ConfigError, match=r"requests more samples from 'look'(?s:.*)put reference and actor into one team"
+    ):
         place(graph, config)
 
 

@@ -72,7 +72,7 @@ def test_a_stage_that_trains_takes_the_model_of_its_role(role, fix):
     def trains(c, batch, *, actor):
         return batch
 
-    with pytest.raises(UserError, match=f"for the role {role.name}, and does not take that role's model") as caught:
+    with pytest.raises(UserError, match=f"role {role.name}[)], but does not take the role's model") as caught:
         built(trains)
     assert caught.value.found == "actor"
     assert fix in caught.value.fix
@@ -83,7 +83,7 @@ def test_a_stage_that_trains_takes_a_model():
     def trains(c, batch):
         return batch
 
-    with pytest.raises(UserError, match="does not take that role's model") as caught:
+    with pytest.raises(UserError, match="does not take the role's model") as caught:
         built(trains)
     assert caught.value.found == "no role"
 
@@ -93,7 +93,7 @@ def test_a_stage_with_a_role_says_whose_work_it_is():
     def silent(c, batch, *, critic):
         return batch
 
-    with pytest.raises(UserError, match="works with the critic, and does not declare whose work it is") as caught:
+    with pytest.raises(UserError, match="uses the critic, but does not declare its role") as caught:
         built(silent)
     assert "CRITIC" in str(caught.value.allowed)
     assert caught.value.fix == "@stage(..., role=Role.CRITIC)"

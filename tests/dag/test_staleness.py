@@ -192,10 +192,10 @@ def test_a_policy_of_a_user_is_a_class_in_a_file(monkeypatch):
     [
         ("raise RuntimeError('no such device')", ["does not import", "no such device", "own.py:1"]),
         ("Other = 3", ["has no 'Policy'"]),
-        ("def Policy(*_): ...", ["not a policy", "derive it from AsReady"]),
+        ("def Policy(*_): ...", ["not a staleness policy", "derive it from AsReady"]),
         (
             "from megarl.dag.staleness import InOrder\nclass Policy(InOrder): ...",
-            ["chooses among groups that are ready"],
+            ["not a staleness policy"],
         ),
         ("from megarl.dag.staleness import StalenessPolicy\nclass Policy(StalenessPolicy): ...", ["lacks forms_step"]),
         (
@@ -211,17 +211,17 @@ def test_a_policy_of_a_user_is_a_class_in_a_file(monkeypatch):
         (
             "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
             "    def forms_step(self, step, under_way, finished): return None",
-            ["forms_step(1) waits where nothing is under way"],
+            ["forms_step(1) waits although no group is in flight"],
         ),
         (
             "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
             "    def forms_step(self, step, under_way, finished): return [0]",
-            ["forms_step(1) of the policy Policy names [0]: 1 groups", "2 different groups"],
+            ["forms_step(1) of the policy Policy returns [0]: 1 groups", "2 different groups"],
         ),
         (
             "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
             "    def forms_step(self, step, under_way, finished): return finished[max(finished)][-2:]",
-            ["leaves groups that would be more than 2 steps stale; left by version: {0: 4"],
+            ["leaves groups that would be more than 2 steps stale; groups left by version: {0: 4"],
         ),
         (
             "from megarl.dag.staleness import AsReady\nclass Policy(AsReady):\n"
@@ -247,6 +247,6 @@ def test_a_choice_is_held_to_k_in_every_step():
 
     assert choose(Newest(1, 2, 9), 2, {}, {0: [], 1: [4, 5]}) == [4, 5]
     with pytest.raises(
-        PolicyError, match=r"forms_step\(2\) .* more than 1 step stale; left by version: \{0: 1, 1: 0\}"
+        PolicyError, match=r"forms_step\(2\) .* more than 1 step stale; groups left by version: \{0: 1, 1: 0\}"
     ):
         choose(Newest(1, 2, 9), 2, {0: [3]}, {1: [4, 5]})

@@ -84,14 +84,14 @@ def test_a_letter_of_another_tokenizer_ends_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["2", True, -1, [2, None], {"a": 1}])
 def test_what_is_no_token_id_is_refused(tmp_path: Path, wrong: object) -> None:
-    with pytest.raises(ConfigError, match="no token id"):
+    with pytest.raises(ConfigError, match="invalid end token"):
         end_token_ids(folder_of(tmp_path, None, eos_token_id=wrong))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]"])
 def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot read the model's generation_config\.json"):
         end_token_ids(tmp_path)
 
 

@@ -125,7 +125,7 @@ def test_sharegpt(recipe, tokenizer):
     config = recipe([row], "data.prompt_key=conversations", "sft.response_key=conversations", file="jsonl")
     data = examples(config, tokenizer)
     assert (data.texts, data.responses) == (["<user>What is 2+2?<eos><a>"], ["4"])
-    with pytest.raises(DataError, match="someone unknown"):
+    with pytest.raises(DataError, match="unknown sender"):
         check_rows(
             recipe([{"conversations": [{"from": "function_call", "value": "f"}]}], *config_keys("conversations")), "sft"
         )

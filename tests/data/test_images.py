@@ -269,7 +269,7 @@ def test_the_column_of_the_prompt_may_hold_the_images():
         ({"prompt": parts({"type": "image"}, "a?")}, "1 <image> for 0 images"),
         ({"prompt": parts({"type": "image", "image": picture()}, "a?"), "images": [picture()]}, "for 2 images"),
         ({"prompt": parts({"type": "image", "url": "https://a.b/c.png"}, "a?")}, "not fetched from the network"),
-        ({"prompt": parts({"type": "video", "video": "a.mp4"}, "a?")}, "content that is no text"),
+        ({"prompt": parts({"type": "video", "video": "a.mp4"}, "a?")}, "has content that is not text"),
     ],
     ids=["no image", "too many", "network", "video"],
 )
@@ -322,7 +322,7 @@ def test_bad_rows_are_named_before_a_start(row, what, tmp_path):
     [
         ({"prompt": "a?", "images": [picture()]}, "0 <image>s for 1 image"),
         ({"prompt": "a<image>?"}, "1 <image> for 0 images"),
-        ({"prompt": "a#<image>?", "images": [picture()]}, "the model's own token of images"),
+        ({"prompt": "a#<image>?", "images": [picture()]}, "contains the model's image token"),
         ({"prompt": "<image>" * 3, "images": [picture()] * 3}, "more images than a prompt may have"),
         ({"prompt": "<image>?", "images": ["gone.png"]}, "No such file"),
     ],
@@ -346,7 +346,7 @@ def test_a_column_of_images_that_nothing_reads_is_refused():
 
 
 def test_limits_that_no_image_meets_are_refused():
-    with pytest.raises(ConfigError, match="no image is within these limits"):
+    with pytest.raises(ConfigError, match="no image size is within these limits"):
         prompts(min_pixels=9000, max_pixels=5000)
 
 
@@ -355,5 +355,5 @@ def test_a_tokenizer_without_the_models_tokens_is_refused():
 
     config = DataConfig(image_key="images")
     encoder = VisionEncoder.from_config(config_of("qwen2_5_vl"), 64, "here")
-    with pytest.raises(ConfigError, match="does not know the tokens of images"):
+    with pytest.raises(ConfigError, match="the tokenizer has no tokens for images as the model"):
         ImagePrompts.of(config, encoder, SETTINGS, character_tokenizer("abc"))

@@ -79,13 +79,13 @@ def test_messages_from_someone_are_messages(prompts):
     [
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
-            "content that is no text(?s:.*)image_url",
+            "has content that is not text(?s:.*)image_url",
         ),
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "message 1 (?s:.*)input_audio"),
         ({"role": "user", "content": []}, "wrong type in column 'prompt'"),
         ({"role": "user", "content": None}, "wrong type in column 'prompt'"),
-        ({"from": "function_call", "value": "{}"}, "someone unknown(?s:.*)function_call(?s:.*)human"),
-        ({**USER, "weight": 1}, "weight that says nothing"),
+        ({"from": "function_call", "value": "{}"}, "unknown sender(?s:.*)function_call(?s:.*)human"),
+        ({**USER, "weight": 1}, "has an invalid weight"),
         ({**USER, "name": "Ann"}, "leaves out 'name' of message 1, the user's(?s:.*)Ann"),
         ({**USER, "audio": {"id": "x"}}, "leaves out 'audio'"),
     ],

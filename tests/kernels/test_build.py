@@ -108,7 +108,9 @@ def _compile(source: Path) -> None:
 def test_a_library_that_differs_is_never_used(cache, source):
     verdicts = iter(["three is 4"])
     for _ in range(2):  # the verdict is kept, and every process says so
-        with pytest.warns(UserWarning, match=r"three\.cpp: what .*g\+\+.* differs from the reference \(three is 4\)"):
+        with pytest.warns(
+            UserWarning, match=r"three\.cpp: the library that .*g\+\+.* differs from the reference \(three is 4\)"
+        ):
             assert compiled(source, lambda library: next(verdicts)) is None
 
 

@@ -65,7 +65,7 @@ def test_a_deleted_heartbeat_is_made_again_but_not_the_run_folder(tmp_path: Path
     failed = health.report(tmp_path / "run", OSError("of whatever"), 0)
     assert not (tmp_path / "run").exists()
     assert (failed.user_error, failed.repeats) == (True, True)
-    assert "the folder of this run was deleted" in failed.message
+    assert "the run has ended because its folder was deleted or moved" in failed.message
 
 
 def test_a_beat_costs_microseconds(tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ def test_another_folder_of_the_same_name_is_not_the_runs(tmp_path: Path) -> None
     path.mkdir()
     with closing(RunFolder(path)) as folder:
         shutil.rmtree(path)
-        with pytest.raises(UserError, match="nothing is there now"):
+        with pytest.raises(UserError, match="nothing is at this path now"):
             folder.check()
         path.mkdir()
-        with pytest.raises(UserError, match="a folder with what was written since is there now"):
+        with pytest.raises(UserError, match="this path is now a folder with later files"):
             folder.check()
         folder.check(now=False)  # not so soon again
 
@@ -79,5 +79,5 @@ def test_a_folder_with_other_files_is_refused_before_the_start(tmp_path: Path, c
         assert main([command, "grpo_quickstart", "--run-dir", str(tmp_path)]) == 2
         assert "a.py, b.csv, config.yaml and 2 more" in capsys.readouterr().err
     assert main(["launch", "grpo_quickstart", "--slurm", "--run-dir", str(tmp_path)]) == 2
-    assert "holds other files than those of a run" in capsys.readouterr().err
+    assert "this folder has files that do not belong to a run" in capsys.readouterr().err
     assert len(list(tmp_path.iterdir())) == 5

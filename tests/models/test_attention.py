@@ -140,7 +140,7 @@ def test_sequences_of_one_length_that_see_all_need_no_mask():
 
 def test_windows_and_tokens_that_see_both_ways_are_refused():
     packed = pack_stream([8], open_from=[2]).params
-    with pytest.raises(ValueError, match="a sliding window of 4 tokens"):
+    with pytest.raises(ValueError, match="a sliding window \\(4 tokens\\)"):
         attention.attend(*tensors(8, 2, 2, torch.float32), packed, 0.25, 4)
 
 

@@ -130,7 +130,7 @@ def test_auto_is_deepep_for_experts_over_machines(monkeypatch):
     assert chosen(monkeypatch, ep=8, dispatch="deepep") == "deepep"
     assert chosen(monkeypatch, ep=16, dispatch="alltoall") == "alltoall"
     assert chosen(monkeypatch, ep=16, there=False) == "alltoall"
-    with pytest.warns(UserWarning, match="kernels add up bf16 only.*all-to-alls bring"):
+    with pytest.warns(UserWarning, match="its kernels support bf16 only.*all-to-alls bring"):
         assert chosen(monkeypatch, ep=16, dtype=torch.float32) == "alltoall"
 
 
@@ -138,13 +138,13 @@ def test_auto_is_deepep_for_experts_over_machines(monkeypatch):
     ("settings", "says"),
     [
         ({"there": False}, "not installed"),
-        ({"cuda": False}, "CUDA devices only"),
+        ({"cuda": False}, "needs a CUDA device"),
         ({"broken": AssertionError("Invalid NCCL versions")}, "does not import: Invalid NCCL"),
         ({"dtype": torch.float32}, "bf16 only"),
-        ({"ep": 1}, "1 process to share"),
-        ({"ep": 12}, "12 processes to share"),
-        ({"ep": 8, "here": 4}, "on machines of 4"),
-        ({"ep": 16, "here": 16}, "on machines of 16"),
+        ({"ep": 1}, "shared by 1 process"),
+        ({"ep": 12}, "shared by 12 processes"),
+        ({"ep": 8, "here": 4}, "on machines with 4"),
+        ({"ep": 16, "here": 16}, "on machines with 16"),
         ({"ep": 4, "etp": 32}, "too many experts"),
     ],
 )

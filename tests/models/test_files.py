@@ -108,9 +108,9 @@ def test_the_files_that_are_read_are_said(tmp_path, capfd):
     ("break_it", "words"),
     [
         (lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"), "no model.safetensors"),
-        (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter"),
+        (lambda f: (f / "adapter_config.json").write_text("{}"), "has an adapter"),
         (lambda f: change_config(f, transformers_weights="no.safetensors"), "is missing"),
-        (lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json"), "index .* cannot be read"),
+        (lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json"), "cannot read the index"),
     ],
     ids=["other-name", "adapter", "named-and-missing", "damaged-index"],
 )
@@ -242,7 +242,7 @@ def test_a_head_that_differs_from_tied_embeddings_is_kept_as_transformers_keeps_
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     change_weights(tmp_path, {"lm_head.weight": torch.randn(131, 64, generator=torch.Generator().manual_seed(0)) / 8})
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    with pytest.warns(UserWarning, match="tie_word_embeddings, and lm_head.weight in the files differs"):
+    with pytest.warns(UserWarning, match="lm_head.weight differs from the embeddings"):
         (model,) = build_tiny(tmp_path)
     seq = sequences()[0]
     with torch.no_grad():

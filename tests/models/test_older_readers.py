@@ -169,7 +169,7 @@ def test_a_reward_model_pads_with_a_token_that_its_texts_do_not_end_with(
     tokenizer.add_special_tokens({"additional_special_tokens": more})
     tokenizer.chat_template = "{{ messages[0].content }}<|turn|>"
     config = transformers.AutoConfig.for_model("qwen3", eos_token_id=2, pad_token_id=2)
-    with contextlib.nullcontext() if expected else pytest.warns(UserWarning, match="can be the padding"):
+    with contextlib.nullcontext() if expected else pytest.warns(UserWarning, match="for padding"):
         write_metadata(tmp_path, config, tokenizer, torch.float32, value_head=True, classifies=True)
     padding = written(tmp_path)["pad_token_id"]
     assert padding == (expected and tokenizer.convert_tokens_to_ids(expected))

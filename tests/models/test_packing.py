@@ -56,7 +56,7 @@ def test_empty_sequences_are_refused(lengths):
 
 @pytest.mark.parametrize(("open_from", "cp"), [([0], 1), ([0, 0, 0], 1), ([0, 1], 2)])
 def test_places_that_do_not_fit_are_refused(open_from, cp):
-    with pytest.raises(ValueError, match="see both ways"):
+    with pytest.raises(ValueError, match="open_from needs one number"):
         pack_stream([4, 4], cp_size=cp, open_from=open_from)
 
 

@@ -156,7 +156,7 @@ def test_a_base_that_is_not_there_is_to_be_corrected_in_the_adapter(tmp_path):
         convert(tmp_path / "adapter", tmp_path / "converted")
     assert error.value.where == f"{file}: base_model_name_or_path"
     assert error.value.found == "runs/sft/hf"
-    assert "the base model of this adapter" in error.value.what
+    assert "this adapter's base model" in error.value.what
     assert f"write the absolute path of its folder as base_model_name_or_path in {file}" in str(error.value.fix)
 
 
@@ -165,7 +165,7 @@ def test_a_base_that_is_not_there_is_to_be_corrected_in_the_adapter(tmp_path):
     [
         ({}, {"rank": 8}, ["model.lora.rank", "set model.lora.rank=4"]),
         ({}, {"alpha": 4.0}, ["model.lora.alpha", "6"]),
-        ({}, {"targets": ["attention"]}, ["mlp.down_proj.lora_A.weight is no target here"]),
+        ({}, {"targets": ["attention"]}, ["mlp.down_proj.lora_A.weight is not targeted here"]),
         ({"use_rslora": True}, {}, ["use_rslora", "does more than"]),
         ({"r": 4, "rank_pattern": {"q_proj": 2}}, {}, ["rank_pattern"]),
     ],
@@ -290,6 +290,6 @@ def test_the_revision_of_a_base_on_the_hub_is_the_adapters(tmp_path, monkeypatch
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     stored(tmp_path, {"base_model_name_or_path": "org/base", "revision": "v2"})
-    with pytest.raises(ConfigError, match="base model of this adapter is not there"):
+    with pytest.raises(ConfigError, match="cannot find this adapter's base model"):
         convert(tmp_path, tmp_path / "converted")
     assert (asked["name"], asked["revision"]) == ("org/base", "v2")

@@ -200,10 +200,10 @@ def test_auto_is_te_for_bf16_on_a_gpu_with_a_version_that_fits(monkeypatch):
     assert form_of(monkeypatch, "2.11.0+c188b533", True, layers="te") == "te"
     assert form_of(monkeypatch, "2.11.0", True, dtype=torch.float32) == "local"
     assert form_of(monkeypatch, "2.11.0", False) == "local"
-    with pytest.warns(UserWarning, match=r"too old for megatron-core: 2\.8\.1: layers are local ones"):
+    with pytest.warns(UserWarning, match=r"too old for megatron-core: 2\.8\.1: using local layers"):
         assert form_of(monkeypatch, "2.8.1", True) == "local"
     monkeypatch.setattr(layer_forms, "other_arguments", lambda: ["Linear: got an unexpected keyword argument 'x'"])
-    with pytest.warns(UserWarning, match=r"2\.20\.2 takes other arguments .* 'x': layers are local ones"):
+    with pytest.warns(UserWarning, match=r"2\.20\.2 rejects arguments .* 'x': using local layers"):
         assert form_of(monkeypatch, "2.20.2", True) == "local"
     monkeypatch.setattr(layer_forms, "other_arguments", list)
     with pytest.warns(UserWarning, match=r"2\.20\.2 is newer than .* it is used"):
@@ -221,12 +221,12 @@ def test_auto_is_te_for_bf16_on_a_gpu_with_a_version_that_fits(monkeypatch):
             "2.11.0",
             True,
             {"layers": "te", "special": "a model with adapters"},
-            r"critic\.engine\.layers: .*adapters has no layers",
+            r"critic\.engine\.layers: .*adapters cannot use",
         ),
         (None, True, {"fp8": "delayed"}, r"critic\.engine\.fp8: Transformer Engine is not installed"),
         ("2.8.1", True, {"layers": "te"}, r"critic\.engine\.layers: .*too old for megatron-core: 2\.8\.1"),
-        ("2.11.0", False, {"layers": "te"}, r"critic\.engine\.layers: .*CUDA devices only"),
-        ("2.11.0", False, {"fp8": "blockwise"}, r"critic\.engine\.fp8: .*CUDA devices only"),
+        ("2.11.0", False, {"layers": "te"}, r"critic\.engine\.layers: .*needs a CUDA device"),
+        ("2.11.0", False, {"fp8": "blockwise"}, r"critic\.engine\.fp8: .*needs a CUDA device"),
         ("2.11.0", True, {"layers": "te", "dtype": torch.float32}, r"critic\.engine\.layers: .*no kernel for float32"),
     ],
 )
@@ -273,10 +273,10 @@ def test_fp8_that_cannot_be_is_an_error_at_its_key():
     assert misfit == "RMSNorm: got an unexpected keyword argument 'sequence_parallel'"
     assert missing.startswith("transformer_engine.pytorch.optimizers has no FusedAdam")
     wanted = [
-        "plain layers have no FP8",
+        "local layers do not support FP8",
         "mixtures of experts",
         "sizes of this model",
-        "no such FP8: compute capability",
+        "lacks this FP8 format: compute capability",
     ]
     assert len(found) == len(wanted)
     for says, part in zip(found, wanted, strict=True):
@@ -327,7 +327,7 @@ def test_the_first_moment_may_be_in_bf16(tmp_path):
 )
 def test_a_moment_in_bf16_that_cannot_be_is_an_error_at_its_key(monkeypatch, dtype, settings, missing):
     monkeypatch.setattr(optimizer, "te_problem", lambda: "it is not installed")
-    with pytest.raises(ConfigError, match=rf"actor\.engine\.exp_avg_dtype: .* takes {missing}"):
+    with pytest.raises(ConfigError, match=rf"actor\.engine\.exp_avg_dtype: .* needs {missing}"):
         optimizer.refuse_short_moment(
             EngineConfig(exp_avg_dtype="bf16", **settings), dtype, "actor.engine.exp_avg_dtype"
         )

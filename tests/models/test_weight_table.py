@@ -113,6 +113,6 @@ def test_workers_refuse_what_transformers_does_in_training_only(monkeypatch, tmp
     monkeypatch.setattr(setup, "init_processes", lambda *_: None)
     hf_config = tiny_dict("mixtral", vocab_size=16, router_jitter_noise=0.1)
     recipe = RunConfig(name="tiny", model=ModelConfig(hf_config=hf_config, tokenizer="chars:0123456789+="))
-    with pytest.raises(ConfigError, match="router_jitter_noise: transformers obeys this key when it trains"):
+    with pytest.raises(ConfigError, match="router_jitter_noise: transformers applies this key in training"):
         setup.build_rank_state(recipe, tmp_path)
     check_trainable(config("qwen3_moe", router_jitter_noise=0.1), "model.path")  # this class does not read it

@@ -416,7 +416,10 @@ def test_a_hostile_expression_costs_one_sample_not_the_run():
         ("missing.py:f", "there is no file missing.py"),
         ("{file}:lenght", "has no 'lenght'"),
         ("no.such.module:f", "'no.such.module' does not import"),
-        ("tests.runtime.test_algorithms:on_the_likely", "registered for algorithm.loss.name, not for reward.name"),
+        (
+            "tests.runtime.test_algorithms:on_the_likely",
+            "for algorithm.loss.name cannot be used for reward.name",
+        ),
         ("{dir}/syntax.py:f", "syntax.py:1"),
         ("{dir}/crash.py:f", "crash.py:3"),
     ],

@@ -128,10 +128,10 @@ def test_an_end_token_at_the_last_allowed_place_is_a_stop(said: str) -> None:
         ([("1@other", 0, 1), ("5@run", 1, 2)], ["'1@other' of another run"]),
         ([("6@run", 0, 2)], ["'6@run'", "newest", "'5@run'"]),
         ([("4@run", 0, 2)], ["old weights '4@run'", "'5@run'"]),
-        ([("default", 0, 2)], ["'default'", "no version that a run has sent"]),
-        ([("5", 0, 2)], ["'5'", "no version that a run has sent"]),
-        ([(None, 0, 2)], ["None", "no version that a run has sent"]),
-        ([(5, 0, 2)], ["5", "no version that a run has sent"]),
+        ([("default", 0, 2)], ["'default'", "was not sent by a run"]),
+        ([("5", 0, 2)], ["'5'", "was not sent by a run"]),
+        ([(None, 0, 2)], ["None", "was not sent by a run"]),
+        ([(5, 0, 2)], ["5", "was not sent by a run"]),
     ],
 )
 def test_an_answer_of_other_weights_is_no_sample_of_ours(spans: Any, words: list[str]) -> None:

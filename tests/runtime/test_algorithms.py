@@ -18,7 +18,7 @@ import torch
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.losses import POLICY_LOSSES
-from megarl.algorithms.losses.base import Prologue
+from megarl.algorithms.losses.base import LossInputs
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from megarl.dag.guard import GuardedBatch
@@ -144,7 +144,7 @@ def likely(old_logp, advantages, mask, cfg, *, keys, all_sum):
 @POLICY_LOSSES.register(prepare=likely)
 def on_the_likely(logp, old_logp, advantages, mask, cfg, *, chosen, offsets):
     """Looks at the mini-batch before it is cut, so there must be old log-probs even with one update per batch."""
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     return torch.where(chosen, -p.advantages * p.ratio, 0), p.metrics(~chosen)
 
 

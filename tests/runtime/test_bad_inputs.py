@@ -160,7 +160,10 @@ def train(folder: Path, *arguments: str) -> Ended:
         (["trainer.resume=other_run"], ["not a complete checkpoint", "mean other_run/checkpoints/step_3?"]),
         (["algorithm.pipeline=graphs:cycle"], ["pipeline 'mine'", "cycle: a -> b -> a", "remove one"]),
         (["algorithm.pipeline=graphs:missing_field"], ["'b' reads 'advantages'", "no node writes it"]),
-        (["algorithm.pipeline=graphs:unbuilt"], ["returned no task graph", "found:   'graphs:unbuilt", ".build()"]),
+        (
+            ["algorithm.pipeline=graphs:unbuilt"],
+            ["did not return a task graph", "found:   'graphs:unbuilt", ".build()"],
+        ),
         (["algorithm.pipeline=graphs:raises"], ["raised KeyError: 'oops'", "graphs.py:19"]),
         (["algorithm.loss.name=losses:nan"], ["algorithm.loss.name", "defines no nan"]),
         (["--run-dir", "good.jsonl"], ["--run-dir: this is a file, and a run needs a folder", "good.jsonl"]),
@@ -320,7 +323,7 @@ def test_ctrl_c_saves_ends_every_worker_and_tells_how_to_go_on(folder: Path) -> 
     assert second.code == 2
     assert "--run-dir: another run is using this run folder" in second.output
     assert str(run_dir) in second.output
-    assert "wait for it, or stop it" in second.output
+    assert "wait until it ends, or stop it" in second.output
     assert process.poll() is None
 
     process.send_signal(signal.SIGINT)

@@ -113,7 +113,7 @@ def test_damaged_files_beside_the_checkpoints_change_no_number(recipe, whole, un
     assert process.returncode == 0, output[-4000:]
     assert harness.metrics(tmp_path) == undisturbed
     for name in ("run.json", "metrics.jsonl", "samples.jsonl", "trace/rank_0.jsonl", "log.txt", "errors", "best.json"):
-        assert sum(f"{name} was damaged" in line or f"{name}: " in line for line in output.splitlines()) == 1, output
+        assert sum(f"{name} is damaged" in line or f"{name}: " in line for line in output.splitlines()) == 1, output
     assert '"trace.json"' not in output
     assert (tmp_path / "trace.json").is_file()
 

@@ -242,8 +242,8 @@ def test_an_engine_says_what_it_cannot_take(tmp_path):
 
         assert take("model.norm.weight", "bfloat16", (32,)) == "rank 0: tensors outside of an update"
         receiver.begin(step)
-        assert "this model has it as (64,)" in take("model.norm.weight", "bfloat16", (32,))
-        assert "this model has it as None" in take("other.weight", "bfloat16", (32,))
+        assert "but the model needs (64,)" in take("model.norm.weight", "bfloat16", (32,))
+        assert "but the model needs None" in take("other.weight", "bfloat16", (32,))
         assert "sync.fp8 is for servers" in take("model.norm.weight", "float8_e4m3fn", (64,))
         with pytest.raises(ServerError, match=r"rank 0: \d+ tensors never came, for example lm_head\.weight"):
             receiver.set_version("1@run", step)

@@ -215,9 +215,9 @@ def test_a_write_that_fails_leaves_the_last_checkpoint_and_says_how_to_go_on(alo
     with pytest.raises(CheckpointError) as caught:
         saving.wait()
     error = caught.value
-    assert error.what == "the checkpoint could not be written"
+    assert error.what == "cannot write the checkpoint"
     assert "rank 0: File too large (rank_0.safetensors)" in error.found
-    assert f"--run-dir {tmp_path}: it goes on from the checkpoint of step 1" in error.fix
+    assert f"--run-dir {tmp_path}: it continues from the checkpoint of step 1" in error.fix
     assert [path.name for path in whole.parent.iterdir()] == ["step_1"]
     checkpoint.verify(whole, world())
 
@@ -230,7 +230,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_begun(alone, tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
     with pytest.raises(
         CheckpointError,
-        match=r"GB are needed, and 0\.0671 GB that stay free for logs; 0\.0671 GB are free(?s:.*)checkpoint of step 1",
+        match=r"0\.0671 GB must stay free for logs, but 0\.0671 GB are free(?s:.*)checkpoint of step 1",
     ):
         checkpoint.save(tmp_path, 2, {"actor": engine}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
@@ -328,14 +328,14 @@ def test_ranks_write_equal_parts_and_fail_together(tmp_path):
 
 def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
     engine = _engine("dense", {})
-    with pytest.raises(CheckpointError, match=r"damaged or incomplete(?s:.*)there is no meta.json"):
+    with pytest.raises(CheckpointError, match=r"damaged or incomplete(?s:.*)meta.json is missing"):
         checkpoint.load(tmp_path / "nothing", {"actor": engine})
     folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
-    with pytest.raises(CheckpointError, match=r"holds \['actor'\], not \['critic'\]"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no model critic, only actor"):
         checkpoint.load(folder, {"critic": engine})
     meta = folder / "meta.json"
     meta.write_text(meta.read_text().replace(f'"format": {checkpoint.FORMAT}', '"format": 3'))
-    told = r"another version of megarl wrote(?s:.*)found: *'format 3'\n *allowed: format 4\n *fix: *go on with that"
+    told = r"another version of megarl(?s:.*)found: *'format 3'\n *allowed: format 4\n *fix: *resume with that"
     with pytest.raises(FormatError, match=told):
         checkpoint.load(folder, {"actor": engine})
 
@@ -352,7 +352,7 @@ def _overwrite(path: Path) -> None:
 
 DAMAGE = {
     "cut": (_cut, "bytes were written|[0-9,]+ were written"),
-    "overwritten": (_overwrite, r"other bytes than were written \(checksum\)"),
+    "overwritten": (_overwrite, r"was changed after it was written \(checksum"),
     "missing": (Path.unlink, "is missing"),
 }
 
@@ -380,7 +380,7 @@ def test_every_damaged_file_is_found_before_anything_is_loaded(alone, tmp_path, 
     assert _hashes(engine) == before
     meta = folder / "meta.json"
     meta.write_text(meta.read_text().replace('"step": 1', '"step": 7'))
-    with pytest.raises(CheckpointError, match=r"meta\.json was changed since it was written"):
+    with pytest.raises(CheckpointError, match=r"meta\.json was changed after it was written"):
         checkpoint.load(folder, {"actor": engine})
 
 
@@ -401,7 +401,7 @@ def _one_rank_sees_it(root: str) -> str:
 def test_all_ranks_agree_on_what_is_damaged(tmp_path):
     first, second = run_distributed(_one_rank_sees_it, 2, 120, str(tmp_path))
     assert first == second
-    assert "rng_1.safetensors holds other bytes" in first
+    assert "rng_1.safetensors was changed after" in first
 
 
 def test_a_best_json_that_cannot_be_read_is_none(alone, tmp_path, caplog):
@@ -420,7 +420,7 @@ def test_the_file_of_another_checkpoint_is_named(alone, tmp_path):
     folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
     other = checkpoint.save(tmp_path, 2, {"actor": engine}, {})
     (folder / "rank_0.safetensors").write_bytes((other / "rank_0.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"rank_0\.safetensors is of another checkpoint \(of step 2\)"):
+    with pytest.raises(CheckpointError, match=r"rank_0\.safetensors belongs to another checkpoint \(step 2\)"):
         checkpoint.load(folder, {"actor": engine})
 
 
@@ -431,7 +431,7 @@ def test_damage_in_a_header_is_damage(alone, tmp_path):
     places = [0, 8, *(whole.index(text) for text in (b"__metadata__", b"label", b"tag", b"wholes"))]
     for place in places:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(CheckpointError, match=r"rank_0\.safetensors holds other bytes"):
+        with pytest.raises(CheckpointError, match=r"rank_0\.safetensors was changed"):
             checkpoint.verify(path.parent, world())
 
 

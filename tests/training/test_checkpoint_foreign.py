@@ -15,7 +15,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(alon
     folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {})
     other = _engine("moe", {})
     before = _hashes(other)
-    with pytest.raises(CheckpointError, match=r"of another model(?s:.*)no actor\.decoder.*experts(?s:.*)resume=never"):
+    with pytest.raises(CheckpointError, match=r"to another model(?s:.*)no actor\.decoder.*experts(?s:.*)resume=never"):
         checkpoint.load(folder, {"actor": other})
     assert _hashes(other) == before
 
@@ -25,7 +25,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(alon
     [
         ({"num_hidden_layers": 2}, r"actor\.decoder\.layers\.2\S+ is in the checkpoint only"),
         ({"tie_word_embeddings": True}, r"actor\.output_layer\.weight is in the checkpoint only"),
-        ({"vocab_size": 120}, "actor has a vocabulary of 131, here it is 120"),
+        ({"vocab_size": 120}, "actor has a vocabulary of 131 tokens, expected 120"),
     ],
 )
 def test_a_smaller_model_does_not_take_a_part_of_a_checkpoint(alone, tmp_path, monkeypatch, changes, found):
@@ -33,7 +33,7 @@ def test_a_smaller_model_does_not_take_a_part_of_a_checkpoint(alone, tmp_path, m
     monkeypatch.setitem(cases.MODELS, "dense", {**cases.MODELS["dense"], **changes})
     other = _engine("dense", {}, layers=changes.get("num_hidden_layers", 4))
     before = _hashes(other)
-    with pytest.raises(CheckpointError, match=f"of another model(?s:.*){found}"):
+    with pytest.raises(CheckpointError, match=f"belongs to another model(?s:.*){found}"):
         checkpoint.load(folder, {"actor": other})
     assert _hashes(other) == before
 

@@ -84,7 +84,7 @@ def test_a_sample_without_prompt_is_refused(alone):
     engine = cases.make_engine(frozen=True)
     rows = {"prompt_ids": [[1], []], "response_ids": [[2], [3]]}
     batch = Batch({key: Jagged.from_list(value, dtype=torch.int64) for key, value in rows.items()})
-    with pytest.raises(ValueError, match="sample 1 has 0 prompt"):
+    with pytest.raises(ValueError, match="sample 1 has 0"):
         engine.logprobs(batch)
 
 

@@ -200,7 +200,7 @@ def test_a_checkpoint_that_does_not_fit_is_begun_by_no_team(run, monkeypatch):
     other = threading.Thread(target=write, daemon=True)
     other.start()
     with pytest.raises(
-        CheckpointError, match=r"GB are needed(?s:.*)it goes on from the checkpoint of step 1"
+        CheckpointError, match=r"GB must stay free(?s:.*)it continues from the checkpoint of step 1"
     ) as caught:
         checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy)
     other.join(120)

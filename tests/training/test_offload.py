@@ -82,5 +82,5 @@ def test_a_larger_block_takes_the_place_of_the_smaller(runtime):
 
 
 def test_memory_that_cannot_be_locked_is_an_error_that_says_how_much(runtime):
-    with pytest.raises(UserError, match=r"0.0 GB of host memory cannot be locked.*error 2"):
+    with pytest.raises(UserError, match=r"cannot lock 0.0 GB of host memory.*error 2"):
         HostArena().take([30_000])

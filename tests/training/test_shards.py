@@ -91,8 +91,8 @@ def test_elements_that_no_file_holds_are_an_error(tmp_path):
     Snapshot([half], {}, HostArena()).write(tmp_path / "x", lambda n: None)
     index = shards.read_index(tmp_path, ["x"])
     wanted = TensorSlice("w", (4, 2), (1, 0), torch.zeros(3, 2))
-    with pytest.raises(CheckpointError, match="4 of 6 elements of w are in no file"):
+    with pytest.raises(CheckpointError, match="4 of 6 elements of w are missing from the files"):
         shards.fill([wanted], index, tmp_path)
     assert shards.foreign(
         [TensorSlice("w", (4, 3), (0, 0), torch.zeros(4, 3)), TensorSlice("v", (1,), (0,), torch.zeros(1))], index
-    )[:2] == ["w is [4, 2], here it is [4, 3]", "no v"]
+    )[:2] == ["w has shape [4, 2], expected [4, 3]", "no v"]

@@ -1,4 +1,4 @@
-"""Advantage estimators by name. `estimate` calls any of them, also a user's own, with batch fields by name."""
+"""Advantage estimators by name. `estimate` calls any of them, also a user's, with batch fields by name."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ __all__ = [
 
 
 def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Estimate:
-    """Call an estimator with the arguments that its parameters name.
+    """Call an advantage estimator with the batch fields and settings that its parameters name.
 
     Args:
         name: registered name, or `pkg.mod:fn`.
-        fields: of the batch: mask, offsets, token_rewards, uid, values, greedy_score, ...
+        fields: batch fields: mask, offsets, token_rewards, uid, values, greedy_score, ...
         options: settings, such as gamma, lam, norm_by_std, allow_singleton, all_sum.
 
     Raises:
-        ConfigError: the estimator needs an argument that neither holds, or does not name its parameters; a user's
-            estimator raises, or returns something else than an estimate.
+        ConfigError: an argument is neither a field nor an option; the estimator does not name its parameters; a
+            user's estimator raises, or does not return an estimate.
     """
     function = ADVANTAGES.get(name)
     offered = {**options, **fields}
@@ -62,7 +62,7 @@ def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -
             where=ADVANTAGES.key,
             found=name,
             allowed=f"fields there: {', '.join(sorted(fields))}; options there: {', '.join(sorted(options))}",
-            fix="add the node that writes it (values, greedy_score and teacher_logp have one), or choose another "
+            fix="add the stage that writes it (values, greedy_score, teacher_logp have one), or choose another "
             "estimator",
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,13 +1,13 @@
-"""Common parts of all estimators: the registry, the result type, and the steps of estimators that compare scores.
+"""Common parts of all advantage estimators: the registry, the result type, and steps of those that compare scores.
 
-An estimator is `fn(fields and settings by name) -> Estimate`. It names those that it reads, of fields of the batch and
-its settings; most read
+An estimator is `fn(fields and settings by name) -> Estimate`; its parameters name the batch fields and settings that it
+reads. Most read
 
     token_rewards     float [N] or [B, T]
     mask              bool, same shape: valid tokens
     uid               B group names; a group is not split over ranks
     offsets           int64 [B + 1] for the packed form [N]
-    allow_singleton   accept groups of one sample, with A = 0; else they raise a UserError
+    allow_singleton   accept groups of one sample, with A = 0; otherwise such a group raises a UserError
     all_sum           adds a small tensor over ranks
 """
 
@@ -37,13 +37,13 @@ class GroupSettings(Settings):
 
 
 class NormSettings(GroupSettings):
-    """Settings of an estimator that may divide differences of scores by their spread."""
+    """Settings of an estimator that may divide score differences by the group's standard deviation."""
 
     norm_by_std: bool = Field(True, description="divide by the group's standard deviation; false gives Dr. GRPO")
 
 
 class Estimate(NamedTuple):
-    """The result of an estimator, both in the shape of the mask, zero where it hides.
+    """The result of an estimator, two tensors in the shape of the mask, zero where the mask hides.
 
     Attributes:
         advantages: weight of each token's log-prob gradient.
@@ -57,21 +57,21 @@ class Estimate(NamedTuple):
 def checked_estimate(
     function: Callable[..., Any], result: Any, fields: Mapping[str, Any], given: Iterable[Any]
 ) -> Estimate:
-    """Return what an estimator has returned, as an `Estimate`.
+    """Check the return value of an estimator and return it as an `Estimate`.
 
     Args:
-        fields: of the batch, with `mask`.
-        given: arguments of the estimator.
+        fields: batch fields, with `mask`.
+        given: the arguments that the estimator was called with.
 
     Raises:
-        ConfigError: it is something else; the message names the file and line of a user's estimator.
+        ConfigError: the value is not two tensors per token; the message names the file and line of a user's estimator.
     """
     mask, offsets, inputs = fields["mask"], fields.get("offsets"), list(given)
     if not (isinstance(result, tuple | list) and len(result) == 2):
         raise misfit(
             ADVANTAGES.kind,
             function,
-            "returns no pair of advantages and returns",
+            "does not return a pair (advantages, returns)",
             found=form(result),
             allowed=f"Estimate(advantages, returns), two floating tensors of shape {list(mask.shape)}",
             fix="return Estimate(advantages, advantages) where no critic is trained",
@@ -86,17 +86,18 @@ def checked_estimate(
 def score_groups(
     token_rewards: Tensor, mask: Tensor, uid: Sequence[Hashable], offsets: Tensor | None, allow_singleton: bool
 ) -> tuple[Rows, GroupStats]:
-    """Return the rows of `mask`, and the samples' scores (sums of their valid token rewards) by group.
+    """Return the rows of `mask`, and statistics by group of each sample's score, the sum of its valid token rewards.
 
     Raises:
-        UserError: a group of one sample, unless allowed.
+        UserError: a group has one sample, and `allow_singleton` is false.
     """
     rows = Rows.of(mask, offsets)
     return rows, GroupStats.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
 
 
 def for_all_tokens(per_sample: Tensor, rows: Rows, mask: Tensor, token_rewards: Tensor) -> Estimate:
-    """Return each sample's value [B] at all its valid tokens, in the dtype of the rewards, at least float32."""
+    """Spread each sample's advantage [B] over its valid tokens, in the dtype of the rewards or float32, if that is
+    wider."""
     dtype = torch.promote_types(token_rewards.dtype, torch.float32)
     advantages = rows.spread(per_sample.to(dtype), mask)
     return Estimate(advantages, advantages)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GaeSettings(Settings):
-    """The discounts."""
+    """Discount and lambda of GAE."""
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
     lam: float = Field(1.0, ge=0, le=1, description="GAE lambda")
@@ -43,7 +43,7 @@ def gae(
     t + 1 is the next valid token: tokens in a hole of the mask (tool output, other turns) are skipped. The value after
     the last valid token is 0.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Args:
         values: float, in the shape of the rewards.

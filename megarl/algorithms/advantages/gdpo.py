@@ -1,4 +1,4 @@
-"""Advantage with every part of the reward normalised separately (GDPO)."""
+"""Advantages with each part of the reward normalised separately (GDPO)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class PartSettings(GroupSettings):
     )
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the problem of having no parts."""
+        """Return an error if no part is named."""
         if self.parts:
             return []
         problem = ConfigError(
-            "gdpo normalises parts of the reward, and none is named",
+            "gdpo needs the names of the reward's parts, but none is set",
             where=f"{path}.parts",
             found="{}",
             allowed="a mapping from names that the reward function returns to weights",
@@ -54,7 +54,7 @@ def gdpo(
 
     Parts of different scale keep their influence: in a sum of raw rewards the largest one dominates.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Args:
         reward_parts: float [B, K], one column per part.

@@ -1,4 +1,4 @@
-"""Group policy gradient (GPG): centred scores, scaled up to compensate for groups without a signal."""
+"""Group policy gradient (GPG): centred scores, scaled up for the samples whose group gives no gradient."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def gpg(
     allow_singleton: bool = False,
     all_sum: AllSum = one_rank,
 ) -> Estimate:
-    """Compute A = (score - group mean) / (share of samples whose group carries a signal).
+    """Compute A = (score - group mean) / (share of samples whose group has unequal scores).
 
-    A group with equal scores has no gradient but counts in the mean over the batch; the division compensates. Shares
-    are counted over all ranks.
+    A group with equal scores has no gradient but counts in the mean over the batch; the division compensates. The share
+    is counted over all ranks.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Source: GPG (arXiv 2504.02546), accurate gradient estimation.
 
@@ -38,7 +38,7 @@ def gpg(
     tensor([ 1., -1.,  0.,  0.])
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
-    # On the scores themselves: rounding can give equal scores a deviation that is not zero.
+    # Compare the scores, not their deviation, which rounding can make positive for equal scores.
     signal = groups.live & (groups.largest(groups.scores, groups.live) > -groups.largest(-groups.scores, groups.live))
     with_signal, total = all_sum(torch.stack([signal.sum(), groups.live.sum()]).double().cpu()).tolist()
     centred = torch.where(signal, groups.centred, 0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class GrpoSettings(NormSettings):
-    """The score of a sample without others to compare with."""
+    """Settings of GRPO."""
 
     lone_score: bool = Field(
         False,
@@ -25,12 +25,12 @@ class GrpoSettings(NormSettings):
     )
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the problem of a value for samples that are refused."""
+        """Return an error if `lone_score` is set while groups of one sample are not accepted."""
         if not self.lone_score or self.allow_singleton:
             return []
         return [
             ConfigError(
-                "groups of one sample are refused, so there is none that could be given its score",
+                "lone_score has no effect: groups of one sample are not accepted",
                 where=f"{path}.lone_score",
                 found=True,
                 allowed=f"false, or true with {path}.allow_singleton=true",
@@ -55,12 +55,12 @@ def grpo(
 
     score = sum of the sample's valid token rewards; std is unbiased. A group must not be split over ranks.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Args:
         norm_by_std: False omits the division (Dr. GRPO).
-        lone_score: A = score / (1 + 1e-6) for the only sample of a group, and for the only unmasked one of a group,
-            as in siiRL and verl; without std A = score.
+        lone_score: give the only (unmasked) sample of a group A = score / (1 + 1e-6), as in siiRL and verl; without
+            the division A = score.
 
     Source: DeepSeekMath (arXiv 2402.03300); without std: Understanding R1-Zero-Like Training (arXiv 2503.20783).
 

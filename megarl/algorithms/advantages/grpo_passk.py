@@ -26,9 +26,9 @@ def grpo_passk(
 ) -> Estimate:
     """Give the best sample of a group (best - second best) / (group std + 1e-6), and all others 0.
 
-    Where two samples share the best score, the second best is as good and every sample gets 0.
+    If two samples share the best score, all samples get 0.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Args:
         norm_by_std: False omits the division.

@@ -1,4 +1,4 @@
-"""Optimal baseline of the score, weighted by length (OPO)."""
+"""Advantage against a length-weighted mean score (OPO)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def opo(
     offsets: Tensor | None = None,
     allow_singleton: bool = False,
 ) -> Estimate:
-    """Compute A = score - sum over the group of (length score) / sum of (length); length = valid tokens.
+    """Compute A = score - baseline; the baseline is the group's mean score weighted by length in valid tokens.
 
     This baseline has the least variance when a response's squared gradient norm grows with its length.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Source: On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585).
 

@@ -1,4 +1,4 @@
-"""Baselines of least variance for every position in a response."""
+"""Advantage against a minimum-variance baseline for every token position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BaselineSettings(GroupSettings):
-    """The choice of a baseline for samples that are corrected by importance weights."""
+    """Settings of the optimal token baseline."""
 
     is_weighted: bool = Field(
         False, description="multiply the squared gradient norms by the squared weights of rollout_correction"
@@ -40,18 +40,17 @@ def optimal_token_baseline(
     allow_singleton: bool = False,
     is_weighted: bool = False,
 ) -> Estimate:
-    """Compute A_t = G_t - B_t, B_t = sum W_t G_t / sum W_t over the samples of the group that have a valid token at
-    position t.
+    """Compute A_t = G_t - B_t with B_t = sum W_t G_t / sum W_t over the group's samples with a valid token at position
+    t.
 
-    G_t is the sum of rewards from t on, W_t the sum up to t of w = 1 - 2 pi(y) + sum_v pi(v)^2: the squared norm of the
-    gradient of log pi(y) with respect to the logits. Positions are counted from the start of the response. At a
-    position that only one sample of the group reaches, B_t is its own G_t and A_t exactly 0: the tail of the longest
-    response learns nothing.
+    G_t is the sum of rewards from t on. W_t is the sum up to t of w = 1 - 2 pi(y) + sum_v pi(v)^2, the squared norm of
+    the gradient of log pi(y) with respect to the logits. Positions count from the start of the response. At a position
+    that only one sample of the group reaches, A_t is exactly 0: the tail of the longest response learns nothing.
 
-    The loss of a token is multiplied by its importance weight when rollouts are corrected, and so is its gradient:
-    `is_weighted` multiplies w by the square of that weight, so that B_t has the least variance for it.
+    Rollout correction multiplies a token's loss, and so its gradient, by an importance weight. `is_weighted`
+    multiplies w by the square of this weight, so that B_t has the least variance for the corrected gradient.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Args:
         old_logp: same shape, log pi(y) of the sampled tokens.
@@ -82,11 +81,11 @@ def tir_optimal_token_baseline(
     allow_singleton: bool = False,
     is_weighted: bool = False,
 ) -> Estimate:
-    """Compute `optimal_token_baseline` with positions counted over valid tokens only, for responses with tool output in
-    between.
+    """Compute `optimal_token_baseline` with positions counted over valid tokens only, for responses with tool output.
 
-    The k-th token that the policy wrote in one sample is compared with the k-th in another, independent of the text
-    that tools returned before. Arguments and source as there; without holes in the mask both are the same.
+    The k-th token that the policy wrote in one sample is compared with the k-th token in another sample, whatever text
+    tools returned before. Arguments and source as for `optimal_token_baseline`; without holes in the mask both are
+    equal.
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     inputs = [token_rewards, old_logp, sum_pi_squared, *_squared(is_weights, is_weighted)]
@@ -95,12 +94,12 @@ def tir_optimal_token_baseline(
 
 
 def _squared(is_weights: Tensor | None, wanted: bool) -> list[Tensor]:
-    """Return the squared importance weights when the baseline uses them, else nothing."""
+    """Return a list with the squared importance weights, or an empty list if the baseline does not use them."""
     if not wanted:
         return []
     if is_weights is None:
         raise ConfigError(
-            "the baseline is to be made with the importance weights of rollout correction, and there are none",
+            "is_weighted needs importance weights, but rollout_correction computes none",
             where="algorithm.advantage.is_weighted",
             found=True,
             allowed="false, or true with rollout_correction.is_level: token or sequence",
@@ -110,14 +109,14 @@ def _squared(is_weights: Tensor | None, wanted: bool) -> list[Tensor]:
 
 
 def _returns_and_weights(rows: Rows, mask: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Return rewards to go, summed gradient proxies, and position among the valid tokens, in the shape of `mask`.
+    """Return rewards to go, summed gradient proxies w, and positions among the valid tokens, in the shape of `mask`.
 
-    Inputs are token rewards, log-probs, sums of squared probabilities and, if there are any, squared weights.
+    `inputs`: token rewards, log-probs, sums of squared probabilities, and optionally squared importance weights.
     """
 
     def dense(rewards: Tensor, logp: Tensor, squares: Tensor, *more: Tensor) -> list[Tensor]:
         *weights, prefix = more
-        # (1 - pi)^2 <= w: rounding must not make it negative.
+        # (1 - pi)^2 <= w: rounding must not make w negative.
         proxy = (1 - 2 * logp.exp() + squares).clamp(min=0) * prefix
         for weight in weights:
             proxy = proxy * weight
@@ -130,7 +129,10 @@ def _returns_and_weights(rows: Rows, mask: Tensor, inputs: list[Tensor]) -> list
 def _subtract_baseline(
     rows: Rows, groups: GroupStats, mask: Tensor, returns: Tensor, weight: Tensor, place: Tensor
 ) -> Estimate:
-    """Subtract from the returns their weighted mean over the valid tokens of the same group and position."""
+    """Subtract from the returns their weighted mean over the valid tokens of the same group and position.
+
+    `weight` has the shape of the mask; `place` int64 [N] is the position of each token.
+    """
     valid = mask.reshape(-1)
     width = int(place.max()) + 1 if len(place) else 1
     slot = (rows.expand(groups.index) * width + place)[valid]
@@ -139,7 +141,7 @@ def _subtract_baseline(
     sums = torch.zeros(2, size, dtype=torch.float64, device=mask.device)
     sums[0].index_add_(0, slot, w * g)
     sums[1].index_add_(0, slot, w)
-    # Where all proxies are zero no gradient flows, for any baseline.
+    # If all weights are zero, no gradient flows, whatever the baseline.
     baseline = sums[0] / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
     advantages = torch.zeros_like(returns)
     advantages.view(-1)[valid] = (g - baseline[slot]).to(returns.dtype)

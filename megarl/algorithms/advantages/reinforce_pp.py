@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DiscountSettings(Settings):
-    """The discount of future rewards."""
+    """The discount of REINFORCE++."""
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
 
@@ -36,7 +36,7 @@ def reinforce_pp(
 ) -> Estimate:
     """Compute R_t = r_t + gamma R_{t+1} over valid tokens; A = R whitened over all valid tokens of all ranks.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Args:
         mask: bool, same shape; tokens in a hole are skipped.
@@ -62,7 +62,7 @@ def reinforce_pp_baseline(
 ) -> Estimate:
     """Compute A = score - group mean, whitened over all valid tokens of all ranks.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Args:
         allow_singleton: accept groups of one sample, which count as 0 in the whitening.

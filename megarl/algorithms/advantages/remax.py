@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def remax(token_rewards: Tensor, mask: Tensor, greedy_score: Tensor, *, offsets: Tensor | None = None) -> Estimate:
     """Compute A = score - score of a greedy rollout of the same prompt.
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Args:
         greedy_score: float [B], score of the prompt's greedy response.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReverseKLSettings(Settings):
-    """The largest weight of a token."""
+    """The clamp of the advantages."""
 
     loss_max_clamp: PositiveFloat | None = Field(
         None, description="largest absolute value of an advantage; null: no bound"
@@ -30,7 +30,7 @@ def reverse_kl(
 ) -> Estimate:
     """Compute A_t = log teacher - log pi of the sampled token: minus an unbiased estimate of KL(pi || teacher).
 
-    Each token is charged only for its own divergence, not for that of later tokens.
+    Each token is charged only for its own divergence, not for the divergence of later tokens.
 
     Args:
         old_logp: float [N] or [B, T], the policy that sampled.

@@ -24,7 +24,7 @@ def rloo(
 ) -> Estimate:
     """Compute A = score - mean score of the other samples of the group = n / (n - 1) (score - group mean).
 
-    Arguments that are not listed, and the result: see `megarl.algorithms.advantages.base`.
+    Other arguments and the result: see `megarl.algorithms.advantages.base`.
 
     Source: Back to Basics (arXiv 2402.14740).
     """

@@ -1,9 +1,9 @@
 """Rollout correction: importance weights and rejection for samples that another policy generated.
 
-pi_rollout generated the samples (the generation engine: other kernels, precision, older weights), pi_old is the
-trainer's policy at the start of the update, pi_theta the one being trained. rho = pi_old / pi_rollout per token
-corrects the first drift; policy losses clip the second, pi_theta / pi_old. With pi_old := pi_rollout (bypass) both are
-the same, and rho = pi_theta / pi_rollout is known only in the update.
+pi_rollout generated the samples (in the generation engine: other kernels, other precision, older weights); pi_old is
+the trainer's policy at the start of the update; pi_theta is the policy in training. The weight rho = pi_old /
+pi_rollout of each token corrects the first difference; policy losses clip the second, pi_theta / pi_old. In bypass mode
+pi_old := pi_rollout, so that both are one, and rho = pi_theta / pi_rollout is only known in the update.
 
     weights, mask, keep, moments = correct(logp, rollout_logp, mask, is_level="token", is_threshold=2.0)
     finish(moments)                          # after merging over micro-batches and ranks

@@ -30,8 +30,8 @@ class Correction(NamedTuple):
         weights: float in the shape of the mask: factor of each token's policy loss, zero where `mask` hides.
         mask: bool, same shape: the given mask without rejected tokens. Losses and their normalisers use this one.
         keep: bool [B]: False for samples that lost all their tokens.
-        moments: raw sums of the metrics; see `finish`.
-        normaliser: float64 [2], sum and number of this part's weights in their mean.
+        moments: raw sums from which `finish` computes the metrics.
+        normaliser: float64 [2], sum and number of this batch's importance weights, for their mean.
     """
 
     weights: Tensor
@@ -67,11 +67,11 @@ def correct(
         is_level: none, token or sequence; none gives weights of 1.
         is_threshold: C of min(ratio, C), or [low, high]: see `importance_weights`.
         is_batch_normalize: divide by the mean weight over tokens (token) or sequences (sequence) of all ranks.
-        is_normalize_over: which of them: `trained` (without rejected ones) or `all`, as verl does.
+        is_normalize_over: whose weights count in this mean: `trained` (without rejected ones) or `all`, as in verl.
         rules: a token is trained on if all of them accept it.
-        veto: reject sequences with a ratio, not clamped, below this; 0: none.
-        copies: int64 [B], how often each sequence counts in that mean; None: once.
-        all_sum: adds over ranks; called once, by every rank, when weights are normalised.
+        veto: reject sequences with a ratio (not clamped) below this value; 0: no veto.
+        copies: int64 [B], how often each sequence counts in the mean weight; None: once.
+        all_sum: adds over ranks; every rank must call it, once, if weights are normalised.
     """
     rows = Rows.of(mask, offsets)
     flat = [x.detach().reshape(-1) for x in (logp, rollout_logp)]
@@ -97,13 +97,13 @@ def correct(
     bag = moments.bag()
     if is_level != "none" and is_batch_normalize:
         weights.div_(_factor(bag, normaliser, all_sum))
-    weights.masked_fill_(~accepted, 0)  # no product: rejected values may be NaN
+    weights.masked_fill_(~accepted, 0)  # a product would keep the NaN of rejected tokens
     return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag, normaliser)
 
 
 def _total(items: Tensor, chosen: Tensor, copies: Tensor | None) -> Tensor:
-    """Return the sum of the chosen weights, each as often as it is copied, and their number; float64 [2]."""
-    # A NaN ratio has no weight; if it is not rejected, the loss reports it.
+    """Return the sum and the number of the chosen weights, float64 [2]; each counts as often as its `copies`."""
+    # A NaN ratio is left out; if it is not rejected, the loss raises an error.
     counted = chosen & ~items.isnan()
     times = counted.to(items.dtype)
     if copies is not None:
@@ -112,7 +112,7 @@ def _total(items: Tensor, chosen: Tensor, copies: Tensor | None) -> Tensor:
 
 
 def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, Tensor]:
-    """Return the accepted tokens [N], and the rows [B] that did not lose all their tokens."""
+    """Return the accepted tokens, bool [N], and the rows that keep at least one token, bool [B]; count the rejected."""
     if not rules and veto <= 0:
         return ratios.mask, ratios.live.new_ones(len(ratios.rows))
     trained, counts = reject(ratios, rules, veto)
@@ -125,7 +125,7 @@ def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: fl
 
 
 def _weighing(ratios: Ratios, trained: Tensor, level: str, threshold: Threshold) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights of this level's items, which of them are trained on, and which the threshold changed."""
+    """Return the importance weights of tokens or rows (by `level`), which are trained on, and which are truncated."""
     weights = importance_weights(ratios, level, threshold)
     if level == "token":
         return weights, trained, is_truncated(ratios.rho, threshold)
@@ -134,17 +134,17 @@ def _weighing(ratios: Ratios, trained: Tensor, level: str, threshold: Threshold)
 
 
 def _factor(bag: Metrics, normaliser: Tensor, all_sum: AllSum) -> float:
-    """Return the mean weight over all ranks, which is also a metric."""
+    """Return the mean importance weight over all ranks, and record it as a metric."""
     factor = mean_weight(*all_sum(normaliser.cpu()).tolist())
     bag.mean("rollout_corr/is_batch_norm", factor, 1)
     return factor
 
 
 def mean_weight(total: float, count: float) -> float:
-    """Return the divisor of the weights; 1 when no weight is left to normalise."""
+    """Return the mean weight, by which the weights are divided; 1 when no weight is left."""
     return total / count if total > 0 else 1.0
 
 
-def rules_of(knobs: ResolvedCorrection) -> list[Rule]:
-    """Return the rejection rules of a recipe."""
-    return [Rule(**rule) for rule in knobs.rules]
+def rules_of(correction: ResolvedCorrection) -> list[Rule]:
+    """Return the rejection rules that a recipe's `rollout_correction` lists."""
+    return [Rule(**rule) for rule in correction.rules]

@@ -13,9 +13,9 @@ NAME = "rollout_corr/"
 
 
 def finish(metrics: Metrics) -> Metrics:
-    """Replace the raw sums in `metrics` (merged over micro-batches and ranks) by the named metrics.
+    """Replace the raw sums in `metrics`, merged over micro-batches and ranks, by the named metrics `rollout_corr/...`.
 
-    | metric | formula, over valid tokens unless said otherwise |
+    | metric | formula, over valid tokens unless noted |
     |---|---|
     | kl | E[log pi_rollout - log pi] |
     | k3_kl | E[rho - 1 - log rho] |
@@ -30,10 +30,10 @@ def finish(metrics: Metrics) -> Metrics:
     | is_weight_min, _mean, _max, _std, is_ess, is_truncated | weights of trained items, before normalisation |
     | is_batch_norm | the factor that weights were divided by |
     | rejected, rejected_seqs | share of tokens; of sequences that lost every token |
-    | rejected/NAME | share of tokens that this rule rejects |
+    | rejected/NAME | share of tokens that the rule NAME rejects |
 
     Returns:
-        The same bag. Without a valid token nothing is added.
+        The same `metrics`; without a valid token nothing is added.
     """
     raw: dict[str, dict[str, float]] = {"sum": {}, "min": {}, "max": {}}
     for name in [name for name in metrics if name.startswith(RAW)]:
@@ -80,8 +80,8 @@ def _gap(metrics: Metrics, total: dict[str, float], low: dict[str, float], high:
 def _correlation(total: dict[str, float], n: float) -> float | None:
     """Return Pearson's correlation from E[p^2], E[q^2], E[(p - q)^2]; None if p or q is constant.
 
-    cov(p, q) = (var p + var q - var(p - q)) / 2: rounding in the variances is only a second-order effect, so that 1 -
-    1e-6 is distinguishable from 1.
+    cov(p, q) = (var p + var q - var(p - q)) / 2. Rounding errors of the variances enter only to second order, so that
+    1 - 1e-6 can be told from 1.
     """
     p, q = total["p"] / n, total["q"] / n
     var_p, var_q = max(total["p2"] / n - p * p, 0.0), max(total["q2"] / n - q * q, 0.0)
@@ -114,13 +114,14 @@ def _rejection(metrics: Metrics, total: dict[str, float]) -> None:
 
 
 def staleness(version: Tensor, tokens: Tensor, now: int, buckets: int) -> Metrics:
-    """Return the histogram of trainer version - token version: `staleness/0`, ... are shares of tokens; and mean and
-    maximum.
+    """Return the histogram of how many versions each token's weights lag, with mean and maximum.
+
+    `staleness/0`, `staleness/1`, ... are shares of tokens.
 
     Args:
         version: int64 [R], versions of weights.
-        tokens: int64 [R], trained tokens that each of them generated.
-        now: version of the weights that are about to be trained.
+        tokens: int64 [R], trained tokens that each version generated.
+        now: version of the weights that are trained next.
         buckets: number of ages; the last one also counts everything older.
 
     Raises:
@@ -128,7 +129,7 @@ def staleness(version: Tensor, tokens: Tensor, now: int, buckets: int) -> Metric
     """
     metrics = Metrics()
     if bool((version > now).any()):
-        raise ValueError(f"tokens of weight version {int(version.max())}, and the trainer's is {now}")
+        raise ValueError(f"a token's weight version {int(version.max())} is newer than the trainer's, {now}")
     version, tokens = version[tokens > 0], tokens[tokens > 0]
     if len(version) == 0:
         return metrics

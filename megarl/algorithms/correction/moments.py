@@ -1,7 +1,7 @@
-"""Sums for the metrics of rollout correction, so that they are exact over micro-batches and ranks.
+"""Sums from which the metrics of rollout correction are exact over micro-batches and ranks.
 
-Blocks add to `Moments`; `bag` turns it into plain sums, minima and maxima of a `Metrics`, which merge over
-micro-batches and ranks as any metric does; `metrics.finish` computes the named metrics of the merged bag.
+Blocks of tokens add to `Moments`; `bag` turns the moments into plain sums, minima and maxima of a `Metrics`, which
+merge as all metrics do; `metrics.finish` computes the named metrics from the merged sums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Moments:
         self._highs.setdefault(name, []).append(value)
 
     def bag(self) -> Metrics:
-        """Return all of them, in one transfer from the device."""
+        """Return all sums, minima and maxima as `Metrics`, with one transfer from the device."""
         parts: list[Tensor] = []
         for kept, reduce in ((self._sums, torch.sum), (self._lows, torch.amin), (self._highs, torch.amax)):
             parts += [reduce(torch.stack(values).double(), 0) for values in kept.values()]
@@ -49,9 +49,9 @@ class Moments:
 
 
 def add_gap(moments: Moments, ratios: Ratios, logp: Tensor, rollout_logp: Tensor) -> None:
-    """Add the distance of two policies on the tokens of `ratios`; log-probs are flat [N].
+    """Add the statistics of the gap between two policies on the tokens of `ratios`; log-probs are flat [N].
 
-    Sums are of rho - 1, never of rho: near 1, the usual case, the metrics are differences of nearly equal sums.
+    Sums are of rho - 1, not of rho: near rho = 1, the usual case, the metrics are differences of nearly equal sums.
     """
     if len(ratios.raw) == 0:
         return
@@ -88,12 +88,12 @@ def _add_rows(moments: Moments, ratios: Ratios, rollout_mean: Tensor) -> None:
         moments.high("row_log", difference.masked_fill(~live, -torch.inf).amax())
     moments.sum("row_ratio", (torch.exp(-difference.clamp(-LIMIT, LIMIT)) * live).sum())
     for name, mean in (("ppl", rollout_mean + difference), ("rollout_ppl", rollout_mean)):
-        # A text that the model finds impossible has no finite perplexity; the exponent is bounded like all others.
+        # Bound the exponent: a text that the model finds impossible has no finite perplexity.
         moments.sum(name, (torch.exp(-mean.clamp(-LIMIT, LIMIT)) * live).sum())
 
 
 def add_weights(moments: Moments, weights: Tensor, where: Tensor, truncated: Tensor) -> None:
-    """Add the importance weights of trained (bool [K]) items (tokens or sequences) [K]; `truncated` is bool [K]."""
+    """Add importance weights [K] of tokens or sequences, of which `where` (bool [K]) are trained on."""
     if len(weights) == 0:
         return
     excess = (weights - 1).masked_fill_(~where, 0)

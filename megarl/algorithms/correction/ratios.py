@@ -1,4 +1,4 @@
-"""The ratio of two policies on the same tokens, which all of rollout correction goes by, and importance weights."""
+"""The ratio of two policies on the same tokens, on which all of rollout correction is built, and importance weights."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Ratios:
 
     @cached_property
     def log(self) -> Tensor:
-        """log rho [N], clamped to +-20."""
+        """Clamp log rho to +-20, [N]."""
         return self.raw.clamp(-LIMIT, LIMIT)
 
     @cached_property
     def excess(self) -> Tensor:
-        """rho - 1 [N], exact near rho = 1, where it is used."""
+        """rho - 1 [N], without cancellation near rho = 1."""
         return self.log.expm1()
 
     @cached_property
@@ -59,12 +59,12 @@ class Ratios:
 
     @cached_property
     def count(self) -> Tensor:
-        """Valid tokens of each row, in the dtype of `raw`, [B]."""
+        """Number of valid tokens of each row [B], in the dtype of `raw`."""
         return self.rows.counts(self.mask).to(self.raw.dtype)
 
     @cached_property
     def live(self) -> Tensor:
-        """Rows with a valid token, bool [B]."""
+        """Whether each row has a valid token, bool [B]."""
         return self.count > 0
 
     @cached_property
@@ -73,11 +73,12 @@ class Ratios:
         return self.rows.sum(self.raw)
 
     def mean_of(self, values: Tensor) -> Tensor:
-        """Return each row's mean over valid tokens, [B], zero for rows without; `values` [N] is zero where masked."""
+        """Return the mean of `values` [N] (zero where masked) over each row's valid tokens, [B]; 0 for rows without
+        any."""
         return self.rows.sum(values) / self.count.clamp(min=1)
 
     def max_of(self, values: Tensor) -> Tensor:
-        """Return the largest valid value of each row, [B]; -inf for rows without."""
+        """Return the largest valid value of each row, [B]; -inf for rows without valid tokens."""
         values = values.masked_fill(~self.mask, -torch.inf)
         if self.rows.width is not None:
             values = torch.nn.functional.pad(values.view(len(self.rows), self.rows.width), (0, 1), value=-torch.inf)
@@ -91,13 +92,13 @@ Threshold = float | Sequence[float]
 
 
 def importance_weights(ratios: Ratios, level: str, threshold: Threshold) -> Tensor:
-    """Return the weight of each token ("token", [N]) or of each row ("sequence", [B]); hidden tokens get 0.
+    """Return the importance weight of each token (level "token", [N]) or row ("sequence", [B]); 0 where masked.
 
     token: w_t = min(rho_t, C). sequence: w = min(exp(sum log rho), C). With `[low, high]` for C the weight is the ratio
     where it lies inside, and 0 outside. Sums are clamped to +-20 before the exponential.
 
     Raises:
-        ValueError: another level.
+        ValueError: level is neither token nor sequence.
 
     Source: truncated importance sampling (Ionides 2008, and "Your efficient RL framework secretly brings you
     off-policy RL training", Yao et al. 2025); two-sided: IcePop (Ring-1T report, arXiv 2510.18855).
@@ -110,21 +111,21 @@ def importance_weights(ratios: Ratios, level: str, threshold: Threshold) -> Tens
     [0.5, 0.0]
     """
     if level not in ("token", "sequence"):
-        raise ValueError(f"level must be token or sequence, got {level!r}")
+        raise ValueError(f"invalid level of importance weights: must be token or sequence, got {level!r}")
     tokens = level == "token"
     ratio = ratios.rho if tokens else ratios.total.clamp(-LIMIT, LIMIT).exp()
     return bounded(ratio, threshold).masked_fill(~(ratios.mask if tokens else ratios.live), 0)
 
 
 def bounded(ratio: Tensor, threshold: Threshold) -> Tensor:
-    """Return min(ratio, C), or the ratio inside [low, high] and 0 outside."""
+    """Return min(ratio, C); for a threshold [low, high], the ratio if it lies inside and 0 otherwise."""
     if isinstance(threshold, Sequence):
         return ratio.masked_fill(is_truncated(ratio, threshold), 0)
     return ratio.clamp(max=threshold)
 
 
 def is_truncated(ratio: Tensor, threshold: Threshold) -> Tensor:
-    """Return bool: ratios whose weight is not the ratio itself."""
+    """Return, as a bool tensor, which ratios `bounded` changes."""
     if isinstance(threshold, Sequence):
         low, high = threshold
         return (ratio < low) | (ratio > high)

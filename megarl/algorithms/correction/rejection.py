@@ -16,7 +16,7 @@ STATS = ("k1", "k2", "k3")
 
 @dataclass(frozen=True)
 class Rule:
-    """A rejection rule: accept where lower <= value <= upper.
+    """A rejection rule: a token or sequence is accepted if lower <= value <= upper.
 
     | stat | token | sequence | geometric | seq_max |
     |---|---|---|---|---|
@@ -29,8 +29,8 @@ class Rule:
     Attributes:
         level: one of LEVELS.
         stat: one of STATS.
-        lower: None: 1 / upper for k1 of token, sequence and geometric, else no lower bound.
-        upper: None: no upper bound.
+        lower: None means 1 / upper for k1 of token, sequence and geometric, otherwise no lower bound.
+        upper: None means no upper bound.
 
     Source: k1, k2, k3 are the estimators of Schulman's "Approximating KL divergence" (2020).
     """
@@ -43,7 +43,7 @@ class Rule:
     def __post_init__(self) -> None:
         if self.level not in LEVELS or self.stat not in STATS:
             raise ValueError(
-                f"level must be one of {LEVELS} and stat one of {STATS}, got {self.level!r}, {self.stat!r}"
+                f"invalid rule: level must be one of {LEVELS} and stat of {STATS}, got {self.level!r}, {self.stat!r}"
             )
 
     @property
@@ -61,7 +61,7 @@ class Rule:
 
 
 def rule_value(rule: Rule, ratios: Ratios) -> Tensor:
-    """Return the value that a rule bounds: [N] for level token, else [B]. It is meaningless where masks hide.
+    """Return the value that a rule bounds: [N] for level token, otherwise [B]; values that the mask hides mean nothing.
 
     >>> import torch
     >>> r = Ratios.of(torch.log(torch.tensor([[0.5, 8.0]])), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
@@ -84,10 +84,10 @@ def rule_value(rule: Rule, ratios: Ratios) -> Tensor:
 
 
 def rejected_by(rule: Rule, ratios: Ratios) -> Tensor:
-    """Return bool: valid tokens [N] that a token rule rejects, or rows [B] with a valid token that another rule
-    rejects.
+    """Return which valid tokens (bool [N], token rules) or rows with a valid token (bool [B], other rules) are
+    rejected.
 
-    A NaN ratio lies within no bounds.
+    A NaN ratio is rejected.
     """
     value, (lower, upper) = rule_value(rule, ratios), rule.bounds
     inside = (value >= lower).logical_and_(value <= upper)
@@ -102,7 +102,8 @@ def vetoed(ratios: Ratios, threshold: float) -> Tensor:
 
 
 def reject(ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the tokens that all rules and the veto accept, bool [N], and the number of tokens rejected by each."""
+    """Return the tokens that all rules and the veto accept, bool [N], and the number of tokens that each of them
+    rejects."""
     accepted, counts = ratios.mask, {}
     for rule in rules:
         outside = rejected_by(rule, ratios)

@@ -1,4 +1,4 @@
-"""Common parts of all policy losses: the registry, the clean log-ratio, and the metrics of a clipped ratio.
+"""Common parts of all policy losses: the registry, the masked log-ratio, and the metrics of a clipped ratio.
 
 A policy loss is `fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (token loss, Metrics)`:
 
@@ -9,7 +9,7 @@ A policy loss is `fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (toke
     cfg          settings of the loss
     offsets      int64 [B + 1] for the packed form [N], which losses of whole sequences need
 
-The token loss has this shape, too, and is zero where the mask hides.
+The token loss has the shape of `logp`, and is zero where the mask hides.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class LossSpec(Spec):
     """The declaration of a policy loss.
 
     Attributes:
-        prepare: function of the whole mini-batch before it is split into micro-batches: this rank's part, `keys` (int64
-            in the shape of mask, random per token) and `all_sum`. Its results are passed to the loss as keyword
-            arguments, split like the other inputs. It reads `old_logp`, so a scoring pass is needed.
-        ratio_free: no ratio corrects for samples of an older policy.
-        per_sequence: one loss per sequence, which aggregation should count equally.
-        corrects: its weights are those of `rollout_correction` with `loss: pg`, which replaces the recipe's loss by it.
+        prepare: function that sees the whole mini-batch before it is split into micro-batches: this rank's part, `keys`
+            (int64 in the shape of mask, random per token) and `all_sum`. Its results are split like the other inputs
+            and passed to the loss as keyword arguments. It needs `old_logp`, and so a scoring pass.
+        ratio_free: the loss has no ratio that corrects for samples of an older policy.
+        per_sequence: the loss is one number per sequence, so aggregation should weigh sequences equally.
+        corrects: the loss uses the importance weights of `rollout_correction` with `loss: pg`, which replaces the
+            recipe's loss by this one.
     """
 
     prepare: Preparation | None = None
@@ -56,7 +57,7 @@ class LossSpec(Spec):
     corrects: bool = False
 
 
-#: Arguments of a loss before its keywords.
+#: Positional parameters of a policy loss.
 _POSITIONAL = ("logp", "old_logp", "advantages", "mask", "cfg")
 POLICY_LOSSES = Registry("policy loss", "algorithm.loss.name", LossSpec)
 
@@ -64,14 +65,14 @@ POLICY_LOSSES = Registry("policy loss", "algorithm.loss.name", LossSpec)
 def checked_loss(
     function: Callable[..., Any], result: Any, logp: Tensor, mask: Tensor, inputs: Iterable[Any]
 ) -> tuple[Tensor, Metrics]:
-    """Return the token loss and the metrics that a loss has returned.
+    """Check the return value of a policy loss and return its token loss and metrics.
 
     Args:
-        logp: the log-probs that the loss was given.
-        inputs: its further inputs.
+        logp: the log-probs that the loss got.
+        inputs: the loss's other inputs.
 
     Raises:
-        ConfigError: it is something else, a scalar for example, or has no gradient; the message names the file and
+        ConfigError: the value is not (token loss, Metrics), or the loss has no gradient; the message names the file and
             line of a user's loss.
     """
     kind = POLICY_LOSSES.kind
@@ -79,10 +80,10 @@ def checked_loss(
         raise misfit(
             kind,
             function,
-            "returns no pair of token loss and metrics",
+            "does not return a pair (token loss, Metrics)",
             found=form(result),
             allowed="(token_loss, Metrics)",
-            fix="return one number per token, and what Prologue.metrics() returns or megarl.system.metrics.Metrics()",
+            fix="return one number per token, and LossInputs.metrics() or an empty megarl.system.metrics.Metrics()",
         )
     token_loss, metrics = result
     check_tokens(kind, function, "loss", token_loss, mask, inputs=(logp, *inputs))
@@ -99,28 +100,29 @@ def checked_loss(
 
 
 def checked_preparation(chosen: Chosen[LossSpec], result: Any, mask: Tensor) -> dict[str, Tensor]:
-    """Return the keyword arguments that a loss's `prepare` has returned.
+    """Check the return value of a loss's `prepare` and return it: keyword arguments of the loss.
 
     Raises:
-        ConfigError: it is something else, or the loss has no such parameter.
+        ConfigError: the value is not a dict of tensors in the shape of the mask, or its keys are not the loss's
+            parameters.
     """
     prepare, function = chosen.spec.prepare, chosen.function
-    assert prepare is not None, "it has returned this"
+    assert prepare is not None, "only called with the result of `prepare`"
     given = (*_POSITIONAL, "offsets", *chosen.spec.reads)
-    own = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in own)
-    allowed = {p.name for p in own if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    required = {p.name for p in own if p.name in allowed and p.default is p.empty}
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    allowed = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    required = {p.name for p in parameters if p.name in allowed and p.default is p.empty}
     named = isinstance(result, dict) and result.keys() >= required and (takes_any or result.keys() <= allowed)
     if named and all(isinstance(x, torch.Tensor) and x.shape == mask.shape for x in result.values()):
         prepared: dict[str, Tensor] = result
         return prepared
-    found = [f"{name}: {form(x)}" for name, x in result.items()] if isinstance(result, dict) else [form(result)]
+    returned = [f"{name}: {form(x)}" for name, x in result.items()] if isinstance(result, dict) else [form(result)]
     raise misfit(
         POLICY_LOSSES.kind,
         prepare,
-        f"prepares something else than the arguments of {name_of(function)}",
-        found=", ".join(found),
+        f"does not return the keyword arguments of {name_of(function)}",
+        found=", ".join(returned),
         allowed=f"a dict of tensors of shape {list(mask.shape)} with the keys {', '.join(sorted(allowed))}",
         fix="return one tensor in the shape of the mask for each of these parameters",
     )
@@ -140,7 +142,7 @@ class RatioClipSettings(ClipSettings):
 
 
 class SequenceClipSettings(ClipSettings):
-    """The clip range, and a bound of -A s for A < 0, which the papers lack."""
+    """The clip range, and an optional bound of -A s for A < 0, which the papers do not have."""
 
     dual_clip: PositiveFloat | None = Field(None, gt=1, description="bound of -A*s for A < 0; null: no bound")
 
@@ -152,13 +154,13 @@ class DualClipSettings(RatioClipSettings):
 
 
 @dataclass(frozen=True)
-class Prologue:
-    """The inputs of a policy loss, safe everywhere: zero (ratio: one) where the mask hides; float32 or wider.
+class LossInputs:
+    """The inputs of a policy loss in float32 or wider, without NaN: zero (ratio: one) where the mask hides.
 
     Attributes:
         logp: differentiable.
         difference: logp - old_logp, differentiable in logp.
-        log_ratio: the same, limited to +-20.
+        log_ratio: `difference` clamped to +-20.
         ratio: exponential of `log_ratio`.
         advantages: without gradient.
         mask: bool.
@@ -172,9 +174,9 @@ class Prologue:
     mask: Tensor
 
     @classmethod
-    def of(cls, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Prologue:
+    def of(cls, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> LossInputs:
         """Build from inputs of one shape, [N] or [B, T]."""
-        # where, not a product with the mask: NaN * 0 is NaN.
+        # A product with the mask would keep NaN.
         logp, old_logp, advantages = (
             torch.where(mask, at_least_float32(x), 0) for x in (logp, old_logp.detach(), advantages.detach())
         )
@@ -203,7 +205,7 @@ class Prologue:
             (mask & (none if clipped is None else clipped)).sum(),
             (mask & (none if lower is None else lower)).sum(),
         ]
-        # One transfer for all of them: each would stall a GPU separately.
+        # One transfer for all numbers: each transfer stalls the GPU.
         count, log_ratios, total, least, most, cut, stopped = torch.stack([x.double() for x in numbers]).tolist()
         if count:
             metrics.mean("actor/ppo_kl", 0.0 - log_ratios, count)  # a sum of zero stays positive
@@ -215,15 +217,19 @@ class Prologue:
         return metrics
 
 
-def capped_ratio(p: Prologue, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Return the ratio up to `cap`, then its tangent there: its slope in the log-prob is min(r, cap), and never
-    vanishes.
+#: The name of `LossInputs` in users' losses for earlier versions.
+Prologue = LossInputs
 
-    The truncated importance weight of a token, written as a loss: a token beyond the cap still learns, with the weight
+
+def capped_ratio(p: LossInputs, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Return the ratio r up to `cap` and its tangent at `cap` beyond it: the slope in the log-prob is min(r, cap).
+
+    This is the truncated importance weight of a token, written as a loss. A token beyond the cap still learns, with
+    weight `cap`; a constant beyond the cap would give no gradient to tokens that a negative advantage should push back.
     `cap`. A constant beyond it would give no gradient to tokens that a negative advantage should push back.
 
     Returns:
-        Differentiable, in the shape of the mask, and which tokens are beyond the cap; without one the ratio, and none.
+        The ratio, differentiable, in the shape of the mask; and which tokens are beyond the cap (none if it is None).
     """
     if cap is None:
         return p.ratio, torch.zeros_like(p.mask)

@@ -1,10 +1,10 @@
-"""Clipped importance weights, and every token keeps its gradient (CISPO)."""
+"""Clipped importance weights that leave every token its gradient (CISPO)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, LossInputs
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def cispo(
 ) -> tuple[Tensor, Metrics]:
     """Compute -sg(clip(r, 1 - low, 1 + high)) A logp.
 
-    The clip bounds a weight and stops no token. `clip_low` of 1 or more means no lower bound.
+    The clip bounds the weight r; no token loses its gradient. `clip_low` of 1 or more means no lower bound.
 
     Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
@@ -35,7 +35,7 @@ def cispo(
     >>> cispo(logp, torch.tensor([0.25]).log(), torch.ones(1), torch.ones(1, dtype=torch.bool), cfg)[0]  # 1.2 log 2
     tensor([0.8318])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     ratio = p.ratio.detach()
     weight = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return -weight * p.advantages * p.logp, p.metrics(weight != ratio)

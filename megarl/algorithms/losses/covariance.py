@@ -1,7 +1,4 @@
-"""Losses that hold entropy up by restraining the few tokens with the largest covariance of log-prob and advantage.
-
-They are Clip-Cov and KL-Cov.
-"""
+"""Clip-Cov and KL-Cov: keep entropy up by restraining the few tokens with the largest covariance of log-prob and A."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megarl.algorithms.kl import absolute
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue, capped_ratio
+from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, LossInputs, capped_ratio
 from megarl.algorithms.losses.ppo import clipped_surrogate
 from megarl.algorithms.registry import Settings
 from megarl.algorithms.select import descending, smallest
@@ -36,7 +33,7 @@ class ClipCovSettings(FractionSettings, DualClipSettings):
     cov_high: float = Field(5.0, description="largest covariance of a token that may be chosen")
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the problem of bounds with nothing between them."""
+        """Return an error if no covariance is between the bounds."""
         if self.cov_low < self.cov_high:
             return []
         problem = ConfigError(
@@ -44,13 +41,13 @@ class ClipCovSettings(FractionSettings, DualClipSettings):
             where=f"{path}.cov_low",
             found=self.cov_low,
             allowed=f"number < {self.cov_high}",
-            fix="exchange cov_low and cov_high",
+            fix="swap cov_low and cov_high",
         )
         return [problem]
 
 
 class KLCovSettings(FractionSettings):
-    """The weight of the penalty on the chosen tokens, and a bound of the ratio which the paper lacks."""
+    """Settings of KL-Cov; the paper has no `ratio_cap`."""
 
     cov_kl_coef: NonNegativeFloat = Field(1.0, description="weight of the penalty on the chosen tokens")
     ratio_cap: PositiveFloat | None = Field(
@@ -59,7 +56,11 @@ class KLCovSettings(FractionSettings):
 
 
 def covariances(old_logp: Tensor, advantages: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> tuple[Tensor, int]:
-    """Return (logp - mean)(A - mean) per valid token of all ranks, float64, 0 where masked, and their number."""
+    """Return (logp - mean)(A - mean) of each token, float64, 0 where masked, and the number of valid tokens of all
+    ranks.
+
+    Means are over all ranks.
+    """
     x, y = torch.where(mask, old_logp, 0).double(), torch.where(mask, advantages, 0).double()
     count, x_sum, y_sum = all_sum(torch.stack([mask.sum(), x.sum(), y.sum()]).cpu()).tolist()
     tokens = max(count, 1.0)
@@ -90,10 +91,10 @@ def take_largest(
     keys: Tensor,
     all_sum: AllSum = one_rank,
 ) -> dict[str, Tensor]:
-    """Select the floor(cov_fraction * tokens), at least one, tokens of largest covariance, if it is positive."""
+    """Select the floor(cov_fraction * tokens), at least one, tokens with the largest positive covariance."""
     cov, tokens = covariances(old_logp, advantages, mask, all_sum)
     positive = mask & (cov > 0)
-    # In float32, so that values that differ only by the order of summation stay equal.
+    # float32 makes values equal that differ only by the order of summation.
     ranked = descending(cov.clamp(min=0).float())
     return {"selected": smallest(ranked, positive, max(1, int(cfg.cov_fraction * tokens)), all_sum)}
 
@@ -111,21 +112,21 @@ def clip_cov(
 ) -> tuple[Tensor, Metrics]:
     """Compute the loss of `ppo`, zero for the tokens that `choose_between` selected.
 
-    Covariances are those of the mini-batch before its update (old_logp), so the choice does not depend on its split
-    into micro-batches; the paper takes them from the current policy.
+    Covariances use old_logp, so the selection does not depend on the split of the mini-batch into micro-batches; the
+    paper uses the current policy.
 
     Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Args:
-        cfg: clip_low, clip_high, dual_clip; for the selection cov_fraction, cov_low, cov_high.
-        selected: bool, same shape.
+        cfg: clip_low, clip_high, dual_clip; `choose_between` uses cov_fraction, cov_low, cov_high.
+        selected: bool, same shape, from `choose_between`.
 
     Returns:
-        Token loss, zero where the mask hides, and metrics; pg_clipfrac counts selected tokens, too.
+        Token loss, zero where the mask hides, and metrics; pg_clipfrac also counts selected tokens.
 
     Source: The Entropy Mechanism of RL for Reasoning LLMs (arXiv 2505.22617), Clip-Cov.
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)
     return torch.where(selected, 0, loss), p.metrics(clipped | selected, lower)
 
@@ -141,17 +142,17 @@ def kl_cov(
     selected: Tensor,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Compute -A r, plus cov_kl_coef |logp - old_logp| for the tokens that `take_largest` selected, without a clip.
+    """Compute -A r without a clip, plus cov_kl_coef |logp - old_logp| for the tokens that `take_largest` selected.
 
-    Nothing bounds r in the paper: a token that was nearly impossible before may dominate a step. `ratio_cap` truncates
-    it as in `dppo_tv`.
+    In the paper nothing bounds r: a token that was nearly impossible before may dominate a step. `ratio_cap` truncates
+    r as in `dppo_tv`.
 
-    Arguments, and where covariances come from, as in `clip_cov`; cfg has cov_kl_coef, ratio_cap, and cov_fraction for
-    the selection. pg_clipfrac is the share of selected tokens, pg_clipfrac_lower of those whose ratio was truncated.
+    Arguments and covariances as in `clip_cov`; cfg has cov_kl_coef and ratio_cap, and cov_fraction for the selection.
+    pg_clipfrac is the share of selected tokens, pg_clipfrac_lower that of tokens with a truncated ratio.
 
     Source: The Entropy Mechanism of RL for Reasoning LLMs (arXiv 2505.22617), KL-Cov.
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     penalty = cfg.cov_kl_coef * absolute(p.log_ratio)
     ratio, truncated = capped_ratio(p, cfg.ratio_cap)
     return torch.where(selected & mask, penalty, 0) - p.advantages * ratio, p.metrics(selected, truncated)

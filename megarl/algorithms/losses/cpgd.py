@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, LossInputs
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def cpgd(
     """Compute -min(A d, A clip(d, log(1 - low), log(1 + high))) + drift_coef min(sg(r) - 1, drift_clip) logp, d = log
     r.
 
-    The log-ratio instead of the ratio reduces the variance of old samples; the drift term pulls back tokens that the
-    clip does not affect. Its gradient is that of the k3 estimate of KL(old || pi), r - 1 - d, with r limited to 1 +
-    drift_clip there: a limit on the value would release the tokens that drifted most. The value itself has no meaning.
+    The log-ratio has a lower variance on old samples than the ratio; the drift term pulls back tokens that the clip
+    does not affect. The drift term's gradient is that of the k3 estimate of KL(old || pi), r - 1 - d, with r limited to
+    1 + drift_clip: limiting the estimate itself would release the tokens that drifted most. Its value has no meaning.
 
     Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
@@ -48,7 +48,7 @@ def cpgd(
     >>> cpgd(torch.tensor([1.0]), torch.zeros(1), torch.ones(1), torch.ones(1, dtype=torch.bool), cfg)[0]  # -log 2
     tensor([-0.6931])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     lowest = math.log(1 - cfg.clip_low) if cfg.clip_low < 1 else -math.inf
     plain = -p.advantages * p.log_ratio
     bounded = -p.advantages * p.log_ratio.clamp(lowest, math.log1p(cfg.clip_high))

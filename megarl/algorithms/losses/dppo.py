@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, PositiveFloat
 
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue, capped_ratio
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs, capped_ratio
 from megarl.algorithms.registry import Settings
 from megarl.system.metrics import Metrics
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TrustRegionSettings(Settings):
-    """The largest divergence at which a token still moves away from the old policy, and its largest weight."""
+    """The trust region of a token's probability, and the largest weight of its gradient."""
 
     trust_region: PositiveFloat = Field(0.15, description="largest divergence of a token")
     ratio_cap: PositiveFloat | None = Field(
@@ -34,16 +34,16 @@ def dppo_tv(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Compute -A r, without gradient where A pushes the token further away and |pi - old| > trust_region already.
+    """Compute -A r, without gradient if |pi - old| > trust_region already and A pushes the token further away.
 
-    |pi - old| of the sampled token against all others is the total variation of the two-outcome distribution. A ratio
-    clip stops rare tokens early and common ones late; this bounds the moved mass. The ratio of a nearly impossible
-    token is in the millions while hardly any mass moves, so r is truncated at ratio_cap: see `capped_ratio`.
+    |pi - old| is the total variation of the two-outcome distribution (sampled token, all others). A ratio clip stops
+    rare tokens early and common ones late; this region bounds the probability mass that moves. The ratio of a nearly
+    impossible token can be millions while hardly any mass moves, so r is truncated at ratio_cap: see `capped_ratio`.
 
     Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Returns:
-        Token loss, zero where the mask hides or the region ends, and metrics; pg_clipfrac_lower is the share of tokens
+        Token loss, zero where masked or outside the region, and metrics; pg_clipfrac_lower is the share of tokens
         whose ratio was truncated.
 
     Source: Rethinking the Trust Region in LLM RL (arXiv 2602.04879), binary divergence; truncation: section 5.4.
@@ -53,7 +53,7 @@ def dppo_tv(
     >>> dppo_tv(torch.tensor([0.9, 0.2]).log(), torch.tensor([0.6, 0.1]).log(), ones, ones.bool(), cfg)[0]
     tensor([-0., -2.])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     new, old = _probabilities(p)
     return _inside(p, (new - old).abs() > cfg.trust_region, cfg.ratio_cap)
 
@@ -68,30 +68,29 @@ def dppo_kl(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Compute `dppo_tv` with KL(old || pi) of the two-outcome distribution (sampled token, all others) as the
-    divergence.
+    """Compute `dppo_tv` with the divergence KL(old || pi) of the two-outcome distribution (sampled token, all others).
 
-    old log(old / pi) + (1 - old) log((1 - old) / (1 - pi)). Arguments and source as there.
+    It is old log(old / pi) + (1 - old) log((1 - old) / (1 - pi)). Arguments and source as in `dppo_tv`.
 
     >>> from types import SimpleNamespace
     >>> cfg, ones = SimpleNamespace(trust_region=0.1, ratio_cap=20.0), torch.ones(2)
     >>> dppo_kl(torch.tensor([0.9, 0.2]).log(), torch.tensor([0.6, 0.1]).log(), ones, ones.bool(), cfg)[0]
     tensor([-0., -2.])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     new, old = _probabilities(p)
-    # A probability that rounds to 1 leaves 0 for the others: the divergence is infinite, or 0 when both do.
+    # If a probability rounds to 1, the others get 0: the divergence is infinite, or 0 if both round to 1.
     others = torch.special.xlogy(1 - old, 1 - old) - torch.special.xlogy(1 - old, 1 - new)
     return _inside(p, -old * p.difference.detach() + others > cfg.trust_region, cfg.ratio_cap)
 
 
-def _probabilities(p: Prologue) -> tuple[Tensor, Tensor]:
+def _probabilities(p: LossInputs) -> tuple[Tensor, Tensor]:
     new = p.logp.detach()
     return new.exp().clamp(max=1), (new - p.difference.detach()).exp().clamp(max=1)
 
 
-def _inside(p: Prologue, far: Tensor, cap: float | None) -> tuple[Tensor, Metrics]:
-    """Compute -A r, truncated, for all tokens except those that are far and that A would push further."""
+def _inside(p: LossInputs, far: Tensor, cap: float | None) -> tuple[Tensor, Metrics]:
+    """Compute -A r with r truncated at `cap`, and 0 for tokens that are `far` and that A would push further away."""
     outward = torch.where(p.advantages > 0, p.log_ratio > 0, p.log_ratio < 0) & (p.advantages != 0)
     stopped = far & outward
     ratio, truncated = capped_ratio(p, cap)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveFloat
 
-from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs
 from megarl.algorithms.registry import Settings
 from megarl.system.metrics import Metrics
 
@@ -32,7 +32,7 @@ def dro(
 ) -> tuple[Tensor, Metrics]:
     """Compute -(A logp - quadratic_coef / 2 (logp - old_logp)^2).
 
-    An off-policy objective without ratios: its optimum moves the log-prob by A / quadratic_coef. The papers define it
+    This off-policy objective has no ratio; its optimum moves the log-prob by A / quadratic_coef. The papers define it
     for whole responses, with the square of the summed log-ratio; here, as in Tinker, it applies per token.
 
     Shapes of arguments and result: see `megarl.algorithms.losses.base`.
@@ -40,5 +40,5 @@ def dro(
     Source: Offline Regularised RL for LLM Alignment (arXiv 2405.19107) and Kimi k1.5 (arXiv 2501.12599); per token:
     tinker-docs.thinkingmachines.ai/tinker/losses/dro.
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     return 0.5 * cfg.quadratic_coef * p.difference.square() - p.advantages * p.logp, p.metrics()

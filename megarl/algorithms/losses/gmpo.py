@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue, SequenceClipSettings
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs, SequenceClipSettings
 from megarl.algorithms.rows import Rows
 from megarl.system.metrics import Metrics
 
@@ -26,14 +26,14 @@ def gmpo(
     """Compute -A s, s = exp(mean over the sequence of sign(A) min(sign(A) d, sign(A) clip(d, -low, high))), d the
     log-ratio.
 
-    Clipped in log space and per token; A is the mean advantage of the sequence's tokens. Every valid token carries its
-    sequence's loss, so aggregation seq-mean-token-mean is the mean over sequences of the paper, with ranges of 0.4. For
-    A < 0 only `dual_clip` bounds s from above.
+    The clip is per token, in log space; A is the mean advantage of the sequence's tokens. Every valid token gets its
+    sequence's loss, so aggregation seq-mean-token-mean gives the paper's mean over sequences; its clip range is 0.4.
+    For A < 0 only `dual_clip` bounds s from above.
 
     Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Args:
-        cfg: clip_low, clip_high, in log space; dual_clip, of s.
+        cfg: clip_low, clip_high (of the log-ratio); dual_clip (of s).
 
     Source: Geometric-Mean Policy Optimization (arXiv 2507.20673).
 
@@ -43,7 +43,7 @@ def gmpo(
     >>> gmpo(logp, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), cfg)[0]  # -exp(0.3)
     tensor([[-1.3499, -1.3499]])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     rows = Rows.of(mask, offsets)
     sign = p.advantages.sign()
     near = p.log_ratio.clamp(-cfg.clip_low, cfg.clip_high)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ def gpg(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Compute -A logp: no ratio, no clip; correct only while the policy is the one that sampled.
+    """Compute -A logp: no ratio, no clip; only correct for samples of the current policy.
 
     Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Source: GPG (arXiv 2504.02546); Williams (1992).
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     return -p.advantages * p.logp, p.metrics()

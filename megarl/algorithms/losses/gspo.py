@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue, SequenceClipSettings
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs, SequenceClipSettings
 from megarl.algorithms.losses.ppo import clipped_surrogate
 from megarl.algorithms.rows import Rows
 from megarl.system.metrics import Metrics
@@ -25,9 +25,9 @@ def gspo(
 ) -> tuple[Tensor, Metrics]:
     """Compute max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean over the sequence of the log-ratio).
 
-    All tokens of a sequence are clipped together. The gradient of s goes to tokens as s_t = sg(s) pi_t / sg(pi_t), so
-    that token-level advantages work too. The paper averages within sequences: aggregation seq-mean-token-mean, with
-    ranges of about 3e-4 and 4e-4. For A < 0 only `dual_clip` bounds s from above.
+    All tokens of a sequence are clipped together. The gradient of s reaches each token through s_t = sg(s) pi_t /
+    sg(pi_t), so token-level advantages work as well. The paper averages within sequences (aggregation
+    seq-mean-token-mean), with clip ranges of about 3e-4 and 4e-4. For A < 0 only `dual_clip` bounds s from above.
 
     Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
@@ -39,10 +39,10 @@ def gspo(
     >>> gspo(logp, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), cfg)[0]  # s = sqrt(4 * 1)
     tensor([[-1.2000, -1.2000]])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     rows = Rows.of(mask, offsets)
     mean = rows.sum(p.log_ratio.detach()) / rows.counts(mask).clamp(min=1)
-    # Through the limited log-ratio: as in all losses, a token at its limit has no gradient.
+    # The clamped log-ratio: as in all losses, a token at the clamp has no gradient.
     ratio = (p.log_ratio - p.log_ratio.detach() + rows.spread(mean, mask)).exp()
     loss, clipped, lower = clipped_surrogate(ratio, p.advantages, cfg)
     return loss, p.metrics(clipped, lower, ratio)

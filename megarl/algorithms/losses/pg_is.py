@@ -1,10 +1,10 @@
-"""Policy gradient with importance weights against the policy that sampled (rollout correction, bypass)."""
+"""Policy gradient with importance weights against the policy that sampled (rollout correction in bypass mode)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ def pg_is(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Compute -sg(w) logp A, with w of pi_theta / pi_rollout: sequence weights min(prod rho, C), or token weights, or
-    none.
+    """Compute -sg(w) logp A with weights w from rho = pi_theta / pi_rollout.
 
-    Only the weight is clipped, so a token's gradient never vanishes.
+    By `is_level`, w is min(prod rho, C) per sequence, min(rho, C) per token, or 1. Only the weight is clipped, so a
+    token's gradient never vanishes.
 
     Shapes of arguments and result: see `megarl.algorithms.losses.base`.
 
     Args:
         old_logp: same shape, log-probs of the policy that sampled the tokens.
-        cfg: is_level (sequence, token, or none: the caller multiplies by weights) and is_threshold, as in
+        cfg: is_level (sequence, token, or none: then the caller applies weights) and is_threshold, as in
             `importance_weights`.
 
     Source: off-policy REINFORCE with truncated weights, e.g. IMPALA (arXiv 1802.01561), and the mismatch analysis of
@@ -54,7 +54,7 @@ def pg_is(
     >>> pg_is(logp, old, torch.tensor([[1.0, 0.5]]), torch.ones(1, 2, dtype=torch.bool), cfg)[0]
     tensor([[2., 1.]])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     loss = -p.advantages * p.logp
     if cfg.is_level != "none":
         from megarl.algorithms.correction.ratios import Ratios, importance_weights

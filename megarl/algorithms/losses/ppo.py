@@ -8,7 +8,7 @@ from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import (
     POLICY_LOSSES,
     DualClipSettings,
-    Prologue,
+    LossInputs,
     SequenceClipSettings,
 )
 from megarl.system.metrics import Metrics
@@ -43,7 +43,7 @@ def ppo(
     >>> ppo(logp, torch.zeros(3), torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), cfg)[0]
     tensor([-1.2000,  0.8000,  3.0000])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)
     return loss, p.metrics(clipped, lower)
 
@@ -51,13 +51,13 @@ def ppo(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, cfg: DualClipSettings | SequenceClipSettings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the token loss, which tokens the clip stopped, and which the dual clip (None without one)."""
+    """Return the token loss, which tokens the clip stopped, and which tokens the dual clip bounded (None if it is
+    off)."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     clipped = bounded > plain
-    loss = torch.where(
-        clipped, bounded, plain
-    )  # at the bound all of the gradient, which torch 2.14's clamp drops there
+    # The branch of `where` keeps the whole gradient at the bound, where torch 2.14's clamp has none.
+    loss = torch.where(clipped, bounded, plain)
     if cfg.dual_clip is None:
         return loss, clipped, None
     ceiling = -advantages * cfg.dual_clip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, PositiveFloat
 
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs
 from megarl.algorithms.registry import Settings
 from megarl.system.metrics import Metrics
 
@@ -45,7 +45,7 @@ def sapo(
     >>> sapo(torch.zeros(1), torch.zeros(1), ones, ones.bool(), cfg)[0]  # -4 sigmoid(0)
     tensor([-2.])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     tau = torch.full_like(p.ratio, cfg.tau_neg).masked_fill(p.advantages > 0, cfg.tau_pos)
     gate = torch.sigmoid(tau * (p.ratio - 1)) * (4 / tau)
     return -p.advantages * gate, p.metrics()

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
 ) -> tuple[Tensor, Metrics]:
-    """Compute 0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) per token; average it with token-mean
-    weights.
+    """Compute 0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) per token, to be averaged over tokens.
 
     Args:
         values: float [N] or [B, T], differentiable.
@@ -40,7 +39,7 @@ def value_loss(
         clipped = bounded > loss
         loss = torch.maximum(loss, bounded)
     with torch.no_grad():
-        # One transfer for all of them: each would stall a GPU separately.
+        # One transfer for all numbers: each transfer stalls the GPU.
         sums = torch.stack([x.sum().double() for x in (mask, values, clipped & mask)])
     count, total, cut = sums.tolist()
     metrics = Metrics()

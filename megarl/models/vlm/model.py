@@ -3,8 +3,8 @@
     patches of a micro-batch's images -> encoder -> features -> into the embeddings of image tokens
                                                \\-> deeper features -> added to the outputs of the first layers
 
-The encoder is whole on each tensor-parallel rank. Under sequence parallelism a rank inserts the features of its own
-columns, so that its gradient of the encoder is a part of the sum, as that of a norm.
+Each tensor-parallel rank holds the whole encoder. Under sequence parallelism a rank inserts the features of its own
+columns only, so encoder gradients are summed over ranks, as for a norm.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a packed stream, each once, and where their features stand.
+    """The distinct images of a packed stream, and where their features go.
 
     Attributes:
         patches: uint8 [P, 3 * patch * patch], of all images, as `megarl.data.images.patchify` orders them.
         grids: int64 [n, 2], rows and columns of patches of each image.
-        places: int64 [F], columns of the stream.
-        features: int64 [F], the feature of each place: samples of a group share their images.
+        places: int64 [F], columns of the stream that take a feature.
+        features: int64 [F], the feature for each column; samples of a group share features.
     """
 
     patches: Tensor
@@ -48,16 +48,16 @@ class Images:
 
     def to(self, device: torch.device) -> Images:
         """Move all tensors to `device`."""
-        return Images(*(getattr(self, one.name).to(device) for one in fields(self)))
+        return Images(*(getattr(self, item.name).to(device) for item in fields(self)))
 
 
 def gather_images(lengths: Sequence[int], sets: Sequence[ImageSet | None], encoder: VisionEncoder) -> Images | None:
-    """Return the images of sequences that stand one after another, those of equal pixels once; None: there are none."""
+    """Return the images of consecutive sequences, each distinct image once; None if there are none."""
     known, parts, grids = dict[int, int](), list[Tensor](), list[tuple[int, int]]()
     features, places, at, begin = list[Tensor](), list[Tensor](), 0, 0
-    for length, own in zip(lengths, sets, strict=True):
-        if own is not None:
-            images = zip(own.parts(), own.digests, own.places, strict=True)
+    for length, image_set in zip(lengths, sets, strict=True):
+        if image_set is not None:
+            images = zip(image_set.parts(), image_set.digests, image_set.places, strict=True)
             for image, digest, (start, rows, columns) in images:
                 inside = torch.arange(rows * columns)
                 if digest not in known:
@@ -75,10 +75,10 @@ def gather_images(lengths: Sequence[int], sets: Sequence[ImageSet | None], encod
 
 @dataclass
 class _Deep:
-    """The features that are added after the first layers; and their gradients, in the backward pass.
+    """The features that are added to the outputs of the first layers, and in the backward pass their gradients.
 
-    A layer may be computed again in the backward pass, which no graph of these features survives. So layers add values
-    without a graph and leave gradients here, and `_Enter`, which autograd reaches after all layers, hands them on.
+    A layer may be recomputed in the backward pass, which these features' autograd graph would not survive. So layers
+    add values without a graph and store gradients here; autograd reaches `_Enter` after all layers, which returns them.
     """
 
     values: list[Tensor]
@@ -108,14 +108,14 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         deep, number = ctx.deep, ctx.number
-        found = torch.zeros_like(deep.values[number]).index_add_(0, deep.rows, grad[deep.places, 0])
+        gradient = torch.zeros_like(deep.values[number]).index_add_(0, deep.rows, grad[deep.places, 0])
         so_far = deep.gradients[number]
-        deep.gradients[number] = found if so_far is None else so_far + found
+        deep.gradients[number] = gradient if so_far is None else so_far + gradient
         return grad, None, None
 
 
 class VisionLanguageModel(PolicyModel):
-    """A `PolicyModel` whose streams may bring images: `packed_seq_params.seen`, an `Images`.
+    """A `PolicyModel` whose streams may have images, an `Images` in `packed_seq_params.seen`.
 
     `position_ids` are [3, t] (`megarl.models.vlm.positions`), or [1, t] for text.
 
@@ -123,7 +123,7 @@ class VisionLanguageModel(PolicyModel):
         settings: see `PolicyModel`.
 
     Raises:
-        ConfigError: the first pipeline chunk has fewer layers than get features of the encoder.
+        ConfigError: the first pipeline chunk has fewer layers than the encoder has sets of features for.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class VisionLanguageModel(PolicyModel):
         deep = len(encoder.deepstack)
         if len(self.decoder.layers) < deep:
             raise ConfigError(
-                "the first pipeline stage has fewer layers than get features of the vision encoder",
+                "the first pipeline chunk has fewer layers than the vision encoder has features for",
                 where="parallel.pp, parallel.vpp",
                 found=f"{len(self.decoder.layers)} layers",
                 allowed=f"at least {deep} layers in the first chunk",
-                fix="take fewer stages",
+                fix="use fewer pipeline stages",
             )
         self.visual = build_encoder(hf, config.params_dtype)
         for param in self.visual.parameters():
@@ -157,57 +157,58 @@ class VisionLanguageModel(PolicyModel):
             self.decoder.layers[number].register_forward_hook(_add_features(number), with_kwargs=True)
 
     def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
-        """Put the features of images into their columns."""
+        """Replace the embeddings of image tokens by image features."""
         images = packed.seen
         if images is None:
             if not (torch.is_grad_enabled() and any(param.requires_grad for param in self.visual.parameters())):
                 return hidden
-            # Every parameter takes part in every backward pass: other ranks wait for its gradient.
+            # Every parameter must get a gradient in every backward pass, for which other ranks wait.
             images = self._nothing(hidden.device)
         features, deeper = self.look(images)
         here = (images.places >= first) & (images.places < first + len(hidden))
         places, rows = images.places[here] - first, images.features[here]
         hidden = hidden.index_copy(0, places, features[rows].unsqueeze(1))
         if not len(images.places):
-            return hidden + sum(one.sum() for one in (features, *deeper)) * 0.0
+            return hidden + sum(x.sum() for x in (features, *deeper)) * 0.0
         if not deeper:
             return hidden
-        deep = _Deep([one.detach() for one in deeper], places, rows)
+        deep = _Deep([x.detach() for x in deeper], places, rows)
         packed.cache["deep"] = deep
         return _Enter.apply(hidden, deep, *deeper)
 
     @torch.inference_mode()
     def insert_for_decoding(self, hidden: Tensor, images: Images) -> list[Tensor]:
-        """Put features into embeddings [n, hidden] in place; return those to add after the first layers, in their
-        places: each [F, hidden]."""
+        """Write image features into the embeddings [n, hidden]; return those to add after the first layers, each [F,
+        hidden]."""
         features, deeper = self.look(images)
         hidden[images.places] = features[images.features].to(hidden.dtype)
-        return [one[images.features].to(hidden.dtype) for one in deeper]
+        return [x[images.features].to(hidden.dtype) for x in deeper]
 
     def look(self, images: Images) -> tuple[Tensor, list[Tensor]]:
-        """Return the features [n, hidden] of all images, one after another, and those of its earlier blocks."""
+        """Return the encoder's features [n, hidden] of all images in order, and those of its earlier blocks."""
         pixels = self._normalise(images.patches)
         ones = torch.ones_like(images.grids[:, :1])
-        found = self.visual(pixels, grid_thw=torch.cat([ones, images.grids], 1))
-        return found.pooler_output, list(getattr(found, "deepstack_features", None) or [])
+        outputs = self.visual(pixels, grid_thw=torch.cat([ones, images.grids], 1))
+        return outputs.pooler_output, list(getattr(outputs, "deepstack_features", None) or [])
 
     def _normalise(self, patches: Tensor) -> Tensor:
-        """Return the encoder's input [P, 3 * frames * patch * patch] of pixels: a picture is repeated in time."""
+        """Return the encoder's input [P, 3 * frames * patch * patch] from uint8 patches; an image is repeated over
+        frames."""
         encoder, settings = self.encoder, image_settings(self.hf_config)
         colours = patches.view(len(patches), 3, 1, encoder.patch**2).float() / 255
-        mean, deviation = (colours.new_tensor(one).view(1, 3, 1, 1) for one in (settings.mean, settings.deviation))
+        mean, deviation = (colours.new_tensor(x).view(1, 3, 1, 1) for x in (settings.mean, settings.deviation))
         whole = ((colours - mean) / deviation).expand(-1, -1, encoder.temporal, -1)
         return whole.reshape(len(patches), -1).to(self.config.params_dtype)
 
     def _nothing(self, device: torch.device) -> Images:
-        """Return the smallest image there is, which stands nowhere."""
+        """Return an image of the smallest size that is placed nowhere, so that the encoder runs."""
         merge, none = self.encoder.merge, torch.zeros(0, dtype=torch.int64, device=device)
         patches = torch.zeros(merge**2, 3 * self.encoder.patch**2, dtype=torch.uint8, device=device)
         return Images(patches, torch.full((1, 2), merge, device=device), none, none)
 
 
 def _add_features(number: int) -> Any:
-    """Return the hook of decoder layer `number`, which adds the features that enter there."""
+    """Return the forward hook of decoder layer `number`, which adds its image features."""
 
     def hook(layer: nn.Module, arguments: Any, named: dict[str, Any], output: Any) -> Any:
         deep = named["packed_seq_params"].cache.get("deep")
@@ -220,7 +221,7 @@ def _add_features(number: int) -> Any:
 
 
 def build_encoder(hf: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return transformers' vision encoder of the model, in `dtype`; its values are loaded later."""
+    """Return transformers' vision encoder in `dtype`, with uninitialised weights."""
     from transformers import AutoConfig, AutoModel
     from transformers.initialization import no_init_weights
 

@@ -1,7 +1,7 @@
-"""Positions of tokens of a vision-language model: three numbers each, time, height and width.
+"""Token positions of a vision-language model: three numbers each, for time, height and width.
 
-A token of text has three equal numbers, one more than the token before it. The features of an image that begins at p
-have (p, p + row, p + column), and text goes on at p + max(rows, columns). Source: Qwen2-VL (Wang et al. 2024), 3.1.
+A text token has three equal numbers, one more than the token before it. The features of an image that begins at p have
+(p, p + row, p + column), and text continues at p + max(rows, columns). Source: Qwen2-VL (Wang et al. 2024), 3.1.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-#: Place of the first feature in the sequence, rows and columns of features.
+#: (index of the first feature in the sequence, rows, columns) of an image, in features.
 Place = tuple[int, int, int]
 
 
 def positions_of(tokens: int, images: Sequence[Place]) -> npt.NDArray[np.int64]:
-    """Return the positions [3, T] of a sequence of T `tokens` with these images, in order."""
+    """Return the positions [3, tokens] of a sequence of `tokens` tokens with these images, in order."""
     steps = np.ones(tokens, dtype=np.int64)
-    found = np.zeros((3, tokens), dtype=np.int64)
+    offsets = np.zeros((3, tokens), dtype=np.int64)
     for start, rows, columns in images:
-        own = slice(start, start + rows * columns)
-        steps[own] = 0
-        steps[own.stop - 1] = max(rows, columns)
+        span = slice(start, start + rows * columns)
+        steps[span] = 0
+        steps[span.stop - 1] = max(rows, columns)
         inside = np.arange(rows * columns)
-        found[1, own], found[2, own] = inside // columns, inside % columns
-    return found + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(steps)[:-1]])
+        offsets[1, span], offsets[2, span] = inside // columns, inside % columns
+    return offsets + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(steps)[:-1]])
 
 
 def next_position(tokens: int, images: Sequence[Place]) -> int:

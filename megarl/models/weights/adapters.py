@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def adapter_tensors(hf: PretrainedConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of the adapters of a whole model, in export order.
+    """Return name and shape of every adapter tensor of a whole model, in export order.
 
     Names are those of the base model's tensors with `lora_A.weight` or `lora_B.weight` in place of `weight`.
 
     Raises:
-        ConfigError: the model has none of the layers that a target names.
+        ConfigError: the model has no layer of one of the targets.
     """
     return _table(hf, lora).shapes()
 
 
 def adapter_slices(hf: PretrainedConfig, at: Coordinate, lora: LoraConfig) -> list[Shard]:
-    """Return every adapter parameter of the process at `at`, and the regions it is filled from."""
+    """Return the adapter parameters of the process at `at`, with the regions of tensors that fill them."""
     return _table(hf, lora).shards(at)
 
 
@@ -39,14 +39,13 @@ def _table(hf: PretrainedConfig, lora: LoraConfig) -> WeightTable:
 
 
 def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
-    """Refuse targets of which the model has no layer, and dropout of what experts get, which PEFT does not have.
-
+    """Raise an error if the model has no layer of a target, or for dropout on experts' adapters, which PEFT lacks.
     Raises:
-        ConfigError: names them.
+        ConfigError: lists the targets without a layer.
     """
     if lora.dropout and "experts" in (lora.targets or ()):
         raise ConfigError(
-            "PEFT has no dropout in adapters of experts",
+            "PEFT does not support dropout in adapters of experts",
             where="model.lora.dropout",
             found=lora.dropout,
             allowed="0 with experts among model.lora.targets",
@@ -56,9 +55,9 @@ def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
     missing = [target for target in lora.targets or () if target not in present]
     if missing or not present:
         raise ConfigError(
-            f"this model ({hf.model_type}) has no layers that are {' or '.join(missing) or 'a target'}",
+            f"this model ({hf.model_type}) has no layers of target {' or '.join(missing) or 'attention or mlp'}",
             where="model.lora.targets",
             found=lora.targets,
             allowed=sorted(present),
-            fix="name what it has, or set model.lora.targets=null: attention and mlp",
+            fix="choose from these, or set model.lora.targets=null (attention and mlp)",
         )

@@ -48,7 +48,7 @@ _Key = tuple[int, str]  # number of the chunk, name of the parameter
 def _owners(
     layout: list[Coordinate], slices: Callable[[Coordinate], list[Shard]]
 ) -> dict[str, dict[int, list[tuple[_Key, Piece]]]]:
-    """Map each tensor to the ranks that give its pieces of parameters. Each region is given once."""
+    """Map each tensor to the ranks that send its pieces, so that each region is sent once."""
     table: dict[str, dict[int, list[tuple[_Key, Piece]]]] = {}
     given: set[tuple[str, TensorRegion]] = set()
     seen: set[Coordinate] = set()
@@ -67,7 +67,7 @@ def _owners(
 def _sources(
     chunks: Sequence[PolicyModel], world: WorkerGroup
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[int, list[tuple[_Key, Piece]]]], dict[_Key, Reader]]:
-    """Return the shapes of the model's tensors, who gives their pieces, and what reads this rank's. Collective."""
+    """Return the tensors' shapes, which ranks send their pieces, and readers of this rank's parameters. Collective."""
     table = chunks[0].weight_table
     owners = _owners(layout_of_all(coordinate(chunks), world), table.shards)
     read = {(shard.chunk, shard.param): reader for shard, reader in weight_readers(chunks)}
@@ -78,8 +78,8 @@ def _sources(
 def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every Hugging Face tensor in export order: the whole CPU tensor on rank 0 of `world`, None elsewhere.
 
-    Collective over `world`, all ranks that hold the model; one tensor is in flight at a time. Values are exactly the
-    parameters', with adapters added to those that have some.
+    Collective over `world`, all ranks that hold the model; one tensor at a time is gathered. Values are exactly those
+    of the parameters, with adapters merged in.
     """
     yield from _gathered(*_sources(chunks, world), chunks[0].config.params_dtype, world)
 
@@ -88,7 +88,7 @@ def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterat
 def iter_adapter_tensors(
     chunks: Sequence[PolicyModel], lora: LoraConfig, world: WorkerGroup
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield every tensor of the adapters (`adapter_tensors`), as `iter_hf_tensors` does those of the model."""
+    """Yield every adapter tensor (`adapter_tensors`), gathered as by `iter_hf_tensors`."""
     hf = chunks[0].hf_config
     params = {(i, name): p.detach() for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
     mine = coordinate(chunks)
@@ -111,7 +111,8 @@ def _gathered(
     dtype: torch.dtype,
     world: WorkerGroup,
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield tensors of these shapes, gathered from their owners; `read` reads this rank's parameters."""
+    """Yield tensors of these shapes on rank 0, gathered from their owners; `read` has readers of this rank's
+    parameters."""
     for name, shape in shapes.items():
         beat()
         whole = torch.empty(shape, dtype=dtype) if world.rank == _WRITER else None
@@ -132,14 +133,16 @@ def _gathered(
 def iter_on_all_ranks(
     chunks: Sequence[PolicyModel], world: WorkerGroup, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hugging Face tensor in export order, whole, on `device` of every rank; it may be a parameter itself.
+    """Yield every Hugging Face tensor in export order, whole, on `device` of every rank; it may be a parameter's
+    memory.
 
-    Collective over `world`, all ranks that hold the model, by broadcasts: unlike messages to one rank, these open no
-    connection for each pair of ranks. One tensor is in flight at a time. Values are exactly the parameters', with
-    adapters added to those that have some.
+    Collective over `world`, all ranks that hold the model, by broadcasts, which unlike messages to one rank do not
+    open a
+    connection for each pair of ranks. One tensor at a time is gathered. Values are exactly those of the parameters,
+    with adapters merged in.
 
     Args:
-        device: of the parameters, or the CPU.
+        device: device of the parameters, or the CPU.
     """
     shapes, owners, read = _sources(chunks, world)
     dtype = chunks[0].config.params_dtype
@@ -161,7 +164,7 @@ def iter_on_all_ranks(
             for (_, piece), part in zip(pieces, flat.split(sizes), strict=True):
                 target = whole[as_index(piece.source_region)]
                 target.copy_(part.view(target.shape))
-        assert whole is not None, f"nobody holds {name}"
+        assert whole is not None, f"no rank holds {name}"
         yield name, whole
 
 
@@ -186,12 +189,12 @@ def export_weights(
 ) -> None:
     """Write the model as a Hugging Face folder that `from_pretrained` loads. Collective over `world`.
 
-    The folder appears under its name when it is complete; one that was there is replaced.
+    The folder appears under its name when it is complete; an existing folder is replaced.
 
     Args:
         world: all ranks that hold the model; its first one writes.
-        dtype: dtype of the written tensors; None: as the parameters are.
-        max_shard_gb: start another file beyond this size (10**9 bytes).
+        dtype: dtype of the written tensors; None: the parameters' dtype.
+        max_shard_gb: largest size of a file (10**9 bytes).
         source: the model that this one was trained from; see `write_metadata`.
         classifies: see `write_metadata`.
     """
@@ -205,7 +208,7 @@ def export_weights(
         shapes = chunks[0].weight_table.shapes()
         with FolderWriter(out_dir, shapes, dtype, int(max_shard_gb * 1e9), stacked=stacks_experts(hf_config)) as writer:
             for name, tensor in iter_hf_tensors(chunks, world):
-                assert tensor is not None, "the writing rank is given every tensor"
+                assert tensor is not None, "the writing rank gets every tensor"
                 writer.add(name, tensor)
             heads = {"value_head": value_head, "classifies": classifies}
             write_metadata(writer.temporary, hf_config, tokenizer, dtype, **heads, source=source)

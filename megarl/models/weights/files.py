@@ -1,4 +1,4 @@
-"""Safetensors folders: read any region of any tensor, write tensors one at a time."""
+"""Safetensors folders: read any region of a tensor, write tensors one at a time."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 def resolve_folder(
     source: str | Path, where: str = "model.path", *, weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Return `source` as a local folder, fetched from the hub when it is no folder but looks like a hub name.
+    """Return `source` as a local folder; a hub name is downloaded.
 
     Args:
-        where: the key that names it, for errors.
-        weights: fetch the safetensors files, too.
+        where: the recipe key that sets it, for errors.
+        weights: also fetch the safetensors files.
         revision: branch, tag or commit of the hub's repository; None: its main branch.
 
     Raises:
-        ConfigError: neither; it names `where`, the key that asks for it.
+        ConfigError: `source` is neither a folder nor on the hub.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -62,7 +62,7 @@ def resolve_folder(
         from megarl.data.hub import advice
 
         raise ConfigError(
-            f"cannot find this model: {type(error).__name__}",
+            f"cannot find this model ({type(error).__name__})",
             where=where,
             found=str(source),
             allowed="a folder with config.json and *.safetensors, or a hub name",
@@ -71,14 +71,13 @@ def resolve_folder(
 
 
 class CheckpointReader:
-    """A reader of the tensors of a Hugging Face folder by name; it reads only what is asked for.
+    """Reads tensors, or regions of them, of a Hugging Face folder by name.
 
-    The files are those that transformers reads (artifacts/checkpoint_files.py). Weights in block-wise fp8 are given as
-    the numbers that they stand for. Tied embeddings that are stored as `lm_head.weight` only are found under both
-    names.
+    It uses the files that transformers would use (artifacts/checkpoint_files.py), dequantises block-wise fp8 weights,
+    and finds tied embeddings that are stored only as `lm_head.weight` under both names.
 
     Raises:
-        ConfigError: no weights, files that are missing or damaged, or a quantisation that is not supported.
+        ConfigError: the folder has no weights, files are missing or damaged, or the quantisation is not supported.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -100,7 +99,7 @@ class CheckpointReader:
             self._place[self._embeddings] = self._place[HEAD]
 
     def _take_stacks_apart(self, config: Mapping[str, Any]) -> None:
-        """Put each expert's matrices in the place of a tensor that holds those of all experts of a layer."""
+        """Replace tensors that stack the matrices of all experts of a layer by one entry per expert."""
         hidden: int = (config.get("text_config") or config).get("hidden_size", 0)
         for name, (file, stored) in list(self._place.items()):
             cuts = cuts_of(name, tuple(self._open[file].get_slice(stored).get_shape()), hidden)
@@ -120,7 +119,7 @@ class CheckpointReader:
                 "the projector of the policy's state is there twice",
                 where=str(self.folder),
                 found=f"{twice[0]} in {self._place[twice[0]][0].name} and in {file.name}",
-                allowed="one of them",
+                allowed="one of the two",
                 fix=f"move {file.name} away if the weights were trained further, as by SimpleVLA-RL",
             )
         self.files = [*self.files, file]
@@ -129,12 +128,12 @@ class CheckpointReader:
 
     @staticmethod
     def has_weights(folder: Path) -> bool:
-        """Tell whether a folder has files that could be weights, not only a configuration."""
+        """Return whether a folder has weight files or an adapter, not only a configuration."""
         return any(folder.glob("*.safetensors*")) or (folder / "adapter_config.json").is_file()
 
     @property
     def quantized(self) -> bool:
-        """True when weights are stored in fp8."""
+        """Whether the weights are stored in fp8."""
         return self._block is not None
 
     def __contains__(self, name: str) -> bool:
@@ -145,7 +144,7 @@ class CheckpointReader:
         return sorted(self._place)
 
     def describe(self) -> str:
-        """Return the folder and the files that are read, in one line."""
+        """Return the folder and its files, in one line for messages."""
         fp8 = ", weights dequantised from fp8" if self._block else ""
         return f"{self.folder}: {len(self._place)} tensors in {file_names(self.files)}{fp8}"
 
@@ -159,30 +158,30 @@ class CheckpointReader:
                 fix="check that config.json belongs to these files",
             )
         file, stored = self._place[name]
-        found = self._open[file].get_slice(stored)
-        return ExpertSlice(found, self._cuts[name]) if name in self._cuts else found
+        part = self._open[file].get_slice(stored)
+        return ExpertSlice(part, self._cuts[name]) if name in self._cuts else part
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of tensor `name` as its file spells it, such as BF16."""
+        """Return the dtype of tensor `name` as spelt in its file, such as BF16."""
         return str(self._slice(name).get_dtype())
 
     def float_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of tensor `name`; None: it holds codes of numbers."""
+        """Return the dtype of tensor `name`; None if it is quantised."""
         return _DTYPES.get(self.dtype(name))
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], sight: VisionShape | None) -> None:
-        """Check that the tensors are those of a model.
+        """Check that the folder's tensors are those of the model.
 
         Args:
             shapes: of the model's tensors by name. Those of a value head may be missing: it then starts at zero.
             sight: vision part of a VLA policy, whose towers have unused parts.
 
         Raises:
-            ConfigError: a tensor is missing, does not have the shape that config.json implies, or is read by nothing.
+            ConfigError: a tensor is missing, its shape differs from config.json, or it belongs to no part of the model.
         """
         refuse_unread(self.names(), shapes, sight, str(self.folder))
         for name, shape in shapes.items():
@@ -190,7 +189,7 @@ class CheckpointReader:
                 continue
             if self.shape(name) != shape:
                 raise ConfigError(
-                    f"tensor {name!r} has another shape than config.json implies",
+                    f"tensor {name!r} has a different shape than config.json implies",
                     where=str(self._place[name][0]),
                     found=self.shape(name),
                     allowed=[shape],
@@ -201,32 +200,32 @@ class CheckpointReader:
         """Return the tensor `name` or its `region`, in the file's dtype; quantised tensors in float32.
 
         Raises:
-            ConfigError: the tensor is missing, or holds codes of numbers whose scales are not known.
+            ConfigError: the tensor is missing, or is quantised with unknown scales.
         """
-        found = self._slice(name)
-        part = found[as_index(region)] if region is not None else found[...]
+        stored = self._slice(name)
+        part = stored[as_index(region)] if region is not None else stored[...]
         return part if part.dtype in _CODES else self._dequantized(name, part, region)
 
     def _dequantized(self, name: str, codes: torch.Tensor, region: TensorRegion | None) -> torch.Tensor:
-        """Return each code times the scale of its block; the last blocks of a row or column may be cut off."""
+        """Multiply each code by the scale of its block; the last blocks of a dimension may be incomplete."""
         scale_name, shape = f"{name}_scale_inv", self.shape(name)
         scales = self._slice(scale_name)[...] if scale_name in self else None
         in_blocks = codes.dtype == torch.float8_e4m3fn and len(shape) == 2
         if scales is None or self._block is None or scales.dtype not in _CODES or not in_blocks:
             beside = f"scales in {scales.dtype}" if scales is not None else f"no {scale_name}"
             raise ConfigError(
-                f"tensor {name!r} is quantised, and what its codes stand for is not known",
+                f"tensor {name!r} is quantised in an unknown way",
                 where=str(self._place[name][0]),
                 found=f"{self.dtype(name)}, {beside}",
                 allowed=f"{', '.join(_CODES.values())}, or F8_E4M3 with scales per block and a quantization_config",
-                fix="name the folder of the unquantised model",
+                fix="use the unquantised model",
             )
         if tuple(scales.shape) != tuple(-(-n // size) for n, size in zip(shape, self._block, strict=True)):
             raise ConfigError(
                 f"tensor {scale_name!r} does not have one scale per block",
                 where=str(self._place[scale_name][0]),
                 found=tuple(scales.shape),
-                allowed=f"{shape} in blocks of {self._block}",
+                allowed=f"one scale per block of {shape} in blocks of {self._block}",
                 fix="check weight_block_size in config.json",
             )
         spans = region or tuple((0, n) for n in shape)
@@ -234,7 +233,7 @@ class CheckpointReader:
         return codes.float() * scales.float()[rows][:, columns]
 
     def untied_head(self) -> bool:
-        """Tell whether there are both a head and embeddings, and they differ."""
+        """Return whether the folder has both a head and embeddings, and they differ."""
         embeddings = self._embeddings
         if HEAD not in self or embeddings not in self or self._place[HEAD] == self._place[embeddings]:
             return False
@@ -249,13 +248,13 @@ class CheckpointReader:
 
 
 class _Loaded:
-    """The tensors in memory, with the interface of an opened safetensors file."""
+    """Tensors in memory, with the interface of an opened safetensors file."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
     def get_slice(self, name: str) -> _LoadedSlice:
-        """Return the tensor `name`, of which parts can be read."""
+        """Return tensor `name` as an object that supports slicing."""
         return _LoadedSlice(self._tensors[name])
 
 
@@ -280,11 +279,11 @@ def _open_file(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ConfigError(
-            f"this is not a whole safetensors file ({error})", where=str(path), fix="copy or download it again"
+            f"damaged or incomplete safetensors file: {error}", where=str(path), fix="copy or download it again"
         ) from error
 
 
-#: The dtype of all tensors, or of each by name.
+#: One dtype for all tensors, or the dtype of each tensor by name.
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
 
@@ -293,7 +292,7 @@ def _of_each(dtypes: Dtypes, names: Iterable[str]) -> dict[str, torch.dtype]:
 
 
 class SafetensorsWriter:
-    """One safetensors file whose tensors arrive one at a time, in the order announced."""
+    """Writes one safetensors file; tensors arrive one at a time, in the announced order."""
 
     def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]], dtypes: Dtypes) -> None:
         self._dtypes, self._left, offset = _of_each(dtypes, shapes), list(shapes.items()), 0
@@ -309,7 +308,7 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the next tensor; `name` and shape must be the ones announced."""
+        """Append the next tensor; name and shape must be the announced ones."""
         expected = self._left.pop(0)
         if expected != (name, tuple(tensor.shape)):
             raise ValueError(f"expected {expected}, got {name} {tuple(tensor.shape)}")
@@ -317,22 +316,22 @@ class SafetensorsWriter:
         self._file.write(data.flatten().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Make the file durable."""
+        """Flush the file to the disk and close it."""
         if self._left:
-            raise ValueError(f"{len(self._left)} announced tensors were not written, first {self._left[0][0]}")
+            raise ValueError(f"{len(self._left)} announced tensors were never added, the first is {self._left[0][0]}")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
 
 class FolderWriter:
-    """The sharded safetensors in a folder that appears under its name only when it is complete.
+    """Writes sharded safetensors into a folder that appears under its name only when it is complete.
 
     Args:
-        shapes: every tensor by name, in the order in which they come.
-        dtypes: of all tensors, or of each. A stack has the widest dtype of its matrices.
-        max_bytes: start another file beyond this size.
-        stacked: experts' matrices are written as stacks (`megarl.artifacts.stacked_experts`).
+        shapes: all tensors by name, in the order in which they are added.
+        dtypes: one dtype, or one per tensor. A stack of experts gets the widest dtype of its matrices.
+        max_bytes: largest size of a file.
+        stacked: write the matrices of all experts of a layer as one tensor (`megarl.artifacts.stacked_experts`).
     """
 
     def __init__(
@@ -382,7 +381,7 @@ class FolderWriter:
             self._writer, self._in_group, self._done = None, 0, self._done + 1
 
     def finish(self) -> None:
-        """Write the index, then swap the folder into place; an older folder of that name goes away."""
+        """Write the index and rename the folder to its final name, replacing an older one."""
         if self._done != len(self._groups):
             raise ValueError(f"{len(self._groups) - self._done} files are incomplete")
         if len(self._groups) > 1:
@@ -402,7 +401,7 @@ class FolderWriter:
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:
-    """Rename `temporary` to `folder`; an existing folder is moved aside first and removed afterwards."""
+    """Rename `temporary` to `folder`; an existing folder is moved aside first and removed after the rename."""
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():
         folder.rename(old)
@@ -422,7 +421,7 @@ def _remove(folder: Path) -> None:
 def _group(
     shapes: dict[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], max_bytes: int
 ) -> Iterator[list[str]]:
-    """Yield the names of the tensors of each file: as many as fit, at least one."""
+    """Yield the tensor names of each file: as many tensors as fit into `max_bytes`, at least one."""
     names: list[str] = []
     size = 0
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Fill the parameters of this process: from a Hugging Face checkpoint, or at random."""
+"""Fill the parameters of this process from a Hugging Face checkpoint, or at random."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
-    """Place of this process in the layout that Megatron's parallel state holds."""
+    """Return the place of this process in the layout of Megatron's parallel state."""
     return Coordinate(
         tp=mpu.get_tensor_model_parallel_world_size(),
         tp_rank=mpu.get_tensor_model_parallel_rank(),
@@ -49,37 +49,37 @@ def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
 
 
 def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Parameter]]:
-    """Return the plan of this process without adapters, each entry with its parameter."""
+    """Return this process's shards without adapters, each with its parameter."""
     params = {
         (i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.weights().items() if not is_adapter(name)
     }
     shards = chunks[0].weight_table.shards(coordinate(chunks))
     planned = {(s.chunk, s.param) for s in shards}
     if planned != params.keys():
-        raise ValueError(f"plan and model disagree about {sorted(planned ^ params.keys())[:4]}")
+        raise ValueError(f"plan and model have different parameters: {sorted(planned ^ params.keys())[:4]}")
     for shard in shards:
         if shard.shape != tuple(params[shard.chunk, shard.param].shape):
             raise ValueError(
-                f"{shard.param}: planned {shard.shape}, is {tuple(params[shard.chunk, shard.param].shape)}"
+                f"shape of {shard.param}: planned {shard.shape}, found {tuple(params[shard.chunk, shard.param].shape)}"
             )
     return [(shard, params[shard.chunk, shard.param]) for shard in shards]
 
 
-#: fn(region of a parameter) -> the values of the weight there.
+#: fn(region of a parameter) -> the weight's values in this region
 Reader = Callable[[TensorRegion], torch.Tensor]
 
 
 def weight_readers(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Reader]]:
-    """Return the plan of this process, each entry with what reads the weights that the model computes with.
+    """Return this process's shards, each with a reader of the weight that the model computes with.
 
-    What is read is a view of the parameter, or where an adapter is added to it, the sum of both in memory of its own.
+    The reader returns a view of the parameter or, if it has an adapter, the merged weight in new memory.
     """
-    found: list[tuple[Shard, Reader]] = []
+    readers: list[tuple[Shard, Reader]] = []
     for shard, param in local_shards(chunks):
         module = chunks[shard.chunk].get_submodule(shard.param.rpartition(".")[0])
         adapter = getattr(module, MODULE, None) if param is getattr(module, "weight", None) else None
-        found.append((shard, partial(_read, param.detach(), adapter)))
-    return found
+        readers.append((shard, partial(_read, param.detach(), adapter)))
+    return readers
 
 
 def _read(weight: torch.Tensor, adapter: Adapter | None, region: TensorRegion) -> torch.Tensor:
@@ -90,7 +90,7 @@ def _read(weight: torch.Tensor, adapter: Adapter | None, region: TensorRegion) -
 
 @torch.no_grad()
 def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str, TensorRegion], torch.Tensor]) -> None:
-    """Copy every piece, read by `read(source, region)`, into place; uncovered rows (vocabulary padding) become zero."""
+    """Copy each shard's pieces, from `read(source, region)`, into its parameter; vocabulary padding becomes zero."""
     for shard, param in shards:
         beat()
         covered = sum(region_numel(piece.target_region) for piece in shard.pieces)
@@ -101,22 +101,20 @@ def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str
 
 
 def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
-    """Read this process's slices of a Hugging Face checkpoint into `chunks`.
+    """Read this process's slices of a Hugging Face checkpoint into the parameters of `chunks`.
 
-    Scales of fp8 weights are read whole. `load_hf_config` has compared a stored head with tied embeddings before.
-
-    A critic built on a policy's checkpoint, which has no `score.weight`, starts with a value head of zeros. Global rank
-    0 says which files are read.
+    `load_hf_config` has already compared a stored head with tied embeddings. A critic built on a policy's checkpoint,
+    which has no `score.weight`, starts with a value head of zeros. Global rank 0 prints which files are read.
 
     Raises:
-        ConfigError: a tensor is missing, does not have the shape that config.json implies, or is read by nothing.
+        ConfigError: a tensor is missing, its shape differs from config.json, or it belongs to no part of the model.
     """
     reader = CheckpointReader(source_dir)
     if is_first_process():
         print(f"weights: {reader.describe()}", flush=True)
     wanted = chunks[0].weight_table.shapes()
     if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:
-        raise ValueError(f"{reader.folder} has score.bias, and the critic was built for another checkpoint")
+        raise ValueError(f"{reader.folder} has score.bias, but the critic was built without one")
     reader.check(wanted, vision_of(chunks[0].hf_config))
 
     def read(name: str, region: TensorRegion) -> torch.Tensor:
@@ -128,25 +126,26 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
 
 
 def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed: int) -> None:
-    """Draw a fresh model. Each whole tensor depends on `seed` and its Hugging Face name only, so layouts agree.
+    """Initialise the parameters at random; a tensor depends only on `seed` and its Hugging Face name, not on the
+    layout.
 
-    Norms and scales of branches are 1, biases and value heads 0, the rest normal with `initializer_range`; projections
+    Norms and branch scales are 1, biases and value heads 0, the rest normal with `initializer_range`; projections
     that write to the residual stream are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
     """
     shapes = chunks[0].weight_table.shapes()
-    drawn: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def read(name: str, region: TensorRegion) -> torch.Tensor:
-        if name not in drawn:
-            drawn.clear() if len(drawn) > 2 else None  # the three parts of qkv are read in turns
-            drawn[name] = draw_tensor(hf_config, name, shapes[name], seed)
-        return drawn[name][as_index(region)]
+        if name not in tensors:
+            tensors.clear() if len(tensors) > 2 else None  # the three parts of qkv are read in turns
+            tensors[name] = draw_tensor(hf_config, name, shapes[name], seed)
+        return tensors[name][as_index(region)]
 
     fill(local_shards(chunks), read)
 
 
 def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return the fp32 tensor `name` of the random model of `seed`."""
+    """Return tensor `name` of the random model with this `seed`, in fp32."""
     if name.endswith(".bias") or name == "score.weight":
         return torch.zeros(shape)
     if "norm" in name or ".ln_q." in name or name.endswith(".scale_factor"):
@@ -158,6 +157,6 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
 
 
 def generator_of(name: str, seed: int) -> torch.Generator:
-    """Return the generator of the random tensor `name`, which depends on nothing else than this and `seed`."""
+    """Return the random generator of tensor `name`, which depends only on this name and `seed`."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,9 +1,9 @@
-"""The files of a Hugging Face folder other than the weights, written so that programs with transformers 4 or 5 read the
-same model: config.json, generation_config.json, and the tokenizer's files.
+"""The files of a Hugging Face folder other than the weights: config.json, generation_config.json, tokenizer files.
 
-transformers 5 keeps RoPE in `rope_parameters`; 4 and what is built on it read `rope_theta` and `rope_scaling` and know
-nothing of the newer key. The number of experts has two names as well. Both are written. Files of the source stay as
-they are.
+Programs with transformers 4 and 5 read the same model from them. transformers 5 keeps RoPE in `rope_parameters`;
+version
+4 and programs built on it only read `rope_theta` and `rope_scaling`. The number of experts also has two names. Both
+forms are written. Files of the source model are copied unchanged.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def write_metadata(
     classifies: bool = False,
     source: str | Path | None = None,
 ) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files; for a robot policy also the scales of its
-    numbers.
+    """Write config.json, generation_config.json and the tokenizer's files; for a robot policy also its action
+    statistics.
 
     Args:
-        tokenizer: the files that it was read from are kept, where they are still there.
-        classifies: the value head is for whole sequences, not for tokens.
-        source: folder or hub name of the model that this one was made of: its generation_config.json is kept.
+        tokenizer: the files it was read from are copied if they still exist.
+        classifies: the value head scores whole sequences, not tokens.
+        source: folder or hub name of the original model, whose generation_config.json is copied.
     """
     name, policy = str(dtype).removeprefix("torch."), getattr(hf_config, "policy", None)
     padding: int | None = None
@@ -61,7 +61,7 @@ def write_metadata(
             padding = _name_classifier(folder, hf_config, tokenizer)
         if not value_head:
             _write_generation_config(folder, hf_config, source)
-    else:  # of a robot policy: transformers has no class for it, so it stays what it was
+    else:  # a robot policy, for which transformers has no class: keep its config
         (folder / "config.json").write_text(json.dumps(policy | {"torch_dtype": name}, indent=2))
         if statistics := getattr(hf_config, "action_statistics", None):
             write_statistics(folder / FILE, statistics)
@@ -75,7 +75,7 @@ def write_metadata(
 
 
 def copy_tokenizer(source: Path | None, folder: Path) -> bool:
-    """Copy the files of the tokenizer in `source` to `folder`; False: there is none."""
+    """Copy the tokenizer files in `source` to `folder`; return whether there are any."""
     if source is None or not any((source / name).is_file() for name in ("tokenizer.json", _TOKENIZER_CONFIG)):
         return False
     for pattern in TOKENIZER_FILES:
@@ -89,21 +89,21 @@ def copy_tokenizer(source: Path | None, folder: Path) -> bool:
 
 
 def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling`, as transformers 4 reads them, of `rope_parameters`.
+    """Return `rope_theta` and `rope_scaling` of transformers 4 for the `rope_parameters` of transformers 5.
 
     >>> older_rope_keys({"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}, 64)
     {'rope_theta': 500.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
 
     Args:
-        max_positions: max_position_embeddings of the model. A yarn without a factor goes by its ratio to the original
-            length, and transformers 4 wants the number.
+        max_positions: max_position_embeddings of the model; yarn without a factor uses its ratio to the original
+            length, which transformers 4 needs as a number.
     """
     scaling = {key: value for key, value in rope_parameters.items() if key not in ("rope_theta", "type")}
     if scaling.get("rope_type", "default") == "default":
         sections = {key: value for key, value in scaling.items() if key.startswith("mrope_")}
-        kept = {"rope_type": "default", **sections} if sections else None
-        return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": kept}
-    scaling.pop("partial_rotary_factor", None)  # 1: others are not supported
+        scaled = {"rope_type": "default", **sections} if sections else None
+        return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaled}
+    scaling.pop("partial_rotary_factor", None)  # always 1 in supported models
     if scaling["rope_type"] == "yarn" and scaling.get("factor") is None:
         scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
     return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling}
@@ -121,7 +121,7 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
     config.dtype = dtype
     if value_head:
         config.num_labels = 1
-        config.token_classification_bias = value_bias(config)  # transformers would add one that is not in the files
+        config.token_classification_bias = value_bias(config)  # else transformers adds a bias
     config.save_pretrained(folder)
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
 
 
 def _older_keys(written: dict[str, Any], architecture: str, experts: int | None) -> dict[str, Any]:
-    """Return the keys of a language model's config.json that transformers 4 reads and transformers 5 does not write."""
+    """Return the keys of a language model's config.json that only transformers 4 reads."""
     older = older_rope_keys(written["rope_parameters"], written["max_position_embeddings"])
     return older | dict.fromkeys(ARCHITECTURES[architecture].experts_keys or (), experts)
 
@@ -140,8 +140,9 @@ def _older_keys(written: dict[str, Any], architecture: str, experts: int | None)
 def _name_classifier(
     folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> int | None:
-    """Make config.json that of a classifier of sequences, which transformers scores at the last token that is no
-    padding: the padding token must not be the end token, or the score would be made one token earlier. Return it."""
+    """Turn config.json into that of a sequence classifier, and return its padding token.
+
+    transformers scores a text at its last token that is not padding, so the padding token must not be the end token."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     file = folder / "config.json"
@@ -152,9 +153,9 @@ def _name_classifier(
     padding = next((token for token in known if token is not None and token not in ends), None)
     if padding is None and tokenizer is not None:
         warnings.warn(
-            f"{folder}: no special token can be the padding of this reward model beside its end token, so transformers "
-            "scores only one text at a time with it. Add a special token to the tokenizer (pad_token in "
-            "tokenizer_config.json) before training to score batches",
+            f"{folder}: the tokenizer has no special token for padding other than the end token, so transformers can "
+            "score only one text at a time with this reward model. To score batches, add a pad_token to "
+            "tokenizer_config.json before training",
             stacklevel=2,
         )
     written["architectures"] = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf_config.model_type]]
@@ -165,8 +166,8 @@ def _name_classifier(
 
 
 def _padding_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int | None]:
-    """Return the tokens that texts do not end with: padding, begin, and special ones that the chat template does not
-    write."""
+    """Return tokens with which texts do not end: padding, begin, and special tokens that the chat template does not
+    use."""
     template = str(tokenizer.chat_template or "")
     special = [(token, str(tokenizer.convert_ids_to_tokens(token))) for token in tokenizer.all_special_ids]
     unwritten = [token for token, text in special if text not in template]
@@ -174,7 +175,7 @@ def _padding_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int | None]:
 
 
 def _name_padding(folder: Path, token: str) -> None:
-    """Let the tokenizer pad with the token that the classifier takes for padding."""
+    """Set the tokenizer's padding token to the classifier's."""
     for name in (_TOKENIZER_CONFIG, "special_tokens_map.json"):
         file = folder / name
         if file.is_file():
@@ -183,7 +184,7 @@ def _name_padding(folder: Path, token: str) -> None:
 
 
 def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str) -> None:
-    """Write config.json of a vision-language model, and the preprocessor_config.json that its processor reads."""
+    """Write a vision-language model's config.json, and preprocessor_config.json for its processor."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -208,8 +209,9 @@ def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str
 
 
 def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> None:
-    """Add what transformers 4 reads to config.json of a vision-language model: the sections of positions among RoPE's
-    keys, and the tie of the embeddings in the decoder's part."""
+    """Add to a vision-language model's config.json what transformers 4 reads.
+
+    These are the position sections in RoPE's keys, and the embedding tie in the decoder's part."""
     encoder = encoder_of(hf_config)
     assert encoder is not None, "a vision-language model"
     written = json.loads(file.read_text(encoding="utf-8"))
@@ -224,19 +226,20 @@ def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> No
 
 
 def _write_generation_config(folder: Path, hf_config: PretrainedConfig, source: str | Path | None) -> None:
-    """Copy the source's generation_config.json, which engines go by, if it has one; without a source write what
-    transformers makes of the config."""
+    """Copy the source's generation_config.json, which engines read, if it exists.
+
+    Without a source, write what transformers derives from the config."""
     from transformers import GenerationConfig
 
-    kept = _folder_of(source)
-    if kept is not None and (kept / _GENERATION).is_file():
-        shutil.copyfile(kept / _GENERATION, folder / _GENERATION)
-    elif kept is None:
+    original = _folder_of(source)
+    if original is not None and (original / _GENERATION).is_file():
+        shutil.copyfile(original / _GENERATION, folder / _GENERATION)
+    elif original is None:
         GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
 
 
 def _folder_of(name: str | Path | None) -> Path | None:
-    """Return the folder of a name that transformers loads from; None: there is none on this machine."""
+    """Return the local folder of a path or hub name; None if it is not on this machine."""
     if not name:
         return None
     folder = Path(name).expanduser()
@@ -246,7 +249,7 @@ def _folder_of(name: str | Path | None) -> Path | None:
 
 
 def _name_older_class(file: Path) -> None:
-    """Name the class of a plain tokenizer as transformers 4 and 5 both know it, and its special tokens likewise."""
+    """Set the class and special tokens of a plain tokenizer in the form that transformers 4 and 5 both read."""
     if not file.is_file():
         return
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""Low-rank adapters as PEFT keeps them: a folder with adapter_config.json and adapter_model.safetensors.
+"""Low-rank adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-Tensors are named `base_model.model.` and the name of the base model's module, with `lora_A.weight` [rank, in] and
+Tensors are named `base_model.model.MODULE` for a module of the base model, with `lora_A.weight` [rank, in] and
 `lora_B.weight` [out, rank]; the layer computes W x + lora_alpha / r * B A x.
 """
 
@@ -27,7 +27,7 @@ from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError
 
 _PREFIX = "base_model.model."
-_EMBEDDINGS = ("embed_tokens", "pos_embed")  # two-dimensional weights that are not of linear layers
+_EMBEDDINGS = ("embed_tokens", "pos_embed")  # modules with 2-dimensional weights that are not linear layers
 
 
 def export_adapter(
@@ -35,16 +35,16 @@ def export_adapter(
 ) -> None:
     """Write the adapters as a folder that `PeftModel.from_pretrained` loads. Collective over `world`.
 
-    The folder appears under its name when it is complete; one that was there is replaced.
+    The folder appears under its name when it is complete; an existing folder is replaced.
 
     Args:
-        base: folder or hub name of the model that they are for; None: it has none. A relative path is written as an
-            absolute one, as readers may work elsewhere.
+        base: folder or hub name of the base model; None: it has none. A relative path is written as an absolute one,
+            because readers may run in another folder.
         world: all ranks that hold the model; its first one writes.
     """
-    found = iter_adapter_tensors(chunks, lora, world)
+    tensors = iter_adapter_tensors(chunks, lora, world)
     if world.rank != 0:
-        for _ in found:
+        for _ in tensors:
             pass
     else:
         if base is not None and (local := Path(base).expanduser()).is_dir():
@@ -54,8 +54,8 @@ def export_adapter(
         temporary.mkdir(parents=True)
         named = {_PREFIX + name: shape for name, shape in shapes.items()}
         writer = SafetensorsWriter(temporary / TENSORS, named, chunks[0].config.params_dtype)
-        for name, tensor in found:
-            assert tensor is not None, "the writing rank is given every tensor"
+        for name, tensor in tensors:
+            assert tensor is not None, "the writing rank gets every tensor"
             writer.add(_PREFIX + name, tensor)
         writer.close()
         settings = peft_config(lora, shapes, base, mixture=num_experts(chunks[0].hf_config) is not None)
@@ -66,10 +66,10 @@ def export_adapter(
 
 
 def peft_config(lora: LoraConfig, names: Iterable[str], base: str | None, *, mixture: bool) -> dict[str, Any]:
-    """Return adapter_config.json of adapters with tensors of these names, for the model `base`.
+    """Return the adapter_config.json of adapters with these tensor names, for the model `base`.
 
-    PEFT takes a module with the name of an expert's projection for the experts that transformers 5 fuses. So dense
-    layers of a mixture are named as parameters, which PEFT adapts by the same formula, but without dropout.
+    PEFT takes every module that is named like an expert's projection for the fused experts of transformers 5. So the
+    dense layers of a mixture are listed as parameters, which PEFT adapts by the same formula, but without dropout.
     """
     stems = [name.removesuffix(DOWN) for name in names if name.endswith(DOWN)]
     dense = [stem for stem in stems if mixture and ".mlp." in stem and ".experts." not in stem]
@@ -84,18 +84,18 @@ def peft_config(lora: LoraConfig, names: Iterable[str], base: str | None, *, mix
 
 
 def _modules(names: Iterable[str]) -> list[str]:
-    """Return the last parts of the names of modules that have adapters, as PEFT selects modules by them."""
+    """Return the last name parts of the modules with adapters, by which PEFT selects modules."""
     return sorted({name.removesuffix(DOWN).rpartition(".")[2] for name in names if name.endswith(DOWN)})
 
 
 class AdapterReader:
-    """The tensors of a PEFT adapter, by the names of `adapter_tensors`.
+    """Reads the tensors of a PEFT adapter, by the names of `adapter_tensors`.
 
     Args:
-        where: the key that names it, for errors.
+        where: the recipe key that sets the folder, for errors.
 
     Raises:
-        ConfigError: there is no adapter, or it does more than the formula.
+        ConfigError: there is no adapter, or it uses features beyond B A x.
     """
 
     def __init__(self, folder: str | Path, where: str) -> None:
@@ -110,22 +110,22 @@ class AdapterReader:
         self.names = {name.removeprefix(_PREFIX): name for name in self._file.keys()}  # noqa: SIM118
 
     def check(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Refuse an adapter with other settings or tensors than the recipe's.
+        """Raise an error if the adapter's settings or tensors differ from the recipe's.
 
         Raises:
-            ConfigError: names the first differences.
+            ConfigError: lists the first differences.
         """
         check_scale(self.settings, lora, self._where)
         wrong = [f"no {name}" for name in shapes if name not in self.names]
-        wrong += [f"{name} is no target here" for name in self.names if name not in shapes]
+        wrong += [f"{name} is not targeted here" for name in self.names if name not in shapes]
         wrong += [
-            f"{name} is {found}, here it is {list(shape)}"
+            f"{name} has shape {found}, expected {list(shape)}"
             for name, shape in shapes.items()
             if name in self.names and (found := self._file.get_slice(self.names[name]).get_shape()) != list(shape)
         ]
         if wrong:
             raise ConfigError(
-                f"{len(wrong)} tensors of this adapter are not those of model.lora.targets",
+                f"this adapter does not fit model.lora.targets: {len(wrong)} tensors differ",
                 where=self._where,
                 found=f"{self.folder}: {', '.join(wrong[:3])}",
                 allowed=f"adapters on {', '.join(_modules(shapes))} of every layer",
@@ -133,34 +133,34 @@ class AdapterReader:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, in the file's dtype."""
+        """Return tensor `name` in the file's dtype."""
         return self._file.get_tensor(self.names[name])
 
     def base(self) -> str:
-        """Return the name of the model that the adapter is for.
+        """Return the folder or hub name of the adapter's base model.
 
         Raises:
-            ConfigError: the adapter names none.
+            ConfigError: the adapter does not name it.
         """
         name = self.settings.get("base_model_name_or_path")
         if not name:
             raise ConfigError(
-                "this adapter does not say which model it is for",
+                "this adapter does not name its base model",
                 where=f"{self.folder / CONFIG}: base_model_name_or_path",
                 found=name,
                 allowed="a folder or hub name",
-                fix="write it there",
+                fix="write the base model there",
             )
         return str(name)
 
     def check_base(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Refuse an adapter with tensors that are not A or B of a linear layer of a model.
+        """Raise an error if the adapter has tensors that are not A or B of a linear layer of the model.
 
         Args:
             shapes: of the model's weights, by name.
 
         Raises:
-            ConfigError: names the first one.
+            ConfigError: names the first such tensor.
         """
         rank = self.settings["r"]
         expected: dict[str, list[int]] = {}
@@ -174,9 +174,9 @@ class AdapterReader:
             if name not in expected:
                 wrong = "neither A nor B of a linear layer of its base model"
             elif pair not in self.names:
-                wrong = f"there without {pair}"
+                wrong = f"without its pair {pair}"
             elif (shape := self._file.get_slice(stored).get_shape()) != expected[name]:
-                wrong = f"of shape {shape}, and its base model needs {expected[name]}"
+                wrong = f"of shape {shape}, but its base model needs {expected[name]}"
             if wrong:
                 raise ConfigError(
                     f"a tensor of this adapter is {wrong}",
@@ -187,7 +187,7 @@ class AdapterReader:
                 )
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight `name` with its adapter added, if it has one, in the weight's dtype."""
+        """Return weight `name` with its adapter merged, if it has one, in the weight's dtype."""
         stem = name.removesuffix(".weight")
         if stem + DOWN not in self.names:
             return weight

@@ -1,4 +1,4 @@
-"""Write Hugging Face tensors that come from elsewhere into the parameters of this process: whole, or some elements."""
+"""Write Hugging Face tensors, or some elements of them, into the parameters of this process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[TensorRegion]]:
-    """Return the regions of each tensor that the process at `at` holds, as often as it holds them."""
-    found: dict[str, list[TensorRegion]] = {}
+    """Return the regions of each tensor that the process at `at` holds, with repetitions."""
+    regions: dict[str, list[TensorRegion]] = {}
     for shard in WeightTable.of(hf).shards(at):
         for piece in shard.pieces:
-            found.setdefault(piece.source, []).append(piece.source_region)
-    return found
+            regions.setdefault(piece.source, []).append(piece.source_region)
+    return regions
 
 
 def part_name(tensor: str, region: TensorRegion, number: int) -> str:
-    """Return the name in messages of region `region` of a tensor, the `number`-th that a process holds of it.
+    """Name a region of a tensor, the `number`-th that a process holds of it, for messages.
 
     >>> part_name("norm.weight", ((0, 4),), 0)
     'norm.weight[0:4], part 0'
@@ -39,13 +39,13 @@ def part_name(tensor: str, region: TensorRegion, number: int) -> str:
 
 
 class WeightWriter:
-    """The writer of this process's parameters by the tensors they are made of.
+    """Writes Hugging Face tensors into this process's parameters.
 
-    Rows that no tensor fills (padding of the vocabulary) become zero.
+    Rows that no tensor fills (vocabulary padding) become zero.
 
     Attributes:
         shapes: shapes of all tensors of the model.
-        held: names of those that this process holds a part of.
+        held: names of the tensors of which this process holds a part.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:
@@ -62,7 +62,7 @@ class WeightWriter:
         """Copy this process's parts of a whole tensor, cast to the parameters' dtype.
 
         Raises:
-            ValueError: the model has no such tensor, or one of another shape.
+            ValueError: the model has no such tensor, or its shape differs.
         """
         self._check(name, tuple(tensor.shape))
         for piece, param in self._places.get(name, ()):
@@ -70,14 +70,14 @@ class WeightWriter:
 
     @torch.no_grad()
     def write_elements(self, name: str, shape: tuple[int, ...], positions: Tensor, values: Tensor) -> None:
-        """Copy some elements of a tensor.
+        """Copy some elements of a tensor, cast to the parameters' dtype.
 
         Args:
-            positions: int64 [n], in the flattened tensor.
+            positions: int64 [n], indices into the flattened tensor.
             values: [n].
 
         Raises:
-            ValueError: as `write`.
+            ValueError: as for `write`.
         """
         self._check(name, shape)
         at = torch.unravel_index(positions, shape)
@@ -93,10 +93,10 @@ class WeightWriter:
 
     @torch.no_grad()
     def read_folder(self, folder: Path) -> None:
-        """Copy this process's parts from safetensors files.
+        """Copy this process's parts of the tensors in safetensors files.
 
         Raises:
-            ConfigError: a tensor is missing, or the files are not whole.
+            ConfigError: a tensor is missing, or a file is damaged.
         """
         reader = CheckpointReader(folder)
         for name, places in self._places.items():
@@ -104,14 +104,14 @@ class WeightWriter:
                 param[as_index(piece.target_region)].copy_(reader.read(name, piece.source_region))
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every part that this process holds, under its `part_name`."""
+        """Yield (`part_name`, values) of every part that this process holds."""
         for name, places in self._places.items():
             for number, (piece, param) in enumerate(places):
                 yield part_name(name, piece.source_region, number), param.detach()[as_index(piece.target_region)]
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if self.shapes.get(name) != shape:
-            raise ValueError(f"tensor {name!r} of shape {shape}: this model has it as {self.shapes.get(name)}")
+            raise ValueError(f"tensor {name!r} has shape {shape}, but the model needs {self.shapes.get(name)}")
 
 
 @torch.no_grad()

@@ -20,27 +20,27 @@ def find_demonstrations(
     tasks: Mapping[str, TaskSpec],
     cameras: Mapping[str, str] | None = None,
 ) -> list[OpenDemonstration]:
-    """Return the demonstrations of all sources, in order, those of other tasks left out.
+    """Return the demonstrations of `tasks` in all sources, in order.
 
     Args:
         sources: a folder that `write_demonstrations` made; a data set of LeRobot, by itself or as TASK=FOLDER; or
             TASK=FILE.hdf5, one of LIBERO's files.
-        tasks: that a policy is to learn, by name.
-        cameras: LeRobot's names of cameras by those of the tasks, where they differ.
+        tasks: the tasks to learn, by name.
+        cameras: the cameras' names in LeRobot's data, by their names in the tasks, where they differ.
 
     Raises:
-        ConfigError: a source is none of these, or names no task or no camera.
-        DataError: a file is damaged, or its actions, states or cameras are not the task's, or a source shows none of
-            the tasks.
+        ConfigError: a source is none of these, or names no known task or camera.
+        DataError: a file is damaged, its actions, states or cameras do not fit the task, or a source has no
+            demonstration of the tasks.
     """
-    found: list[OpenDemonstration] = []
+    demonstrations: list[OpenDemonstration] = []
     for place, source in enumerate(sources):
         key = f"sft.train_files[{place}]"
-        fitting = [_fitting(one, tasks[one.task]) for one in _opened(source, tasks, cameras or {}, key)]
+        fitting = [_fitting(shown, tasks[shown.task]) for shown in _opened(source, tasks, cameras or {}, key)]
         if not fitting:
             raise DataError("no demonstration of any of the tasks", where=key, found=source, allowed=tasks)
-        found += fitting
-    return found
+        demonstrations += fitting
+    return demonstrations
 
 
 def _opened(
@@ -57,7 +57,7 @@ def _opened(
         chosen = tasks if task is None else {task: choose(tasks, task, "there is no such task", where=key)}
         spec = next(iter(chosen.values()))
         seen = cameras_of(list(spec.cameras), cameras, "robot.recorded_cameras")
-        return open_lerobot(path, {name: one.instruction for name, one in chosen.items()}, seen, task)
+        return open_lerobot(path, {name: spec.instruction for name, spec in chosen.items()}, seen, task)
     if path.is_dir() and not equals:
         return open_demonstrations(path, tasks)
     raise _no_source(source, key)
@@ -81,12 +81,12 @@ def _no_source(source: str, where: str) -> ConfigError:
 
 
 def _fitting(one: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
-    """Refuse a demonstration that is of another robot than its task."""
+    """Return the demonstration; raise an error if its shapes or cameras do not fit its task."""
     found = {"numbers of an action": one.actions.shape[1], "numbers of a state": one.states.shape[1]}
-    wanted = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
-    if found != wanted:
+    expected = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
+    if found != expected:
         raise DataError(
-            f"this demonstration does not fit {spec.name}", where=one.where, found=found, allowed=f"{wanted}"
+            f"this demonstration does not fit {spec.name}", where=one.where, found=found, allowed=f"{expected}"
         )
     missing = [camera for camera in spec.cameras if camera not in one.cameras]
     if missing:

@@ -1,10 +1,10 @@
 """Demonstrations for the cold start of a robot's policy: from LIBERO's HDF5 or the project's files.
 
     read_...    whole demonstrations, one at a time
-    open_...    all of them, without their frames, which are read one environment step at a time when they are needed
+    open_...    all demonstrations without their frames; a frame is read from the file when it is used
 
-The project's own form is a folder of safetensors files, one per demonstration, which scripted experts write; nothing in
-it is executed when it is read. Frames are uint8 as a simulator gives them, states and actions are not normalised.
+The project's own format is a folder of safetensors files, one per demonstration, which scripted experts write; reading
+it executes nothing. Frames are uint8 as the simulator renders them, states and actions are not normalised.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FORM = "megarl.demonstration/1"
 #: Camera of the LIBERO simulator to its name in LIBERO's files.
 LIBERO_CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
 LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
-#: An arm that is told to move less than this, Euclidean norm of all numbers but the gripper's, stands still.
+#: Commands below this norm of an action, without the gripper's number, mean that the arm stands still.
 STILL = 1e-4
 _FRAMES = "frames."
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One episode that somebody solved.
+    """One successful episode.
 
     Attributes:
         frames: uint8 [T, H, W, 3] by camera: the observation before each action.
@@ -67,17 +67,17 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class OpenDemonstration:
-    """A demonstration whose frames are read when they are asked for; its other data are a few numbers a step.
+    """A demonstration whose frames are read on demand; its few numbers per step are in memory.
 
     Attributes:
         where: file or folder, for messages.
-        cameras: that it has frames of.
+        cameras: cameras with frames.
         states: float32 [T, S]; S may be 0.
         actions: float32 [T, D].
-        frame: frame uint8 [H, W, 3] of (camera, environment step).
+        frame: returns the frame uint8 [H, W, 3] of a camera at an environment step.
 
     Raises:
-        DataError: states and actions differ in length, or a number is not finite; the place is named.
+        DataError: states and actions differ in length, or a number is not finite; it names the place.
     """
 
     task: str
@@ -100,7 +100,7 @@ class OpenDemonstration:
 
     @classmethod
     def of(cls, shown: Demonstration, where: str) -> OpenDemonstration:
-        """Return one whose frames are in memory."""
+        """Open a demonstration whose frames are in memory."""
         return cls(
             shown.task,
             where,
@@ -116,10 +116,10 @@ class OpenDemonstration:
 
 
 def moves(actions: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
-    """Mask [T] of the actions that are not no-ops, as OpenVLA's script that makes LIBERO's data again defines them.
+    """Return a mask [T] of the actions that are not no-ops, by the definition in OpenVLA's script for LIBERO's data.
 
-    A no-op moves the arm by less than 1e-4 and has the gripper's number (the last one) of the action that was kept
-    before; for the first action the arm is enough.
+    A no-op moves the arm by less than 1e-4 and keeps the gripper's number (the last one) of the last action that is not
+    a no-op; for the first action the arm's movement decides.
 
     Args:
         actions: [T, D].
@@ -139,12 +139,12 @@ def open_libero(
 ) -> Iterator[OpenDemonstration]:
     """Yield the demonstrations of one of LIBERO's files, in order; a step's frame is read from the file on demand.
 
-    OpenVLA's script plays them again at 256 pixels without the no-ops and keeps those that still succeed; here frames
-    and states are the recorded ones, 128 pixels, without the steps of no-ops.
+    OpenVLA's script replays them at 256 pixels without the no-ops and drops those that fail; here frames (128 pixels)
+    and states are the recorded ones, without the steps of no-ops.
 
     Args:
         path: an HDF5 file with data/demo_0, data/demo_1, ...
-        task: name of the task whose file it is; a file does not know it.
+        task: name of the file's task, which the file does not contain.
         cameras: one or both of `agentview` and `wrist`.
 
     Raises:
@@ -179,7 +179,7 @@ def _libero_file(path: str | Path) -> Iterator[Any]:
 
 
 def _libero_episodes(path: str | Path) -> list[str]:
-    """Return the names in the order of their numbers."""
+    """Return the episodes' names in the order of their numbers."""
     with _libero_file(path) as file:
         return sorted(_part(file, "data", path), key=lambda name: int(name.removeprefix("demo_")))
 
@@ -207,9 +207,8 @@ def _part(group: Any, name: str, path: str | Path) -> Any:
 
 
 def write_demonstrations(folder: str | Path, demonstrations: Iterable[Demonstration]) -> int:
-    """Add demonstrations to a folder, each under the next free number; gives how many. A file appears when it is whole.
-
-    One process writes a folder at a time.
+    """Add demonstrations to a folder, each under the next free number, and return how many were added. Each file is
+    complete when it appears. Only one process may write to a folder.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -228,10 +227,10 @@ def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
     """Yield the demonstrations of a folder that `write_demonstrations` made, in order; frames are read on demand.
 
     Args:
-        tasks: only those of these tasks; files of others are not read.
+        tasks: yield only demonstrations of these tasks; other files are not read.
 
     Raises:
-        DataError: there are none, or a file is not of this form.
+        DataError: there are no demonstrations, or a file is in another format.
     """
     for path, facts in _demonstrations(folder, tasks):
         with _opened(path) as (file, _):
@@ -247,7 +246,7 @@ def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
 
 
 def _demonstrations(folder: str | Path, tasks: Iterable[str] | None) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield the files of demonstrations of these tasks, and what their headers say."""
+    """Yield the files with demonstrations of these tasks, with their headers."""
     wanted = None if tasks is None else set(tasks)
     files = _files(Path(folder))
     if not files:

@@ -1,4 +1,4 @@
-"""Names of the fields of a batch that hold pictures: of each camera, one field each."""
+"""Names of the fields of a batch that hold pictures; there is one field per camera."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 #: Before each policy call, and after the last one of the episode.
 FRAMES, END_FRAMES = "frames/", "end_frames/"
-#: Of the whole episode, as the simulator rendered it: for rewards that look at videos, never for the policy.
+#: Prefix of pictures of the whole episode as the simulator rendered them: only rewards that look at videos read them.
 CLIP = "clip/"
 
-#: In the place of files of data: start states of the simulator that the section `robot` names.
+#: Entry of the data files that stands for start states of the simulator in the section `robot`.
 SIMULATOR = "simulator"
 
 
 def compared_fields(config: RunConfig) -> list[str]:
-    """Return the fields of episodes that are compared; none where only success counts."""
+    """Return the fields that rewards compare between episodes; none if the reward is only success."""
     robot = config.robot
     if robot is None or robot.reward.name == "success":
         return []
@@ -30,6 +30,6 @@ def compared_fields(config: RunConfig) -> list[str]:
 
 
 def clip_fields(config: RunConfig) -> list[str]:
-    """Return the fields that only a score reads: clips of episodes, which take as much memory as all else that is
-    seen."""
+    """Return the names of the episodes' clips: only the score reads them, and they take as much memory as all other
+    observations together."""
     return [name for name in compared_fields(config) if name.startswith(CLIP)]

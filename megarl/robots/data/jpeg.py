@@ -1,13 +1,12 @@
-"""The effect of JPEG on a picture, without a file: compressed and read back, in tensors, on any device.
+"""The loss of JPEG compression, applied to pictures in tensors on any device, without writing a file.
 
-Published robot policies saw pictures that were once JPEG files: their training data was stored so, and their evaluation
-sends every rendered frame through TensorFlow's `encode_jpeg` (quality 95, chroma at half the size) and `decode_image`.
-The loss is in the quantised frequencies; the entropy coding, which loses nothing, is left out here. Integer for integer
-this is libjpeg-turbo's arithmetic with the two transforms that TensorFlow takes: the accurate one on the way in
-(Loeffler, Ligtenberg and Moschytz 1989), the fast one on the way back (Arai, Agui and Nakajima 1988). Other readers,
-such as Pillow, take the accurate one both ways: their pictures differ by a few levels of 255.
-
-The reader works in float32: its numbers are multiples of 1/256 below 2^15, so that each operation is exact.
+Published robot policies saw pictures that were JPEG files: their training data was stored so, and their evaluation
+passes every rendered frame through TensorFlow's `encode_jpeg` (quality 95, chroma at half the size) and `decode_image`.
+Only the quantisation of frequencies loses information; entropy coding loses none and is left out. The arithmetic
+equals libjpeg-turbo's, integer for integer, with TensorFlow's choice of transforms: the accurate one for writing
+(Loeffler, Ligtenberg and Moschytz 1989), the fast one for reading (Arai, Agui and Nakajima 1988). Other readers, such
+as Pillow, use the accurate one for both, and their pictures differ by a few levels of 255.
+Reading computes in float32: its numbers are multiples of 1/256 below 2^15, so that each operation is exact.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: Tables K.1 and K.2 of ITU-T T.81: steps of the frequencies of brightness and of colour, by row and column.
+#: Tables K.1 and K.2 of ITU-T T.81: quantisation steps of luma and chroma frequencies, by row and column.
 _BRIGHTNESS = (
     (16, 11, 10, 16, 24, 40, 51, 61),
     (12, 12, 14, 19, 26, 58, 60, 55),
@@ -37,22 +36,22 @@ _COLOUR = (
     (47, 66, 99, 99, 99, 99, 99, 99),
     *((99,) * 8 for _ in range(4)),
 )
-#: The smallest side that the reader smooths colour for, as this module does.
+#: Smallest side of a picture for which libjpeg smooths chroma as `_double` does.
 SMALLEST = 6
 
 
 def through_jpeg(pictures: Tensor, quality: int = 95) -> Tensor:
-    """Return the pictures as they are after a JPEG file.
+    """Return the pictures as they look after writing and reading a JPEG file.
 
     Args:
         pictures: uint8 [N, H, W, 3], both sides at least 6.
-        quality: 1 to 100, as libjpeg counts it.
+        quality: 1 to 100, libjpeg's scale.
 
     Returns:
         uint8 [N, H, W, 3].
 
     Raises:
-        ValueError: another shape, kind of numbers or quality.
+        ValueError: the shape, dtype or quality is another one.
     """
     if pictures.dtype != torch.uint8 or pictures.dim() != 4 or pictures.shape[-1] != 3:
         raise ValueError(f"pictures must be uint8 [N, H, W, 3], got {pictures.dtype} {list(pictures.shape)}")
@@ -71,8 +70,7 @@ def through_jpeg(pictures: Tensor, quality: int = 95) -> Tensor:
 
 @functools.cache
 def _steps(table: tuple[tuple[int, ...], ...], quality: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return (divisors of the writer, multipliers of the reader), float32 [8, 8, 1], by column and row of the
-    frequency."""
+    """Return (divisors for writing, multipliers for reading) of the frequencies, float32 [8 columns, 8 rows, 1]."""
     percent = 5000 // quality if quality < 50 else 200 - 2 * quality
     step = ((torch.tensor(table) * percent + 50) // 100).clamp(1, 255).T
     scale = torch.tensor([1.0, *(math.sqrt(2) * math.cos(k * math.pi / 16) for k in range(1, 8))], dtype=torch.float64)
@@ -90,7 +88,7 @@ def _fixed(x: float, bits: int) -> int:
 
 
 def _smear(plane: Tensor, down: int, right: int) -> Tensor:
-    """Return [N, H, W] with its last row and column repeated."""
+    """Repeat the last row of a plane [N, H, W] `down` times and its last column `right` times."""
     for dimension, more in ((1, down), (2, right)):
         if more:
             last = plane.narrow(dimension, plane.shape[dimension] - 1, 1)
@@ -99,7 +97,7 @@ def _smear(plane: Tensor, down: int, right: int) -> Tensor:
 
 
 def _to_planes(pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the brightness, blue difference, red difference: int32 [N, H, W], 0 to 255."""
+    """Convert RGB to planes of luma, blue difference and red difference: int32 [N, H, W], 0 to 255."""
     r, g, b = pictures.int().unbind(-1)
     half, centre = 1 << 15, (128 << 16) + (1 << 15) - 1
     brightness = _fixed(0.299, 16) * r + _fixed(0.587, 16) * g + _fixed(0.114, 16) * b + half
@@ -109,7 +107,7 @@ def _to_planes(pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _to_pictures(brightness: Tensor, blue: Tensor, red: Tensor) -> Tensor:
-    """Turn three int32 planes [N, H, W] back into pictures, uint8 [N, H, W, 3]."""
+    """Convert planes int32 [N, H, W] of luma, blue and red difference to RGB pictures, uint8 [N, H, W, 3]."""
     half, blue, red = 1 << 15, blue - 128, red - 128
     r = brightness + ((_fixed(1.402, 16) * red + half) >> 16)
     g = brightness + ((half - _fixed(0.34414, 16) * blue - _fixed(0.71414, 16) * red) >> 16)
@@ -118,9 +116,9 @@ def _to_pictures(brightness: Tensor, blue: Tensor, red: Tensor) -> Tensor:
 
 
 def _halve(plane: Tensor) -> Tensor:
-    """Return the means of 2 x 2, rounded down and up in turns, with sides that are multiples of 8.
+    """Return the means of blocks of 2 x 2 values, rounded down and up alternately, padded to sides of multiples of 8.
 
-    Missing columns are repeated before, missing rows after the means are taken, as libjpeg does it.
+    As in libjpeg, missing columns are repeated before the means are taken, missing rows afterwards.
     """
     height, width = plane.shape[1:]
     plane = _smear(plane, height % 2, -width % 16)
@@ -131,7 +129,8 @@ def _halve(plane: Tensor) -> Tensor:
 
 
 def _double(plane: Tensor) -> Tensor:
-    """Return each value becomes 2 x 2: three quarters of the nearest one, one quarter of the next, each way."""
+    """Double both sides of a plane: a new value is 3/4 of the nearest old value and 1/4 of the next, in each
+    direction."""
     edges = torch.cat([plane[:, :1], plane, plane[:, -1:]], dim=1)
     near = 3 * plane
     rows = torch.stack([near + edges[:, :-2], near + edges[:, 2:]], dim=2).flatten(1, 2)
@@ -141,7 +140,7 @@ def _double(plane: Tensor) -> Tensor:
 
 
 def _lose(plane: Tensor, divisors: Tensor, multipliers: Tensor) -> Tensor:
-    """Return a plane int32 [N, H, W] after its 8 x 8 blocks were written and read, the same shape."""
+    """Quantise and restore the 8 x 8 blocks of a plane int32 [N, H, W]; returns the same shape."""
     count, height, width = plane.shape
     blocks = (plane - 128).view(count, height // 8, 8, width // 8, 8).permute(4, 2, 0, 1, 3).reshape(8, 8, -1)
     rows = torch.stack(_forward(blocks.unbind(0), first=True))
@@ -153,7 +152,8 @@ def _lose(plane: Tensor, divisors: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _forward(x: Sequence[Tensor], *, first: bool) -> list[Tensor]:
-    """Return the accurate transform of eight int32 samples; the first of two passes leaves its results times 4."""
+    """Return the accurate DCT of eight int32 samples; with `first` (the first of two passes) the results are times
+    4."""
     sums = [x[i] + x[7 - i] for i in range(4)]
     t7, t6, t5, t4 = (x[i] - x[7 - i] for i in range(4))
     even, odd = sums[0] + sums[3], sums[1] + sums[2]
@@ -179,7 +179,7 @@ def _forward(x: Sequence[Tensor], *, first: bool) -> list[Tensor]:
 
 
 def _back(x: Sequence[Tensor]) -> list[Tensor]:
-    """Return the fast inverse transform of eight float32 frequencies that hold integers."""
+    """Return the fast inverse DCT of eight frequencies: float32 tensors whose values are integers."""
     t10, t11, t13 = x[0] + x[4], x[0] - x[4], x[2] + x[6]
     t12 = _times(x[2] - x[6], 362) - t13
     t0, t3, t1, t2 = t10 + t13, t10 - t13, t11 + t12, t11 - t12
@@ -193,5 +193,5 @@ def _back(x: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """Return the product with factor/256, rounded down."""
+    """Return floor(x * factor / 256)."""
     return (x * (factor / 256)).floor_()

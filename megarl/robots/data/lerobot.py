@@ -1,11 +1,10 @@
-"""Demonstrations in LeRobot's format (versions 2.0, 2.1 and 3.0): parquet, and pictures there or in videos.
+"""Demonstrations in LeRobot's format (versions 2.0, 2.1 and 3.0): parquet files, with pictures inside or in videos.
 
-    meta/info.json            features (actions, states, cameras), pictures per second, where files are
-    meta/tasks.*              number of a task to its instruction
-    meta/episodes.*           2: number and length; 3: also the files that an episode is in, and where
-    data/..., videos/...      2: a file for each episode; 3: files of many episodes
-
-Numbers are read when a demonstration is opened, a picture when it is asked for. Source of the layout: lerobot's
+    meta/info.json            features (actions, states, cameras), pictures per second, patterns of file paths
+    meta/tasks.*              instruction of each task, by the task's number
+    meta/episodes.*           2: number and length of each episode; 3: also its files and its place in them
+    data/..., videos/...      2: one file per episode; 3: many episodes per file
+States and actions are read when a demonstration is opened, pictures on demand. Source of the layout: lerobot's
 `datasets/dataset_metadata.py` and `utils.py` (0.4).
 """
 
@@ -33,19 +32,19 @@ if TYPE_CHECKING:
 INFO = "meta/info.json"
 ACTION, STATE, PICTURES = "action", "observation.state", "observation.images."
 VERSIONS = ("v2.0", "v2.1", "v3.0")
-#: A picture of a video is the one whose time is nearest; farther away than this part of the time between two pictures,
-#: it is another one.
+#: A step's picture is the video's nearest in time. If it is further away than this fraction of the time between two
+#: pictures, the video has no picture for the step.
 _NEAR = 0.5
 
 
 def is_lerobot(folder: Path) -> bool:
-    """Tell whether a folder is a data set of this format."""
+    """Return whether a folder is a data set in LeRobot's format."""
     return (folder / INFO).is_file()
 
 
 @dataclass(frozen=True)
 class _Episode:
-    """The place of an episode in the files."""
+    """An episode: its number and its row in meta/episodes."""
 
     number: int
     row: Mapping[str, Any]
@@ -53,39 +52,41 @@ class _Episode:
 
 @dataclass(frozen=True)
 class LeRobotFolder:
-    """One data set.
+    """A data set in LeRobot's format.
 
     Raises:
-        DataError: a file is missing or not of this format; it is named.
+        DataError: a file is missing or not in this format; the message names it.
     """
 
     folder: Path
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """meta/info.json."""
+        """Contents of meta/info.json."""
         path = self.folder / INFO
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            version, features = found["codebase_version"], found["features"]
+            info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            version, features = info["codebase_version"], info["features"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"this is no data set of LeRobot: {error!r}", where=str(path)) from None
         if version not in VERSIONS:
-            raise DataError("LeRobot's format of another version", where=str(path), found=version, allowed=VERSIONS)
+            raise DataError(
+                "this version of LeRobot's format is not supported", where=str(path), found=version, allowed=VERSIONS
+            )
         missing = [name for name in (ACTION, "episode_index", "task_index") if name not in features]
         if missing:
             raise DataError(f"there is no {missing[0]!r}", where=str(path), found=sorted(features))
-        return found
+        return info
 
     @property
     def _many(self) -> bool:
-        """True when a file holds many episodes."""
+        """True if a file holds many episodes (version 3)."""
         return bool(self.info["codebase_version"].startswith("v3"))
 
     @property
     def cameras(self) -> list[str]:
-        """Features that are pictures."""
-        return [name for name, one in self.info["features"].items() if one.get("dtype") in ("image", "video")]
+        """Names of the features that are pictures."""
+        return [name for name, feature in self.info["features"].items() if feature.get("dtype") in ("image", "video")]
 
     @cached_property
     def instructions(self) -> dict[int, str]:
@@ -97,7 +98,7 @@ class LeRobotFolder:
         return {int(row["task_index"]): str(row["task"]) for row in rows}
 
     def instruction(self, task: int) -> str:
-        """Return the instruction of the task of this number."""
+        """Return the instruction of a task by its number."""
         if task not in self.instructions:
             what = "episodes are of a task that meta/tasks does not have"
             raise DataError(what, where=str(self.folder / "meta"), found=task, allowed=sorted(self.instructions))
@@ -112,15 +113,15 @@ class LeRobotFolder:
             rows = _lines(self.folder / "meta/episodes.jsonl")
         if not rows:
             raise DataError("there are no episodes", where=str(self.folder / "meta"))
-        found = [_Episode(int(row["episode_index"]), row) for row in rows]
-        return sorted(found, key=lambda one: one.number)
+        episodes = [_Episode(int(row["episode_index"]), row) for row in rows]
+        return sorted(episodes, key=lambda episode: episode.number)
 
     def data_file(self, episode: _Episode) -> Path:
-        """Return the file with the numbers of an episode."""
+        """Return the parquet file of an episode."""
         return self.folder / self._place("data_path", episode, "data")
 
     def video_file(self, episode: _Episode, camera: str) -> Path:
-        """Return the file with its pictures of a camera."""
+        """Return the video file of an episode's pictures from a camera."""
         return self.folder / self._place("video_path", episode, f"videos/{camera}", video_key=camera)
 
     def _place(self, key: str, episode: _Episode, column: str, **names: Any) -> str:
@@ -139,20 +140,21 @@ class LeRobotFolder:
         return str(place)
 
     def _said(self, key: str) -> Any:
-        """Return a key of meta/info.json."""
+        """Return the value of a key in meta/info.json."""
         if key not in self.info:
             raise DataError(f"there is no {key!r}", where=str(self.folder / INFO), found=sorted(self.info))
         return self.info[key]
 
     def _of(self, episode: _Episode, key: str) -> Any:
-        """Return the entry of the table of episodes for one."""
+        """Return the value of a column of meta/episodes for an episode."""
         if key not in episode.row:
             where = f"{self.folder / 'meta/episodes'}: episode {episode.number}"
             raise DataError(f"there is no {key!r}", where=where, found=sorted(episode.row))
         return episode.row[key]
 
     def numbers(self, episode: _Episode) -> tuple[pa.Table, list[int]]:
-        """Return (columns that are no pictures, the row groups of its file that have it), in the order of time."""
+        """Return the episode's rows of states and actions, by time, and the row groups of the file that contain
+        them."""
         import pyarrow as pa
 
         path = self.data_file(episode)
@@ -164,7 +166,7 @@ class LeRobotFolder:
         return table.filter(pa.array(np.asarray(table["episode_index"]) == episode.number)), groups
 
     def pictures(self, episode: _Episode, camera: str, groups: Sequence[int]) -> Callable[[int], NDArray[np.uint8]]:
-        """Return a function that gives the picture uint8 [H, W, 3] of an environment step."""
+        """Return a function from an environment step to its picture, uint8 [H, W, 3]."""
         if self.info["features"][camera]["dtype"] == "video":
             path = self.video_file(episode, camera)
             if not path.is_file():
@@ -179,25 +181,25 @@ class LeRobotFolder:
 def open_lerobot(
     folder: str | Path, tasks: Mapping[str, str], cameras: Mapping[str, str], task: str | None = None
 ) -> Iterator[OpenDemonstration]:
-    """Yield the demonstrations of a data set, in order, those of other tasks left out.
+    """Yield the demonstrations of the wanted tasks in a data set, in order.
 
     Args:
         folder: with meta/info.json.
-        tasks: instruction of each task that is wanted, by its name. An episode is of the task whose instruction or
-            name is its own, whatever the case.
-        cameras: name of a feature by the simulator's name of the camera, `observation.images.` may be left out.
-        task: all episodes are of this one, whatever they say.
+        tasks: instruction of each wanted task, by the task's name. An episode belongs to the task whose name or
+            instruction its own instruction equals, ignoring case.
+        cameras: name of a feature by the simulator's camera; `observation.images.` may be left out.
+        task: task of all episodes, whatever their instructions; None: the instructions decide.
 
     Raises:
         ConfigError: the data set has no such camera.
-        DataError: a file is missing or damaged; it is named.
+        DataError: a file is missing or damaged; the message names it.
     """
     data = LeRobotFolder(Path(folder))
     named = {camera: _feature(data, name, camera) for camera, name in cameras.items()}
-    known = {text.casefold().strip(): name for name, one in tasks.items() for text in (name, one)}
+    known = {text.casefold().strip(): name for name, instruction in tasks.items() for text in (name, instruction)}
     for episode in data.episodes():
-        if task is None and "tasks" in episode.row and not any(_key(one) in known for one in episode.row["tasks"]):
-            continue  # its numbers need not be read
+        if task is None and "tasks" in episode.row and not any(_key(text) in known for text in episode.row["tasks"]):
+            continue  # an episode of other tasks is not read
         table, groups = data.numbers(episode)
         instruction = data.instruction(table["task_index"][0].as_py())
         name = task if task is not None else known.get(_key(instruction))
@@ -218,17 +220,17 @@ def _key(text: str) -> str:
 
 
 def _by_camera(
-    found: Mapping[str, Callable[[int], NDArray[np.uint8]]],
+    frames: Mapping[str, Callable[[int], NDArray[np.uint8]]],
 ) -> Callable[[str, int], NDArray[np.uint8]]:
-    return lambda camera, step: found[camera](step)
+    return lambda camera, step: frames[camera](step)
 
 
 def _feature(data: LeRobotFolder, name: str, camera: str) -> str:
-    there = data.cameras
-    if PICTURES + name in there:
+    cameras = data.cameras
+    if PICTURES + name in cameras:
         return PICTURES + name
     choose(
-        dict.fromkeys(there),
+        dict.fromkeys(cameras),
         name,
         f"the data set {data.folder} has no such camera",
         where=f"robot.recorded_cameras.{camera}",
@@ -237,7 +239,7 @@ def _feature(data: LeRobotFolder, name: str, camera: str) -> str:
 
 
 def _matrix(table: pa.Table, name: str) -> NDArray[np.float32]:
-    """Return float32 [T, D]; a column of lists, or of numbers. [T, 0] where there is none."""
+    """Return a column of numbers or lists as float32 [T, D]; [T, 0] if the table lacks it."""
     if name not in table.column_names:
         return np.zeros((len(table), 0), np.float32)
     return np.asarray(table[name].to_pylist(), np.float32).reshape(len(table), -1)
@@ -252,7 +254,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _file(path: Path) -> Iterator[Any]:
-    """Open the parquet file; errors of reading inside the block name it."""
+    """Open a parquet file; errors of reading inside the block are raised with its name."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -278,38 +280,38 @@ def _groups_read(path: Path, groups: Sequence[int], columns: Sequence[str]) -> p
 
 @lru_cache(maxsize=64)
 def _groups(path: Path) -> dict[int, list[int]]:
-    """Return the row groups that each episode of a file is in."""
+    """Return the row groups of each episode in a file."""
     with _file(path) as file:
         number = file.num_row_groups
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for group in range(number):
         for episode in np.unique(np.asarray(_groups_read(path, [group], ["episode_index"])["episode_index"])):
-            found.setdefault(int(episode), []).append(group)
-    return found
+            groups.setdefault(int(episode), []).append(group)
+    return groups
 
 
 @lru_cache(maxsize=8)
 def _encoded(path: Path, groups: tuple[int, ...], camera: str, episode: int) -> list[dict[str, Any]]:
-    """Return the encoded pictures of an episode, {"bytes": ...} each."""
+    """Return an episode's pictures from a camera, each as {"bytes": encoded picture}."""
     import pyarrow as pa
 
     table = _groups_read(path, groups, [camera, "episode_index"])
-    mine = pa.array(np.asarray(table["episode_index"]) == episode)
-    found: list[dict[str, Any]] = table.filter(mine)[camera].to_pylist()
-    return found
+    of_episode = pa.array(np.asarray(table["episode_index"]) == episode)
+    pictures: list[dict[str, Any]] = table.filter(of_episode)[camera].to_pylist()
+    return pictures
 
 
 def _decoded(data: bytes | None, path: Path) -> NDArray[np.uint8]:
     from PIL import Image
 
     if data is None:
-        raise DataError("a picture that is not in its parquet file", where=str(path))
+        raise DataError("the parquet file lacks the bytes of a picture", where=str(path))
     with readable(str(path)):
         return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.uint8)
 
 
 def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
-    """Return the picture of a video whose time is nearest to `second`."""
+    """Return the picture whose time in the video is nearest to `second`, within `near` seconds."""
     try:
         import av
     except ImportError:
@@ -321,8 +323,10 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
             if not video.streams.video:
                 raise DataError("there is no video in this file", where=str(path))
             stream = video.streams.video[0]
-            assert stream.time_base is not None, "videos have a unit of time"
-            video.seek(max(0, round((second - near) / stream.time_base)), stream=stream)  # the key frame before it
+            assert stream.time_base is not None, "every video stream has a time base"
+            video.seek(
+                max(0, round((second - near) / stream.time_base)), stream=stream
+            )  # goes to the key frame before that time
             best, apart = None, float("inf")
             for frame in video.decode(stream):
                 if frame.time is None:
@@ -339,7 +343,7 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
 
 
 def cameras_of(spec_cameras: Sequence[str], recorded: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the names in a data set, by those of a task's cameras; the same ones where a recipe says nothing.
+    """Return the data set's name of each of a task's cameras; cameras that are not in `recorded` keep their names.
 
     Raises:
         ConfigError: the recipe names a camera that the task does not have.

@@ -221,7 +221,7 @@ class EngineReceivers:
         self.all[number].answers = True
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and end the relay that this rank started."""
         for receiver in self.all:
             receiver.forget()
 

@@ -126,7 +126,7 @@ class SglangReceiver:
                 raise
 
     def resume(self, step: UpdateStep) -> None:
-        """Generate again."""
+        """Resume generation."""
         # Emptying the allocator's cache calls CUDA in the server whatever device it runs on.
         self._call("/continue_generation", {"torch_empty_cache": False}, step)
 

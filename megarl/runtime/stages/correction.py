@@ -29,11 +29,11 @@ def rollout_correction(c: StepContext, samples: Batch) -> Batch:
 
     `loss_mask` is what losses and their normalisers use, `keep` is false for samples that leave their group's baseline.
     """
-    knobs = c.config.rollout_correction.resolved()
-    mask, result = samples["response_mask"], _measure(c, samples, knobs)
+    correction = c.config.rollout_correction.resolved()
+    mask, result = samples["response_mask"], _measure(c, samples, correction)
     samples.set("loss_mask", mask.like(result.mask))
     samples.set("is_weights", mask.like(result.weights))
-    keep = result.keep if knobs.rs_affects_baseline else result.keep.new_ones(len(samples))
+    keep = result.keep if correction.rs_affects_baseline else result.keep.new_ones(len(samples))
     samples.set("keep", keep)
     return samples
 
@@ -52,7 +52,7 @@ def rollout_as_old(c: StepContext, samples: Batch) -> Batch:
     return samples
 
 
-def _measure(c: StepContext, samples: Batch, knobs: ResolvedCorrection) -> Correction:
+def _measure(c: StepContext, samples: Batch, correction: ResolvedCorrection) -> Correction:
     from megarl.algorithms.correction import correct, finish, rules_of
 
     mask = samples["response_mask"]
@@ -61,12 +61,12 @@ def _measure(c: StepContext, samples: Batch, knobs: ResolvedCorrection) -> Corre
         samples["rollout_logp"].values,
         mask.values,
         offsets=mask.offsets,
-        is_level=knobs.is_level,
-        is_threshold=knobs.is_threshold,
-        is_batch_normalize=knobs.is_batch_normalize,
-        is_normalize_over=knobs.is_normalize_over,
-        rules=rules_of(knobs),
-        veto=knobs.veto_threshold,
+        is_level=correction.is_level,
+        is_threshold=correction.is_threshold,
+        is_batch_normalize=correction.is_batch_normalize,
+        is_normalize_over=correction.is_normalize_over,
+        rules=rules_of(correction),
+        veto=correction.veto_threshold,
         all_sum=c.all_sum,
     )
     moments = result.moments.merge(ages(c, samples))

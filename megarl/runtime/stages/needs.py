@@ -62,9 +62,9 @@ def needs_old_logp(config: RunConfig) -> bool:
     True whatever the steps when the estimator, or the loss before the batch is cut, reads them or what is computed with
     them, and when weights and rejection are made of them. In bypass nobody needs them.
     """
-    algorithm, knobs = config.algorithm, config.rollout_correction.resolved()
-    if knobs.active:
-        return not knobs.bypass
+    algorithm, correction = config.algorithm, config.rollout_correction.resolved()
+    if correction.active:
+        return not correction.bypass
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
     several = steps or config.actor.ppo_epochs > 1
     of_trainer = {"old_logp", "sum_pi_squared"} & component_fields(algorithm)

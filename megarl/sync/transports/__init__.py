@@ -1,1 +1,1 @@
-"""Ways for a bucket to reach a receiver."""
+"""Ways to bring a bucket to a receiver."""

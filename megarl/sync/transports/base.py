@@ -1,4 +1,4 @@
-"""The interface of a transport, which delivers buckets."""
+"""The interface of a transport, which delivers buckets to receivers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Target:
     """A receiver in one update.
 
     Attributes:
-        receiver: the way to call it.
-        version: the last one that it got as a whole, if any.
-        run: name of the run, part of what it calls its versions.
+        receiver: the receiver.
+        version: the last version that it got completely, if any.
+        run: name of the run, a part of its version tags.
     """
 
     receiver: Receiver
@@ -31,16 +31,17 @@ class Target:
 
     @property
     def number(self) -> int:
-        """The number of this receiver in the plan."""
+        """Number of this receiver in the plan."""
         return self.receiver.number
 
     @property
     def tag(self) -> str | None:
-        """The receiver's name of its version, unless somebody else has loaded one since."""
+        """Version tag that the receiver should report, unless another trainer has sent weights since; None: no
+        version."""
         return None if self.version is None else version_tag(self.version, self.run)
 
     def holds_what_it_was_given(self, deadline_s: float) -> bool:
-        """Ask the receiver whether it has the version that it got last; no, if it does not answer."""
+        """Return whether the receiver reports the version that it got last; False if it does not answer."""
         if self.version is None:
             return False
         try:
@@ -49,22 +50,22 @@ class Target:
             return False
 
     def error(self, phase: str, reason: str) -> ServerError:
-        """Return the error to raise when the update of this receiver failed."""
+        """Return the error for a failed update of this receiver."""
         return ServerError(self.receiver.name, self.receiver.url, phase, reason)
 
 
 class Transport:
-    """The way of filled buckets to receivers. One per trainer rank; `put` and `deliver` run in the sender's threads.
+    """Delivers filled buckets to receivers. One per trainer rank; `put` and `deliver` run in the sender's threads.
 
     Attributes:
-        session: buckets go to the receiver between begin and end of an update.
+        session: buckets are sent between begin and end of an update.
         same_host: the sender must run on the receiver's host.
-        one_replica: one replica sends to all receivers.
-        senders_per_stage: bound on the senders of one pipeline stage; None: none.
-        device: where `buffer` is.
-        sent_bytes: bytes sent since `start`, where they are not simply every bucket to every receiver.
-        in_parts: an update may leave out tensors that receivers have already.
-        live: `put` reads parameters where they lie; they are copied into the buffer only where they have to be.
+        one_replica: whether one replica sends to all receivers.
+        senders_per_stage: largest number of senders per pipeline stage; None: no limit.
+        device: device of `buffer`.
+        sent_bytes: bytes sent since `start`, if not simply every bucket to every receiver.
+        in_parts: whether an update may leave out tensors that receivers already have.
+        live: `put` reads parameters in place; they are only copied into the buffer if necessary.
     """
 
     session = True
@@ -77,49 +78,46 @@ class Transport:
     sent_bytes: int | None = None
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Return uint8 [nbytes] to fill buckets into."""
+        """Return a uint8 [nbytes] buffer for buckets."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def broken(self) -> str | None:
-        """Return the reason why no update can succeed any more, as far as this rank knows. Every rank is asked before
-        an update."""
+        """Return why no update can succeed any more, as far as this rank knows, or None. Called on every rank first."""
         return None
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
-        """Begin an update of `targets`, which are open for tensors."""
+        """Begin an update of `targets`, which are already open for tensors."""
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
-        """Do the work for this sender's bucket `number` that is done once, before any receiver gets it.
+        """Do the part of sending bucket `number` that is done once for all receivers.
 
         Args:
-            parts: uint8, the bytes of each entry: parts of the buffer, or parameters if the transport is `live`.
+            parts: uint8, bytes of each entry: parts of the buffer, or parameters if the transport is `live`.
         """
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Hand the bucket to one receiver, which has taken it when this returns. Called for all in parallel.
+        """Deliver the bucket to one receiver, which has copied it on return. Called for all receivers in parallel.
 
         Args:
             flat: uint8 [nbytes], the buffer.
 
         Raises:
-            ServerError: the receiver refused it, is gone, or did not take it before the deadline.
+            ServerError: the receiver refused, is gone, or was too slow.
         """
 
     def publish(self) -> None:
-        """Publish the version, once every sender has put all its buckets; called on the first rank only, before
-        `commit`."""
+        """Publish the version after every sender has put all its buckets; called on the first rank, before `commit`."""
 
     def commit(self, target: Target) -> None:
-        """Commit the update: all buckets of all senders were delivered. The rank that leads this receiver's update
-        calls it."""
+        """Complete a receiver's update after all buckets are delivered; called on the receiver's lead rank."""
 
     def folder_held(self) -> Path | None:
-        """Return the folder from which a receiver with this version can read all of it again; None: there is none."""
+        """Return the folder from which a receiver with this version can load it again; None if there is none."""
         return None
 
     def drop(self, target: Target) -> None:
-        """Free what belongs to a receiver that failed or is gone: another engine may come back at its address."""
+        """Release everything of a receiver that failed: another engine may appear at its address."""
         target.receiver.forget()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""

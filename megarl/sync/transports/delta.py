@@ -1,9 +1,10 @@
-"""Changed elements to a relay on the receiver's host, which hands them to the receiver through shared memory.
+"""Sends changed elements to a relay on the receiver's host, which passes them on through shared memory.
 
-A receiver that can (`takes_changes`) writes them into its parameters itself. Any other takes whole tensors only, and
-gets those that changed. The base that deltas are applied to lives in the relay (megarl/sync/relay.py): one copy of the
-weights per host, whatever the number of receivers there. One that restarts is filled from the relay, not over the
-network. The sender keeps a copy of what it sent last, to compare with.
+A receiver that can (`takes_changes`) writes them into its parameters itself; any other gets the changed tensors whole.
+The relay (megarl/sync/relay.py) keeps the base to which deltas are applied: one copy of the weights per host, for any
+number
+of receivers. A receiver that restarts is filled from the relay, not over the network. The sender keeps a copy of what
+it sent last, for comparison.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from megarl.system.parents import as_parent
 from megarl.system.processes import ending
 from megarl.system.tracing import beat
 
-_BUFFERS = 2  # of a sender
-_WORTH = 0.5  # a delta of more than this part of the bucket is not worth its arithmetic
+_BUFFERS = 2  # number of a sender's buffers
+_WORTH = 0.5  # if a delta exceeds this part of the bucket, the whole bucket is sent
 
 
 @dataclass(frozen=True)
 class _Put:
-    """A bucket's bytes, the version it was compared with (-1: none), and what changed since, if that is worth it."""
+    """A bucket's bytes, the version it was compared with (-1: none), and the changes since, if these are small
+    enough."""
 
     parts: Sequence[Tensor]
     base: int = -1
@@ -52,13 +54,13 @@ class _Put:
 
 
 class DeltaTransport(Transport):
-    """The transport of changed elements; it needs a relay per host of receivers.
+    """Sends changed elements; needs a relay on each host of receivers.
 
     Args:
-        relays: address of the relay by host of a receiver; `start_relay` makes one on this host.
-        key: that the relays were started with.
-        name: tells buckets of this sender from those of others.
-        relay: the process of the relay that this rank started, if any; it ends with `close`.
+        relays: address of the relay on each host of receivers; `start_relay` starts one on this host.
+        key: key with which the relays were started.
+        name: name of this sender, unique among senders.
+        relay: the relay's process if this rank started it; `close` ends it.
     """
 
     live = True
@@ -78,23 +80,22 @@ class DeltaTransport(Transport):
         self.sent_bytes: int = 0
         self._version = 0
         self._bases: dict[int, tuple[int, Tensor]] = {}
-        self._put: dict[int, _Put] = {}  # what `put` found, by bucket
-        self._relayed: dict[str, tuple[int, bool]] = {}  # host -> bucket it was given last, and whether by a delta
-        self._current: set[int] = set()  # receivers that hold what the last deltas led to
-        self._lost: dict[str, str] = {}  # host -> why its relay is asked nothing more in this update
+        self._put: dict[int, _Put] = {}  # results of `put`, by bucket
+        self._relayed: dict[str, tuple[int, bool]] = {}  # host -> last bucket sent to it, and whether as a delta
+        self._current: set[int] = set()  # receivers that hold the result of the last deltas
+        self._lost: dict[str, str] = {}  # host -> why its relay gets no more messages in this update
         self._clients: dict[str, MessageClient] = {}
         self._connecting = threading.Lock()
         self._locks = {host: threading.Lock() for host in relays}
 
     def broken(self) -> str | None:
-        """Return a message when the relay that this rank started has ended."""
+        """Return an error message if the relay that this rank started has ended."""
         if self._process is None or self._process.poll() is None:
             return None
         return f"the weight relay of {socket.gethostname()} ended ({ending(self._process.returncode)})"
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
-        """Begin the buckets of this version. Receivers tell which version they hold: somebody else may have loaded
-        it."""
+        """Start a version; ask receivers which version they hold, as another trainer may have sent one."""
         self._version, self.sent_bytes = version, 0
         self._relayed, self._current, self._put, self._lost = {}, set(), {}, {}
         with ThreadPoolExecutor(max(len(targets), 1)) as pool:
@@ -102,8 +103,8 @@ class DeltaTransport(Transport):
             self._current = {target.number for target, holds in zip(targets, current, strict=True) if holds}
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
-        """Compare with what was sent last, and remember this."""
-        self._put.pop(number - _BUFFERS, None)  # its buffer is being filled again, so everybody has it
+        """Compare the bucket with what was sent last, and keep it for the next comparison."""
+        self._put.pop(number - _BUFFERS, None)  # its buffer is being filled again, so all receivers have it
         known = self._bases.get(number)
         if known is None:
             self._bases[number] = self._version, torch.cat(list(parts))
@@ -119,12 +120,12 @@ class DeltaTransport(Transport):
         self._put[number] = _Put(parts, version, delta)
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Give the bucket to the relay, once per host; then hand the receiver the elements that it lacks."""
+        """Send the bucket to the relay, once per host; then pass the receiver the elements that it lacks."""
         host = self.plan.hosts[target.number]
         with self._locks[host]:
             if self._relayed.get(host, (-1, False))[0] != number:
                 self._relayed[host] = number, self._relay(target, number, bucket)
-        # A receiver on the version before this one lacks what changed since; any other lacks everything.
+        # A receiver on the previous version lacks the changes since; any other receiver lacks everything.
         put = self._put[number]
         delta = put.delta if target.number in self._current and target.version == put.base else None
         wanted = bucket.entries if delta is None else [bucket.entries[i] for i in delta.touched]
@@ -137,14 +138,14 @@ class DeltaTransport(Transport):
         target.receiver.take_shared(self._handles(target, number, "handles"), needed, None, self._step)
 
     def _patched(self, target: Target, number: int, bucket: Bucket, delta: Delta) -> bool:
-        """Hand over the changed elements only; False when the receiver has to get whole tensors."""
+        """Pass on the changed elements only; return False if the receiver needs whole tensors."""
         if not target.receiver.takes_changes(self._step):
             return False
         header = patch_header(bucket.entries, delta)
         return target.receiver.take_changes(self._handles(target, number, "patch"), header, self._step)
 
     def _handles(self, target: Target, number: int, op: str) -> list[Handle]:
-        """Return the handles of what the relay has of this bucket, one for each rank of the receiver."""
+        """Return handles of the relay's data for this bucket, one for each rank of the receiver."""
         ask = {"op": op, "version": self._version, "ranks": target.receiver.layout.ranks}
         handles: list[Handle] = self._call(target, number, ask)["handles"]
         return handles
@@ -154,21 +155,21 @@ class DeltaTransport(Transport):
         return UpdateStep("bucket", self.deadline_s)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and end the relay that this rank started."""
         for client in self._clients.values():
             client.close()
         self._clients = {}
         if self._process is not None:
-            self._process.kill()  # nothing of it outlives it but shared memory, which its manager process removes
+            self._process.kill()  # only its shared memory survives, which its manager process removes
             self._process.wait()
 
     def _call(self, target: Target, number: int, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:
-        """Ask the relay on the target's host about a bucket of this sender."""
+        """Call the relay on the target's host about a bucket of this sender."""
         host = self.plan.hosts[target.number]
         client = None
         try:
             if host in self._lost:
-                raise Refused(self._lost[host])  # the next receiver need not wait for the deadline, too
+                raise Refused(self._lost[host])  # other receivers need not wait for the deadline again
             with self._connecting:
                 client = self._clients.get(host) or MessageClient(self.relays[host], self.key, self.deadline_s)
                 self._clients[host] = client
@@ -177,13 +178,13 @@ class DeltaTransport(Transport):
             reason = str(error)
             with self._connecting:
                 if isinstance(error, OSError):
-                    reason = self._lost.setdefault(host, reason)  # of the first one: it closed the others' connection
+                    reason = self._lost.setdefault(host, reason)  # the first reason counts
                     if self._clients.get(host) is client:
-                        self._clients.pop(host, None)  # in the middle of a message it is of no more use
+                        self._clients.pop(host, None)  # broken in the middle of a message, so it cannot be reused
             raise target.error(f"relay on {host}", reason) from error
 
     def _relay(self, target: Target, number: int, bucket: Bucket) -> bool:
-        """Bring the relay's bucket to this version: by the delta if it has the base (True), else whole."""
+        """Bring the relay's bucket to this version; return True if by the delta, False if as a whole."""
         put = self._put[number]
         if put.delta is not None:
             header = {"op": "delta", "base": put.base, "version": self._version}
@@ -200,10 +201,10 @@ class DeltaTransport(Transport):
 def start_relay(
     folder: Path, key: str, deadline_s: float, host: str = "127.0.0.1"
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Return a relay process on this host, which ends with this one, and its port.
+    """Start a relay process on this host, which ends with this process; return it and its port.
 
     Raises:
-        WorkerError: it did not listen before the deadline.
+        WorkerError: the relay did not listen before the deadline.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port_file = folder / f"relay-{secrets.token_hex(4)}.port"
@@ -230,10 +231,10 @@ def relays_of_all(
     run_dir: Path,
     world: WorkerGroup,
 ) -> tuple[dict[str, tuple[str, int]], str, subprocess.Popen[bytes] | None]:
-    """Return a relay on every host of receivers, started by the first trainer rank there; collective.
+    """Start a relay on every host of receivers, by the first trainer rank on this host. Collective.
 
     Returns:
-        address by host, the key, and the process that this rank started, if it did.
+        the address by host, the key, and the process that this rank started, if any.
 
     Raises:
         ConfigError: a host has receivers and no trainer rank that could start its relay.
@@ -249,11 +250,15 @@ def relays_of_all(
         )
     rank = world.rank
     key = world.broadcast_json(secrets.token_urlsafe(32))
-    mine: list[tuple[str, int]] = []
+    started: list[tuple[str, int]] = []
     process = None
     address = addresses[names[rank]]
     if names[rank] in hosts and rank == min(other for other, name in names.items() if name == names[rank]):
         process, port = start_relay(run_dir / "sync", key, config.timeout_s, address)
-        mine.append((address, port))
-    relays = {names[other]: (at[0], at[1]) for other, found in enumerate(world.all_gather_json(mine)) for at in found}
+        started.append((address, port))
+    relays = {
+        names[other]: (at[0], at[1])
+        for other, addresses_of in enumerate(world.all_gather_json(started))
+        for at in addresses_of
+    }
     return relays, key, process

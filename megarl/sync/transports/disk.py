@@ -1,9 +1,9 @@
-"""A folder that trainer and receivers see: safetensors per version, written under another name and renamed when done.
+"""A shared folder with safetensors per version, written under another name and renamed when complete.
 
-    FOLDER/.v00000012.partial/     being written; a trainer that dies leaves it, and the next version removes it
+    FOLDER/.v00000012.partial/     being written; the next version removes it if the trainer dies
     FOLDER/v00000011/              complete: config.json, model-<sender>-<n>.safetensors, model.safetensors.index.json
 
-The receiver reads the folder in one call, so it needs neither begin nor end, and keeps its weights when that fails.
+A receiver reads the folder in one call, so it needs neither begin nor end, and keeps its weights if reading fails.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megarl.system.errors import WorkerError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_KEPT = 1  # complete versions, and the one being written
+_KEPT = 1  # number of older complete versions that are kept
 
 
 class DiskTransport(Transport):
-    """One file per bucket; the first rank writes the index and renames.
+    """Writes one file per bucket; the first rank writes the index and renames the folder.
 
     Args:
-        folder: on a disk that receivers see under the same path.
-        rank: rank of this sender, part of its file names.
+        folder: folder that receivers see under the same path.
+        rank: rank of this sender, a part of its file names.
     """
 
     session = False
@@ -45,16 +45,16 @@ class DiskTransport(Transport):
     def __init__(self, folder: Path, rank: int, hf: PretrainedConfig, deadline_s: float) -> None:
         self.folder, self.rank, self.hf, self.deadline_s = folder, rank, hf, deadline_s
         self._version, self._files = 0, 0
-        if rank == 0:  # nobody writes before the first update, in which all ranks meet
+        if rank == 0:  # no rank writes before the first update
             remove_partial(folder)
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
-        """Open the partial folder that every sender writes into."""
+        """Create the partial folder into which every sender writes."""
         self._version, self._files = version, 0
         self._partial().mkdir(parents=True, exist_ok=True)
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
-        """Write the bucket as a file and make it durable."""
+        """Write the bucket to a file and flush it to disk."""
         path = self._partial() / f"model-{self.rank:05d}-{self._files:05d}.safetensors"
         try:
             with path.open("wb") as file:
@@ -64,7 +64,7 @@ class DiskTransport(Transport):
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise WorkerError(f"weights of version {self._version} cannot be written to {path}: {error}") from error
+            raise WorkerError(f"cannot write weights of version {self._version} to {path}: {error}") from error
         self._files += 1
 
     def publish(self) -> None:
@@ -95,13 +95,13 @@ def _name(version: int) -> str:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what is left of interrupted writes."""
+    """Remove the partial folders of interrupted writes."""
     for stale in folder.glob(".v*.partial"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
 def remove_old(folder: Path, version: int) -> None:
-    """Remove what is left of interrupted writes, and all complete versions but `version` and the one before it."""
+    """Remove partial folders, and all complete versions except `version` and the one before it."""
     remove_partial(folder)
     older = sorted(path for path in folder.glob("v????????") if path.name != _name(version))
     for path in older[: len(older) - _KEPT]:
@@ -125,7 +125,7 @@ def _names(file: Path) -> list[str]:
     with file.open("rb") as handle:
         size = int.from_bytes(handle.read(8), "little")
         table = json.loads(handle.read(size))
-        there = os.fstat(handle.fileno()).st_size  # of the open file: NFS may know an older size of a name
-    if there < 8 + size + max(e["data_offsets"][1] for n, e in table.items() if n != "__metadata__"):
-        raise WorkerError(f"{file}: shorter than its header says")
+        size_now = os.fstat(handle.fileno()).st_size  # of the open file: NFS may cache an older size for the name
+    if size_now < 8 + size + max(e["data_offsets"][1] for n, e in table.items() if n != "__metadata__"):
+        raise WorkerError(f"{file} is shorter than its header declares")
     return [name for name in table if name != "__metadata__"]

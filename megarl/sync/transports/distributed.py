@@ -1,12 +1,13 @@
-"""Any host: a broadcast from the sender to the ranks of one receiver, over gloo or nccl.
+"""Transport for any hosts: a broadcast from the sender to the ranks of one receiver, over gloo or nccl.
 
-Each pair of sender and receiver has a process group of its own. A receiver takes the buckets of several senders in
-turn; in one group over many receivers two of them could each wait for a different sender, for ever, and the death of
-one receiver would end the update of all.
+Each pair of sender and receiver has its own process group. A receiver takes buckets from several senders in turn; in
+one
+group of many receivers, two of them could wait for different senders for ever, and the death of one receiver would end
+the update of all.
 
-Our part of a collective runs in a thread of its own, beside the call that tells the receiver to do its part. nccl,
-unlike gloo, neither fails nor returns when the receiver is gone, so that thread is never waited for beyond the
-deadline, and the group of a receiver that failed is aborted, which takes nccl's kernel off the device.
+The trainer's part of a collective runs in a separate thread during the call that makes the receiver do its part. Unlike
+gloo, nccl neither fails nor returns when the receiver is gone. So the thread is never waited for beyond the deadline,
+and the group of a failed receiver is aborted, which removes nccl's kernel from the device.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megarl.system.processes import address_towards
 
 T = TypeVar("T")
 _POLL_S = 0.001
-_GRACE_S = 1.0  # the receiver has answered: our part has come as far, and ends at once
+_GRACE_S = 1.0  # the receiver has answered, so the trainer's part ends at once
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 _leaving = threading.Lock()
@@ -54,14 +55,14 @@ class _Link:
     name: str
     url: str
     group: dist.ProcessGroup
-    store: dist.TCPStore  # lives as long as the group
+    store: dist.TCPStore  # kept as long as the group
 
 
 class DistributedTransport(Transport):
-    """The transport that broadcasts each bucket as one flat buffer.
+    """Broadcasts each bucket as one flat buffer.
 
     Args:
-        address: address of this host, as receivers reach it; None: the one of the interface that reaches the receiver.
+        address: address of this host for receivers; None: that of the interface that reaches the receiver.
     """
 
     senders_per_stage: int | None = 1  # every sender has a connection to every receiver
@@ -72,9 +73,9 @@ class DistributedTransport(Transport):
         self._links: dict[int, _Link] = {}
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Tell the receiver what comes in a call, and broadcast beside it."""
+        """Call the receiver with the description of the bucket, and broadcast the bucket meanwhile."""
         link = self._links.get(target.number)
-        if link is None or link.url != target.receiver.url:  # a restarted one is another process at another address
+        if link is None or link.url != target.receiver.url:  # the receiver restarted
             self._leave(target.number)
             link = self._connect(target)
         group, name, step = link.group, link.name, UpdateStep("bucket", self.deadline_s)
@@ -112,8 +113,8 @@ class DistributedTransport(Transport):
         broadcast_within(flat, group, self.deadline_s)
 
     def _connect(self, target: Target) -> _Link:
-        """Make the group of this sender and the receiver: rank 0 is the sender, 1 and on are the receiver's ranks."""
-        # Random: a receiver keeps the groups of trainers that are gone, and refuses a name that it has seen.
+        """Create the group of this sender (rank 0) and the receiver's ranks (1 and higher)."""
+        # A random name: a receiver keeps groups of dead trainers, and refuses a name that it knows.
         name = f"megarl-{secrets.token_hex(8)}"
         size = 1 + target.receiver.layout.ranks
         timeout = datetime.timedelta(seconds=self.deadline_s)
@@ -139,10 +140,11 @@ class DistributedTransport(Transport):
         return link
 
     def _beside(self, target: Target, step: UpdateStep, theirs: Callable[[], None], ours: Callable[[], T]) -> T:
-        """Call the receiver and do our part of the collective at the same time; its own words come first.
+        """Call the receiver and run the trainer's part of the collective meanwhile; the receiver's error takes
+        precedence.
 
         Raises:
-            ServerError: the receiver refused or is gone, or our part failed or was not done before the deadline.
+            ServerError: the receiver refused or is gone, or the trainer's part failed or was too slow.
         """
         end = time.monotonic() + self.deadline_s
         part = _in_background(ours)
@@ -160,21 +162,21 @@ class DistributedTransport(Transport):
 def join(
     store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """Return one end of the group of a sender and a receiver; neither is part of the other's world."""
-    # gloo meets the others here, which takes as long as they do; nccl does so at the first broadcast.
+    """Create one end of the group of a sender and a receiver, which belong to different worlds."""
+    # gloo waits for the other ranks here; nccl does so at the first broadcast.
     with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
-        named: dict[str, Any] = {"group_name": name, "timeout": timeout}  # newer torch has a type for names
+        named: dict[str, Any] = {"group_name": name, "timeout": timeout}  # newer torch versions have a type for names
         group, _ = _new_process_group_helper(size, rank, [], Backend(backend), PrefixStore(name, store), **named)
     _world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
 
 
 def broadcast_within(flat: Tensor, group: dist.ProcessGroup, deadline_s: float) -> None:
-    """Send or take `flat`, from rank 0 of `group`; returns when the device is done with it.
+    """Send or receive `flat` from rank 0 of `group`; return when the device has finished.
 
     Raises:
-        RuntimeError: the other side is gone, or gloo's deadline passed, which is the group's.
-        TimeoutError: nccl was not done before the deadline. `leave` ends what it does.
+        RuntimeError: the other side is gone, or the group's deadline passed (gloo).
+        TimeoutError: nccl did not finish before the deadline; call `leave` to end it.
     """
     if flat.device.type != "cuda":
         dist.broadcast(flat, src=0, group=group)
@@ -198,7 +200,7 @@ def leave(group: dist.ProcessGroup) -> None:
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread that nobody has to wait for."""
+    """Run `work` in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -213,7 +215,7 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Keep groups made inside the block from ending this process when a receiver is gone, as nccl's groups do."""
+    """Create groups in this block without nccl's watchdog, which ends this process when a receiver is gone."""
     with _environment:
         before = os.environ.get(_WATCHDOG)
         os.environ[_WATCHDOG] = "0"  # read when a group is made

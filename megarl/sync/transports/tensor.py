@@ -1,4 +1,4 @@
-"""Same host: the receiver maps the sender's buffer (shared memory, CUDA IPC) and copies from it into its parameters."""
+"""Transport on one host: the receiver maps the sender's buffer (shared memory, CUDA IPC) and copies from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.sync.transports.base import Target, Transport
 
 
 class TensorTransport(Transport):
-    """One handle per rank of a receiver; a rank that owns no part of an expert is not shown it."""
+    """Sends one handle per rank of a receiver; a rank gets only the tensors of which it holds a part."""
 
     same_host = True
 
@@ -30,7 +30,7 @@ class TensorTransport(Transport):
         self._update = str(version)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Return memory that the receiver can map."""
+        """Return a buffer that the receiver can map."""
         return shared_buffer(nbytes, self.device)
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
@@ -39,7 +39,7 @@ class TensorTransport(Transport):
             torch.cuda.synchronize(self.device)
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Returns when the receiver has copied everything it needs, so the buffer is free again."""
+        """Pass handles of the buffer to the receiver; on return it has copied all it needs, so the buffer is free."""
         layout = target.receiver.layout
         needed = [[e for e in bucket.entries if layout.needs(rank, e.source)] for rank in range(layout.ranks)]
         use = SharedUse(self._update, self._sender, last=id(bucket) in self._ends)

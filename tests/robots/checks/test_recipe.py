@@ -79,7 +79,7 @@ def test_a_simulators_rows_need_a_simulator(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "override", "key", "text"),
     [
-        ({}, "robot.chunk=2", "model.path", "not beside the model"),
+        ({}, "robot.chunk=2", "model.path", "folder has no action statistics"),
         ({"line": 3}, "robot.chunk=2", "robot.dim", "another size"),
         ({"line": 2, "other": 2}, "robot.chunk=2", "robot.unnorm_key", "none is chosen"),
         ({"line": 2}, "robot.unnorm_key=lime", "robot.unnorm_key", "no such data set"),

@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_with_its_place(tmp_path):
     info = folder / "meta/info.json"
     whole = info.read_text()
     info.write_text(whole.replace("v2.1", "v1.6"))
-    with pytest.raises(DataError, match=r"another version(.|\n)*v1.6"):
+    with pytest.raises(DataError, match=r"format is not supported(.|\n)*v1.6"):
         find_demonstrations([str(folder)], {"push": task("push", "push the disc")})
     info.write_text(whole.replace("data/chunk", "../other/chunk"))
     with pytest.raises(DataError, match="outside of the data set"):

@@ -121,9 +121,9 @@ def test_the_size_of_the_state_goes_by_either_systems_keys(config: dict[str, Any
     ("extra", "text"),
     [
         ("proprio_projector.fc1.weight", "set use_proprio to true"),
-        ("action_head.model.fc1.weight", "nothing reads"),
-        ("vision_backbone.featurizer.blocks.0.scale.weight", "nothing reads"),
-        ("language_model.model.layers.2.mlp.up_proj.weight", "nothing reads"),
+        ("action_head.model.fc1.weight", "that the model in config"),
+        ("vision_backbone.featurizer.blocks.0.scale.weight", "that the model in config"),
+        ("language_model.model.layers.2.mlp.up_proj.weight", "that the model in config"),
         ("vision_backbone.featurizer.blocks.2.mlp.fc1.weight", None),  # the last block, whose features nobody takes
         ("vision_backbone.fused_featurizer.attn_pool.latent", None),
         ("vision_backbone.fused_featurizer.norm.weight", None),
@@ -156,7 +156,7 @@ def test_files_that_fit_nothing_are_refused(tmp_path: Path) -> None:
 
     file = tmp_path / FILE_OF_ITS_OWN
     file.write_bytes(pickle.dumps(_Code()))
-    refused("cannot be read")
+    refused("cannot read the projector")
     torch.save({"fc1.weight": torch.zeros(4, 2)}, file)
     refused("not the projector of a policy's state")
     publish(tmp_path, own_file=True)
@@ -164,12 +164,12 @@ def test_files_that_fit_nothing_are_refused(tmp_path: Path) -> None:
     refused("contradicts", {"use_proprio": True, "proprio_dim": 8})
     assert complete_config({"proprio_dim": 8}, tmp_path) == {"use_proprio": True, "proprio_dim": 5}
     save_small(tmp_path)
-    with pytest.raises(ConfigError, match="there twice"):
+    with pytest.raises(ConfigError, match="stored twice"):
         build(tmp_path)
     (tmp_path / "proprio_projector--50000_checkpoint.pt").touch()
     refused("several projectors")
     (tmp_path / "action_head--50000_checkpoint.pt").touch()
-    refused("numbers of a head of its own")
+    refused("its actions come from a separate head, not from tokens")
 
 
 def test_statistics_are_those_of_the_file_or_of_config(tmp_path: Path) -> None:
@@ -185,9 +185,9 @@ def test_statistics_are_those_of_the_file_or_of_config(tmp_path: Path) -> None:
 
 def test_a_state_needs_its_own_statistics() -> None:
     of_actions = DatasetStatistics(ActionStatistics.of([[0.0], [1.0]]))
-    with pytest.raises(ConfigError, match="of actions only"):
+    with pytest.raises(ConfigError, match="statistics only have actions"):
         refuse_other_state(of_actions, 5)
-    with pytest.raises(ConfigError, match="another robot's state"):
+    with pytest.raises(ConfigError, match="robot state and that of the statistics differ"):
         refuse_other_state(DatasetStatistics(of_actions.action, ActionStatistics.plain(4)), 5)
     refuse_other_state(of_actions, 0)
     refuse_other_state(DatasetStatistics(ActionStatistics.plain(2)), 5)  # a fresh policy's
