@@ -52,7 +52,7 @@ def without_weight(messages: list[Message]) -> list[Message]:
 
 
 def extra_keys(message: Message) -> list[str]:
-    """Return the message's keys, besides the content, that a chat template has to write."""
+    """Return the message's keys other than the content that a chat template has to write."""
     known = ("role", "content", WEIGHT, *(_OF_CALLS if message.get("role") == "tool" else ()))
     return [key for key in message if key not in known]
 

@@ -49,7 +49,11 @@ def estimator(name: str) -> list[str]:
             ["both teacher.path and teacher.models"],
         ),
         ([DISTIL, "teacher.models={'a/b': {path: .}}"], "teacher.models.a/b", ["cannot be part of a metric"]),
-        ([DISTIL, "teacher.models={b: {path: no/such/model}}"], "teacher.models.b.path", ["no such model folder"]),
+        (
+            [DISTIL, "teacher.models={b: {path: no/such/model}}"],
+            "teacher.models.b.path",
+            ["model folder does not exist"],
+        ),
         (["algorithm.distillation.estimator=klx"], "algorithm.distillation.estimator", ["did you mean"]),
         (["algorithm.kl={use: loss, estimator: full}"], "algorithm.kl.estimator", ["both distributions", "low_var_kl"]),
         (["algorithm.distillation.estimator=full"], "algorithm.distillation.estimator", ["reverse_kl"]),
