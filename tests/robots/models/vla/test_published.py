@@ -156,7 +156,7 @@ def test_files_that_fit_nothing_are_refused(tmp_path: Path) -> None:
 
     file = tmp_path / FILE_OF_ITS_OWN
     file.write_bytes(pickle.dumps(_Code()))
-    refused("cannot read the projector")
+    refused("cannot be read")
     torch.save({"fc1.weight": torch.zeros(4, 2)}, file)
     refused("not the projector of a policy's state")
     publish(tmp_path, own_file=True)
