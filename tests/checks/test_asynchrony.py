@@ -35,7 +35,7 @@ def test_what_generates_nothing_cannot_run_ahead():
 def test_context_parallel_ranks_end_together(failures):
     (check,) = failures(*READY, *CP)
     assert check.key == "rollout.parallel.cp"
-    assert "no group is finished before the others" in check.message
+    assert "no group is ready before the others" in check.message
     assert failures(*AHEAD, *CP) == []
 
 
