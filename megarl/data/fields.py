@@ -1,8 +1,7 @@
 """All fields that a batch may have in a run of megarl's own stages: form, writer and meaning of each.
 
 A stage of megarl's own that declares another field does not import, and a node that returns one of these with a value
-of another form fails. A stage of a user's own may add fields of other names. The table in docs/architecture.md is what
-`table` returns.
+of another form fails. A stage of a user's own may add fields of other names. `page` returns docs/fields.md.
 
     dtype     of a tensor (int64, float32, bool, uint8; the model's: one of two), or of the values of a column, a plain
               list (str, int, dict)
@@ -260,6 +259,14 @@ FIELDS: dict[str, Field] = {
 }
 
 
+_HEAD = """# Fields of a batch
+
+`python -m megarl.data.fields > docs/fields.md` writes this page. A jagged field has as many entries per sample as it
+has tokens of the prompt or the response, turns, policy calls, or runs of tokens of the same weights. A stage of your
+own may add fields under other names.
+"""
+
+
 def known(name: str) -> Field | None:
     """Return the field of that name, or of a camera's prefix; None: a user's field."""
     prefix, slash, _ = name.partition("/")
@@ -277,5 +284,10 @@ def table() -> str:
     return "\n".join([*head, *rows])
 
 
+def page() -> str:
+    """Return docs/fields.md."""
+    return f"{_HEAD}\n{table()}"
+
+
 if __name__ == "__main__":
-    print(table())
+    print(page())
