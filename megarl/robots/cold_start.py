@@ -26,10 +26,6 @@ def load_calls(c: RankState, robots: Robots) -> PromptLoader:
     """Policy calls of the demonstrations that `sft.train_files` names. Collective over the ranks of a team.
 
     What experts show is written to RUN_DIR/demonstrations by one rank, and read by all.
-
-    Raises:
-        ConfigError, DataError: no demonstrations, or of another robot.
-        SimulatorError: no simulator works any more.
     """
     config, layout, body = c.config, c.layout, robots.body
     assert config.robot is not None

@@ -10,8 +10,7 @@ from megarl.architectures.vision import VisionShape
 from megarl.artifacts.facts import local_folder
 from megarl.config.components import settings_at
 from megarl.config.run import RunConfig
-from megarl.robots.config import RobotConfig
-from megarl.robots.embedding_config import EmbeddingSettings
+from megarl.robots.config import EmbeddingSettings, RobotConfig
 from megarl.robots.simulators.registry import SIMULATORS, simulator_class
 from megarl.system.errors import ConfigError
 

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from megarl.algorithms.progress import ProgressReport, ProgressScorer, ProgressSettings
 from megarl.config.components import settings_at
 from megarl.data.batch import Batch
-from megarl.robots.embedding_config import EmbeddingSettings
+from megarl.robots.config import EmbeddingSettings
 from megarl.system.device import device
 from megarl.system.errors import ConfigError
 from megarl.system.tracing import phase
@@ -56,11 +56,7 @@ class EpisodeScores:
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> EpisodeScores:
-        """Make the scores that the section `robot` asks for.
-
-        Raises:
-            ConfigError: a key that there is none of, or a value that it does not take.
-        """
+        """Make the scores that the section `robot` asks for."""
         assert config.robot is not None, "a recipe with the section `robot`"
         reward, embedder, seed = config.robot.reward, None, config.trainer.seed
         settings = settings_at("robot.reward.srpo", reward.srpo, ProgressSettings)
@@ -126,11 +122,7 @@ class EpisodeScores:
         return kept if self._layout.rank == 0 else {}
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint; one without the file is of a run that had nothing to keep.
-
-        Raises:
-            ConfigError: what it keeps was made with another embedding.
-        """
+        """Go on from a checkpoint; one without the file is of a run that had nothing to keep."""
         if not (folder / FILE).is_file():
             return
         with safe_open(folder / FILE, "pt") as file:

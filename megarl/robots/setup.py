@@ -77,11 +77,7 @@ class Body:
 
 
 def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
-    """Return how policy calls of the section `robot` go through the model.
-
-    Raises:
-        ConfigError: the model is no robot policy, or the section has a name that there is not.
-    """
+    """Return how policy calls of the section `robot` go through the model."""
     robot, shape = config.robot, vision_of(hf)
     assert robot is not None, "a recipe with the section `robot`"
     if shape is None:
@@ -105,11 +101,7 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
 
 
 def body_of(config: RunConfig, sequences: VLALayout, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
-    """Return how the policy acts whose calls are of `sequences`; `data`: statistics of what it acts like.
-
-    Raises:
-        ConfigError: section, model and statistics do not fit.
-    """
+    """Return how the policy acts whose calls are of `sequences`; `data`: statistics of what it acts like."""
     robot = config.robot
     assert robot is not None, "a recipe with the section `robot`"
     codec = ActionCodec(_tokens(hf), data.action, gripper_rule(robot.gripper, "robot.gripper"))
@@ -167,11 +159,7 @@ def _bounds(known: Mapping[str, DatasetStatistics]) -> str:
 
 
 def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
-    """Refuse a checkpoint whose policy acts on another scale; one of an older version does not say.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Refuse a checkpoint whose policy acts on another scale; one of an older version does not say."""
     known = getattr(hf, "action_statistics", None)
     if not known:
         return
@@ -207,25 +195,16 @@ def _refuse_other_sizes(robot: RobotConfig, codec: ActionCodec, shape: VisionSha
 
 @dataclass
 class Robots:
-    """The simulators of a run on one rank, and what plays in them.
+    """The simulators of a run on one rank, and what plays in them."""
 
-    Attributes:
-        pool: simulators; only on the first rank of a replica.
-        tasks: what is played, on every rank.
-        trials: start states, by split.
-        player: plays; None until there is a policy.
-        policy: acts; None as well.
-        counts: what was played last.
-    """
-
-    pool: SimulatorPool | None
-    tasks: Mapping[str, TaskSpec]
+    pool: SimulatorPool | None  # simulators; only on the first rank of a replica
+    tasks: Mapping[str, TaskSpec]  # what is played, on every rank
     body: Body
-    trials: Mapping[Split, Trials]
+    trials: Mapping[Split, Trials]  # start states, by split
     prompt_ids: Callable[[str], list[int]]
-    player: Player | None = None
-    policy: SamplingPolicy | None = None
-    counts: PlayCounts = field(default_factory=PlayCounts)
+    player: Player | None = None  # plays; None until there is a policy
+    policy: SamplingPolicy | None = None  # acts; None as well
+    counts: PlayCounts = field(default_factory=PlayCounts)  # what was played last
 
     def take_policy(self, engine: MegatronEngine, config: RunConfig, layout: Layout) -> None:
         """Play with the weights of `engine`. Collective over a replica."""
@@ -289,12 +268,7 @@ class Robots:
 def open_robots(
     config: RunConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout
 ) -> Robots | None:
-    """Start the simulators that the recipe asks for, and learn what is played; None: it has no section `robot`.
-
-    Raises:
-        ConfigError: simulator, tasks, model and recipe do not fit.
-        SimulatorError: the simulator does not start.
-    """
+    """Start the simulators that the recipe asks for, and learn what is played; None: it has no section `robot`."""
     robot = config.robot
     if robot is None:
         return None

@@ -16,9 +16,6 @@ def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, D
     """Return the statistics of a policy's training data sets by name, and their source; None if there are none.
 
     They come from dataset_statistics.json, else from `norm_stats` of config.json, as in OpenVLA-OFT and SimpleVLA-RL.
-
-    Raises:
-        DataError: the statistics cannot be read; the message names the place.
     """
     file, config = folder / FILE, folder / "config.json"
     if file.is_file():
@@ -34,9 +31,6 @@ def refuse_other_state(data: DatasetStatistics, state: int) -> None:
     """Check that statistics scale a robot's state of `state` numbers (0: no state).
 
     Statistics of a new policy scale neither actions nor states.
-
-    Raises:
-        ConfigError: their state has a different size, or they only have actions.
     """
     if not state:
         return

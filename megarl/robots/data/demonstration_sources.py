@@ -27,11 +27,6 @@ def find_demonstrations(
             TASK=FILE.hdf5, one of LIBERO's files.
         tasks: the tasks to learn, by name.
         cameras: the cameras' names in LeRobot's data, by their names in the tasks, where they differ.
-
-    Raises:
-        ConfigError: a source is none of these, or names no known task or camera.
-        DataError: a file is damaged, its actions, states or cameras do not fit the task, or a source has no
-            demonstration of the tasks.
     """
     demonstrations: list[OpenDemonstration] = []
     for place, source in enumerate(sources):

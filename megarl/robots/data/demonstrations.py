@@ -35,18 +35,12 @@ _FRAMES = "frames."
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One successful episode.
-
-    Attributes:
-        frames: uint8 [T, H, W, 3] by camera: the observation before each action.
-        states: float32 [T, S], likewise; S may be 0.
-        actions: float32 [T, D].
-    """
+    """One successful episode."""
 
     task: str
-    frames: Mapping[str, NDArray[np.uint8]]
-    states: NDArray[np.float32]
-    actions: NDArray[np.float32]
+    frames: Mapping[str, NDArray[np.uint8]]  # uint8 [T, H, W, 3] by camera: the observation before each action
+    states: NDArray[np.float32]  # float32 [T, S], likewise; S may be 0
+    actions: NDArray[np.float32]  # float32 [T, D]
 
     def __post_init__(self) -> None:
         steps = {name: len(value) for name, value in self._arrays().items()}
@@ -67,24 +61,14 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class OpenDemonstration:
-    """A demonstration whose frames are read on demand; its few numbers per step are in memory.
-
-    Attributes:
-        where: file or folder, for messages.
-        cameras: cameras with frames.
-        states: float32 [T, S]; S may be 0.
-        actions: float32 [T, D].
-        frame: returns the frame uint8 [H, W, 3] of a camera at an environment step.
-
-    Raises:
-        DataError: states and actions differ in length, or a number is not finite; it names the place.
-    """
+    """A demonstration whose frames are read on demand; its few numbers per step are in memory."""
 
     task: str
-    where: str
-    cameras: tuple[str, ...]
-    states: NDArray[np.float32]
-    actions: NDArray[np.float32]
+    where: str  # file or folder, for messages
+    cameras: tuple[str, ...]  # cameras with frames
+    states: NDArray[np.float32]  # float32 [T, S]; S may be 0
+    actions: NDArray[np.float32]  # float32 [T, D]
+    # returns the frame uint8 [H, W, 3] of a camera at an environment step
     frame: Callable[[str, int], NDArray[np.uint8]]
 
     def __post_init__(self) -> None:
@@ -146,10 +130,6 @@ def open_libero(
         path: an HDF5 file with data/demo_0, data/demo_1, ...
         task: name of the file's task, which the file does not contain.
         cameras: one or both of `agentview` and `wrist`.
-
-    Raises:
-        UnavailableError: h5py is not installed.
-        DataError: the file does not exist or lacks a part; the message names it.
     """
     cameras = tuple(cameras)
     for episode in _libero_episodes(path):
@@ -228,9 +208,6 @@ def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
 
     Args:
         tasks: yield only demonstrations of these tasks; other files are not read.
-
-    Raises:
-        DataError: there are no demonstrations, or a file is in another format.
     """
     for path, facts in _demonstrations(folder, tasks):
         with _opened(path) as (file, _):

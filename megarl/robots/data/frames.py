@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.config.components import settings_at
-from megarl.robots.embedding_config import EmbeddingSettings
+from megarl.robots.config import EmbeddingSettings
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

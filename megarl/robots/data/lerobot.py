@@ -52,11 +52,7 @@ class _Episode:
 
 @dataclass(frozen=True)
 class LeRobotFolder:
-    """A data set in LeRobot's format.
-
-    Raises:
-        DataError: a file is missing or not in this format; the message names it.
-    """
+    """A data set in LeRobot's format."""
 
     folder: Path
 
@@ -189,10 +185,6 @@ def open_lerobot(
             instruction its own instruction equals, ignoring case.
         cameras: name of a feature by the simulator's camera; `observation.images.` may be left out.
         task: task of all episodes, whatever their instructions; None: the instructions decide.
-
-    Raises:
-        ConfigError: the data set has no such camera.
-        DataError: a file is missing or damaged; the message names it.
     """
     data = LeRobotFolder(Path(folder))
     named = {camera: _feature(data, name, camera) for camera, name in cameras.items()}
@@ -343,11 +335,7 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
 
 
 def cameras_of(spec_cameras: Sequence[str], recorded: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the data set's name of each of a task's cameras; cameras that are not in `recorded` keep their names.
-
-    Raises:
-        ConfigError: the recipe names a camera that the task does not have.
-    """
+    """Return the data set's name of each of a task's cameras; cameras that are not in `recorded` keep their names."""
     for camera in recorded:
         if camera not in spec_cameras:
             raise ConfigError("the task has no such camera", where=where, found=camera, allowed=list(spec_cameras))

@@ -33,22 +33,17 @@ _AT_A_TIME = {"cpu": 4}
 
 @dataclass(frozen=True)
 class PicturePipeline:
-    """The steps for a frame between the camera and the normalisation, in this order.
+    """The steps for a frame between the camera and the normalisation, in this order."""
 
-    Attributes:
-        size: height and width of the result.
-        rotate: turn by 180 degrees; LIBERO renders upside down, and its demonstrations were turned.
-        jpeg: quality of a JPEG file that the frame goes through, at its rendered size; None: it goes through none.
-            The demonstrations of published checkpoints were stored so, and their evaluation does it too.
-        resize: filter by which the frame becomes `size` x `size`, whatever its shape; None: it is not resized here.
-        crop: share of the area that is kept, around the centre, and enlarged to `size`; None: all. A checkpoint that
-            was trained with random crops is evaluated with the central one.
-    """
-
-    size: int
-    rotate: bool = False
+    size: int  # height and width of the result
+    rotate: bool = False  # turn by 180 degrees; LIBERO renders upside down, and its demonstrations were turned
+    # quality of a JPEG file that the frame goes through, at its rendered size; None: it goes through none. The
+    # demonstrations of published checkpoints were stored so, and their evaluation does it too.
     jpeg: int | None = None
+    # filter by which the frame becomes `size` x `size`, whatever its shape; None: it is not resized here
     resize: str | None = None
+    # share of the area that is kept, around the centre, and enlarged to `size`; None: all. A checkpoint that was
+    # trained with random crops is evaluated with the central one.
     crop: float | None = None
 
     def __post_init__(self) -> None:
@@ -62,11 +57,7 @@ class PicturePipeline:
             raise ConfigError("no quality of a JPEG file", where="jpeg", found=self.jpeg, allowed="1 to 100")
 
     def __call__(self, frames: Tensor) -> Tensor:
-        """Return the frames of one shape, uint8 [..., H, W, 3], as pictures, uint8 [..., size, size, 3].
-
-        Raises:
-            DataError: another shape or kind of numbers, or frames of another size that nothing here resizes.
-        """
+        """Return the frames of one shape, uint8 [..., H, W, 3], as pictures, uint8 [..., size, size, 3]."""
         _check(frames)
         height, width = frames.shape[-3:-1]
         if self.resize is None and self.crop is None and (height, width) != (self.size, self.size):
@@ -105,24 +96,16 @@ PIPELINES = {
 
 @dataclass(frozen=True)
 class Normalisation:
-    """The step from pictures to pixels of one or more vision towers: (level / 255 - mean) / deviation, per channel.
+    """The step from pictures to pixels of one or more vision towers: (level / 255 - mean) / deviation, per channel."""
 
-    Attributes:
-        means: means of red, green and blue, for each tower.
-        deviations: likewise.
-    """
-
-    means: tuple[tuple[float, ...], ...]
-    deviations: tuple[tuple[float, ...], ...]
+    means: tuple[tuple[float, ...], ...]  # means of red, green and blue, for each tower
+    deviations: tuple[tuple[float, ...], ...]  # likewise
 
     @classmethod
     def of_checkpoint(cls, config: Mapping[str, Any], where: str) -> Normalisation:
         """Read `means` and `stds` from the content `config` of a checkpoint's preprocessor_config.json.
 
         They are worth reading: OpenVLA's are rounded to bfloat16 (0.484375 for 0.485).
-
-        Raises:
-            ConfigError: one of them is missing, or they are no finite triples, deviations above 0; `where` is named.
         """
         try:
             parts = [tuple(tuple(float(x) for x in tower) for tower in config[key]) for key in ("means", "stds")]
@@ -170,10 +153,6 @@ def policy_normalisation(
     Args:
         preprocessor: content of its preprocessor_config.json; None: it has none, and gets the usual numbers.
         side: side of their pictures, in pixels.
-        where: the file, for messages.
-
-    Raises:
-        ConfigError: the file is of other towers, or pictures of another size.
     """
     if preprocessor is None:
         return _OF_TOWERS[towers]
@@ -195,15 +174,11 @@ def policy_normalisation(
 class VideoPipeline:
     """The step from frames of an episode to the clip that a video encoder reads. The defaults are V-JEPA 2's at 384
     pixels.
-
-    Attributes:
-        frames: length of the clip.
-        size: height and width; frames are resized until their shorter side is 256/224 of it, and cropped.
-        filter: filter of resizing. V-JEPA 2's own transforms, its class in transformers and SRPO's are bilinear.
     """
 
-    frames: int = 64
-    size: int = 384
+    frames: int = 64  # length of the clip
+    size: int = 384  # height and width; frames are resized until their shorter side is 256/224 of it, and cropped
+    # filter of resizing. V-JEPA 2's own transforms, its class in transformers and SRPO's are bilinear.
     filter: str = "bilinear"
     normalisation: Normalisation = IMAGENET
 

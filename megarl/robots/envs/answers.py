@@ -23,21 +23,18 @@ class Failure:
     """An episode that cannot be scored. Its process has been replaced; the slot is free.
 
     Attributes:
-        kind: `crash`, the process died; `hang`, no answer in time; `raised`, the simulator raised an error; `state`,
-            numbers that are not finite; `frames`, pictures that do not fit the task; `differs`, the replay with the
-            same actions gave another episode.
-        text: what happened, in one clause.
         task, trial: of the episode.
-        chunks: policy calls that had been answered.
-        output: last lines of the process.
     """
 
+    # `crash`, the process died; `hang`, no answer in time; `raised`, the simulator raised an error; `state`, numbers
+    # that are not finite; `frames`, pictures that do not fit the task; `differs`, the replay with the same actions gave
+    # another episode
     kind: str
-    text: str
+    text: str  # what happened, in one clause
     task: str
     trial: int
-    chunks: int
-    output: str
+    chunks: int  # policy calls that had been answered
+    output: str  # last lines of the process
 
 
 #: An observation begins an episode, an outcome answers a chunk of actions.
@@ -49,18 +46,16 @@ class PoolCounts:
     """The counters of a pool since its creation.
 
     Attributes:
-        constructions: number of constructed simulators, by task.
-        failures: of processes, by kind, whether or not the episode could be replayed.
         resets, chunks, steps: resets, policy calls and environment steps, including those of replayed episodes.
-        seconds: of all processes: `construct`, `reset`, `step`, and the parts that a simulator reports, `physics` and
-            `render`.
     """
 
-    constructions: Counter[str] = field(default_factory=Counter)
+    constructions: Counter[str] = field(default_factory=Counter)  # number of constructed simulators, by task
+    # of processes, by kind, whether or not the episode could be replayed
     failures: Counter[str] = field(default_factory=Counter)
     resets: int = 0
     chunks: int = 0
     steps: int = 0
+    # of all processes: `construct`, `reset`, `step`, and the parts that a simulator reports, `physics` and `render`
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 

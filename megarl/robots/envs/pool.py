@@ -41,23 +41,15 @@ _EXIT_S = 2.0  # for processes that are asked to end
 
 @dataclass
 class _Episode:
-    """The episode that a slot plays.
-
-    Attributes:
-        chunks: the actions of all policy calls so far.
-        sums: checksums of the answers so far: to the reset, and to policy calls.
-        record: the recording of a clip; None: no clip.
-        advice: the expert's action is requested.
-        failures: number of processes that failed in it.
-    """
+    """The episode that a slot plays."""
 
     task: str
     trial: int
-    chunks: list[Numbers] = field(default_factory=list)
-    sums: list[int] = field(default_factory=list)
-    record: Recording | None = None
-    advice: bool = False
-    failures: int = 0
+    chunks: list[Numbers] = field(default_factory=list)  # the actions of all policy calls so far
+    sums: list[int] = field(default_factory=list)  # checksums of the answers so far: to the reset, and to policy calls
+    record: Recording | None = None  # the recording of a clip; None: no clip
+    advice: bool = False  # the expert's action is requested
+    failures: int = 0  # number of processes that failed in it
 
     @property
     def owed(self) -> bool:
@@ -67,21 +59,14 @@ class _Episode:
 
 @dataclass
 class _Slot:
-    """One process of the pool.
-
-    Attributes:
-        played: answers that this process gave in this episode; fewer than the slot gave while it replays.
-        kept: tasks with a constructed simulator.
-        failures: of its processes since the last finished or dropped episode.
-        used: whether it has played.
-    """
+    """One process of the pool."""
 
     process: SimulatorProcess
     episode: _Episode | None = None
-    played: int = 0
-    kept: list[str] = field(default_factory=list)
-    failures: int = 0
-    used: bool = False
+    played: int = 0  # answers that this process gave in this episode; fewer than the slot gave while it replays
+    kept: list[str] = field(default_factory=list)  # tasks with a constructed simulator
+    failures: int = 0  # of its processes since the last finished or dropped episode
+    used: bool = False  # whether it has played
 
     @property
     def owed(self) -> bool:
@@ -93,17 +78,12 @@ class SimulatorPool:
 
     Args:
         settings: the simulator, and the number of processes.
-        where: the place of `settings` in the recipe, for messages.
         cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: it has none.
 
     Attributes:
         settings: as given.
         tasks: available tasks, by name.
         counts: counters so far.
-
-    Raises:
-        ConfigError: an unknown simulator, interpreter, task or setting, or an invalid value.
-        SimulatorError: the simulator's module does not import, or does not list its tasks.
     """
 
     def __init__(self, settings: SimulatorSettings, *, where: str = "env", cuda_device: int | None = None) -> None:
@@ -175,9 +155,6 @@ class SimulatorPool:
         """Return answers by slot: at least one if any is pending, or none after `wait_s` seconds.
 
         A slot answers every call once. After a final Outcome, or a Failure, it is idle.
-
-        Raises:
-            SimulatorError: no process works any more, or the first construction of a task's simulator failed.
         """
         until = time.monotonic() + wait_s
         while True:

@@ -40,9 +40,6 @@ class SimulatorProcess:
     Attributes:
         waiting: the pending answers, in order.
         since: start time of the first of them.
-
-    Raises:
-        ConfigError: there is no such interpreter.
     """
 
     def __init__(self, settings: SimulatorSettings, where: str, cuda_device: int | None) -> None:
@@ -205,9 +202,6 @@ def environment(settings: SimulatorSettings, where: str, cuda_device: int | None
 
     Args:
         cuda_device: this rank's CUDA device, as the recipe's `egl_devices` numbers it; None: it has none.
-
-    Raises:
-        ConfigError: `egl_devices` has entries, but none for this device.
     """
     made = {**os.environ, **as_parent(), **dict.fromkeys(_THREADS, str(settings.threads))}
     if not settings.egl_devices or cuda_device is None:

@@ -34,11 +34,7 @@ class SimulatorSettings(ComponentSection):
     )
 
     def check(self, where: str) -> None:
-        """Refuse an unknown simulator's name.
-
-        Raises:
-            ConfigError: the name is unknown; `where` is the section's place in the recipe.
-        """
+        """Refuse an unknown simulator's name."""
         if not is_known(self.name):
             near = close_matches(self.name, SIMULATORS)
             raise ConfigError(

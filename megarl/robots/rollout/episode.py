@@ -36,34 +36,22 @@ _TRIM_BYTES = 256 << 20
 
 @dataclass
 class Episode:
-    """The observations and actions of an episode. All lists have one entry per policy call.
-
-    Attributes:
-        seen: observations before the calls.
-        chunks: the policy's output.
-        executed: environment steps of each chunk.
-        end: the observation after the last action; None: it is under way.
-        progress: how much of it at the end, where the simulator knows; else NaN.
-        failure: why it cannot be scored; empty: it can.
-        failure_kind: in one word, see `megarl.robots.envs.Failure`.
-        clip: where it is recorded, see `Outcome.clip`; of an episode that failed no frames.
-        prompt_ids: tokens of what the policy is told.
-        instruction: the text of it; empty: the task's.
-    """
+    """The observations and actions of an episode. All lists have one entry per policy call."""
 
     spec: TaskSpec
     trial: int
-    seen: list[Observation] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    executed: list[int] = field(default_factory=list)
-    end: Observation | None = None
+    seen: list[Observation] = field(default_factory=list)  # observations before the calls
+    chunks: list[Chunk] = field(default_factory=list)  # the policy's output
+    executed: list[int] = field(default_factory=list)  # environment steps of each chunk
+    end: Observation | None = None  # the observation after the last action; None: it is under way
     success: bool = False
-    progress: float = math.nan
-    failure: str = ""
-    failure_kind: str = ""
+    progress: float = math.nan  # how much of it at the end, where the simulator knows; else NaN
+    failure: str = ""  # why it cannot be scored; empty: it can
+    failure_kind: str = ""  # in one word, see `megarl.robots.envs.Failure`
+    # where it is recorded, see `Outcome.clip`; of an episode that failed no frames
     clip: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
-    prompt_ids: list[int] = field(default_factory=list)
-    instruction: str = ""
+    prompt_ids: list[int] = field(default_factory=list)  # tokens of what the policy is told
+    instruction: str = ""  # the text of it; empty: the task's
 
     @property
     def finish_step(self) -> int:
@@ -84,12 +72,12 @@ class Episode:
 
     def executed_tokens(self) -> NDArray[np.bool_]:
         """Return bool [calls * K * D]: tokens of actions that were executed; none of an episode that failed."""
-        made = [np.arange(len(chunk.token_ids)) < steps * self.spec.action_dim for chunk, steps in self._calls()]
+        made = [
+            np.arange(len(chunk.token_ids)) < steps * self.spec.action_dim
+            for chunk, steps in zip(self.chunks, self.executed, strict=True)
+        ]
         mask = np.concatenate(made)
         return mask & (not self.failure)
-
-    def _calls(self) -> list[tuple[Chunk, int]]:
-        return list(zip(self.chunks, self.executed, strict=True))
 
 
 def episode_values(episodes: Sequence[Episode], version: int) -> dict[str, Any]:

@@ -33,14 +33,12 @@ class ExpertCounts:
 
     Attributes:
         solved, unsolved: episodes, by task.
-        failures: episodes whose simulator failed, by kind.
-        steps: environment steps of what was given.
     """
 
     solved: Counter[str] = field(default_factory=Counter)
     unsolved: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    steps: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # episodes whose simulator failed, by kind
+    steps: int = 0  # environment steps of what was given
 
     def describe(self) -> str:
         """Return one line for the log.
@@ -97,10 +95,6 @@ def demonstrate(
         seed: seed of the noise, which for each environment step of an episode depends on this, task and trial only.
         counts: is told what was done.
         advance: `advance(1)` is called when one more episode is over.
-
-    Raises:
-        ConfigError: the simulator has no expert for a task.
-        SimulatorError: no simulator works any more.
     """
     assert noise >= 0, f"a standard deviation of {noise}"
     yield from _Stage(pool, episodes, noise, seed, ExpertCounts() if counts is None else counts, advance).play()

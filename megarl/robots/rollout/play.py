@@ -43,35 +43,24 @@ class PlayError(MegarlError):
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """The start of an episode.
+    """The start of an episode."""
 
-    Attributes:
-        sample_id: names it in messages.
-        seed: seed of policy call k.
-    """
-
-    sample_id: str
+    sample_id: str  # names it in messages
     task: str
     trial: int
     prompt_ids: list[int]
-    seed: Callable[[int], int]
+    seed: Callable[[int], int]  # seed of policy call k
 
 
 @dataclass
 class PlayCounts:
-    """The counts of a call of `play`.
+    """The counts of a call of `play`."""
 
-    Attributes:
-        wait_s: the policy had nothing to do, and waited for physics and pictures.
-        act_s: in the policy.
-        failures: episodes that cannot be scored, by kind.
-    """
-
-    wait_s: float = 0.0
-    act_s: float = 0.0
+    wait_s: float = 0.0  # the policy had nothing to do, and waited for physics and pictures
+    act_s: float = 0.0  # in the policy
     calls: int = 0
     steps: int = 0
-    failures: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)  # episodes that cannot be scored, by kind
 
 
 class Player:
@@ -113,10 +102,6 @@ class Player:
         """Return one episode per start, in their order. `advance(k)` is called when k more are over.
 
         With `record` each has a clip of what the simulator showed (`Episode.clip`).
-
-        Raises:
-            PlayError: a simulator failed, and `on_error` is `fail`.
-            SimulatorError: none works any more.
         """
         game = _Game(self, starts, advance, record)
         game.play()

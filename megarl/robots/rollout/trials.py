@@ -23,21 +23,15 @@ from megarl.system.errors import ConfigError, count
 
 @dataclass
 class Trials:
-    """The (task, start state) pairs of a split, task after task; see `megarl.data.loader.Indexed`.
-
-    Attributes:
-        pairs: pairs of all tasks.
-        prompts: tokens of each task's instruction.
-        sets: names of the sets of validation that pairs belong to, of those that bear more than the task's name.
-        fingerprint: hash of tasks, prompts and start states.
-    """
+    """The (task, start state) pairs of a split, task after task; see `megarl.data.loader.Indexed`."""
 
     split: Split
-    pairs: Sequence[tuple[str, int]]
-    prompts: Mapping[str, Sequence[int]]
+    pairs: Sequence[tuple[str, int]]  # pairs of all tasks
+    prompts: Mapping[str, Sequence[int]]  # tokens of each task's instruction
     texts: Mapping[str, str]
+    # names of the sets of validation that pairs belong to, of those that bear more than the task's name
     sets: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    fingerprint: str = field(init=False)
+    fingerprint: str = field(init=False)  # hash of tasks, prompts and start states
 
     def __post_init__(self) -> None:
         told = repr((self.pairs, sorted(self.prompts.items()))).encode()
@@ -85,9 +79,6 @@ def part_trials(
         trained: start states of each task; None: all others.
         val_trained: of these, such that are measured, too.
         val_evaluation: measured ones of the simulator's list for evaluation; None: all of it.
-
-    Raises:
-        ConfigError: a task has too few.
     """
     found: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
     for task in tasks:

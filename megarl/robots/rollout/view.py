@@ -19,17 +19,11 @@ from megarl.system.errors import ConfigError
 
 @dataclass(frozen=True)
 class View:
-    """See above. Frames are worked on once, where they come from the simulator; batches hold what the policy sees.
+    """See above. Frames are worked on once, where they come from the simulator; batches hold what the policy sees."""
 
-    Attributes:
-        cameras: names, in the policy's order.
-        pictures: from a frame to a picture.
-        states: scaling of the robot's own state; None: it is seen as it is.
-    """
-
-    cameras: Sequence[str]
-    pictures: PicturePipeline
-    states: ActionStatistics | None = None
+    cameras: Sequence[str]  # names, in the policy's order
+    pictures: PicturePipeline  # from a frame to a picture
+    states: ActionStatistics | None = None  # scaling of the robot's own state; None: it is seen as it is
 
     def __call__(self, seen: Observation) -> Observation:
         """Return the policy's view of `seen`."""
@@ -52,11 +46,7 @@ class View:
         return np.ascontiguousarray(frames[..., ::-1, ::-1, :]) if self.pictures.rotate else frames
 
     def of_task(self, spec: TaskSpec) -> TaskSpec:
-        """Return the task as it is seen.
-
-        Raises:
-            ConfigError: it has no such camera, or a state of another size than the statistics are of.
-        """
+        """Return the task as it is seen."""
         missing = [name for name in self.cameras if name not in spec.cameras]
         if missing:
             raise ConfigError(

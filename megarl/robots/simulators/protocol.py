@@ -22,89 +22,54 @@ Numbers = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """The facts about a task that a policy needs.
+    """The facts about a task that a policy needs."""
 
-    Attributes:
-        name: in recipes and metrics.
-        instruction: the policy's instruction, for episodes without their own.
-        trials: number of start states.
-        max_steps: environment steps after which an episode is over.
-        action_dim: numbers of an action, D.
-        state_dim: numbers of the robot's own state; 0: it has none.
-        cameras: height and width of the pictures, by camera.
-        evaluation: number of start states, the last ones, that are only for evaluation.
-    """
-
-    name: str
-    instruction: str
-    trials: int
-    max_steps: int
-    action_dim: int
-    state_dim: int
-    cameras: Mapping[str, tuple[int, int]]
-    evaluation: int = 0
+    name: str  # in recipes and metrics
+    instruction: str  # the policy's instruction, for episodes without their own
+    trials: int  # number of start states
+    max_steps: int  # environment steps after which an episode is over
+    action_dim: int  # numbers of an action, D
+    state_dim: int  # numbers of the robot's own state; 0: it has none
+    cameras: Mapping[str, tuple[int, int]]  # height and width of the pictures, by camera
+    evaluation: int = 0  # number of start states, the last ones, that are only for evaluation
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The input of a policy.
+    """The input of a policy."""
 
-    Attributes:
-        frames: uint8 [H, W, 3], by camera.
-        state: float32 [state_dim].
-        instruction: in an episode's first observation: its own instruction; empty: the task's. Equal in all episodes of
-            a trial.
-    """
-
-    frames: Mapping[str, Frame]
-    state: Numbers
+    frames: Mapping[str, Frame]  # uint8 [H, W, 3], by camera
+    state: Numbers  # float32 [state_dim]
+    # in an episode's first observation: its own instruction; empty: the task's. Equal in all episodes of a trial.
     instruction: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a chunk of actions.
+    """The result of a chunk of actions."""
 
-    Attributes:
-        observation: after the last executed action.
-        executed: environment steps.
-        success: the task is done.
-        over: the task is done, or the limit of environment steps is reached.
-        progress: done part of the task, 0 to 1, if the simulator knows it; never shown to a policy.
-        seconds: spent, by `physics` and `render`.
-        clip: frames uint8 [n, H, W, 3] by camera, at the end of a recorded episode; added by the simulator's process.
-    """
-
-    observation: Observation
-    executed: int
-    success: bool
-    over: bool
-    progress: float | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    observation: Observation  # after the last executed action
+    executed: int  # environment steps
+    success: bool  # the task is done
+    over: bool  # the task is done, or the limit of environment steps is reached
+    progress: float | None = None  # done part of the task, 0 to 1, if the simulator knows it; never shown to a policy
+    seconds: Mapping[str, float] = field(default_factory=dict)  # spent, by `physics` and `render`
+    # frames uint8 [n, H, W, 3] by camera, at the end of a recorded episode; added by the simulator's process
     clip: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The recording of an episode for a reward that looks at videos.
+    """The recording of an episode for a reward that looks at videos."""
 
-    Attributes:
-        cameras: cameras to record, as the simulator renders them.
-        frames: maximum per camera; evenly spaced over the environment steps.
-    """
-
-    cameras: tuple[str, ...]
-    frames: int
+    cameras: tuple[str, ...]  # cameras to record, as the simulator renders them
+    frames: int  # maximum per camera; evenly spaced over the environment steps
 
 
 class Simulator:
-    """The base class of simulators: one task.
+    """The base class of simulators: one task."""
 
-    Attributes:
-        spec: of this task.
-    """
-
-    spec: TaskSpec
+    spec: TaskSpec  # of this task
     #: Keys of `settings`, with their defaults.
     settings: ClassVar[Mapping[str, Any]] = {}
 

@@ -44,7 +44,11 @@ def simulator_class(name: str) -> type[Simulator]:
         module = _import_named(module_name)
     kind = getattr(module, class_name, None)
     if not (inspect.isclass(kind) and issubclass(kind, Simulator)):
-        there = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
+        there = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isclass(value) and issubclass(value, Simulator) and value.__module__ == module.__name__
+        ]
         raise LookupError(f"{module_name} has no simulator {class_name!r}; allowed: {', '.join(there) or 'none'}")
     return kind
 
@@ -57,10 +61,6 @@ def _import_named(name: str) -> Any:
             raise
         text = f"import {__package__}, which was called {error.name}"
         raise LookupError(f"{name} does not import: {text}") from error
-
-
-def _is_own(value: Any, module: str) -> bool:
-    return inspect.isclass(value) and issubclass(value, Simulator) and value.__module__ == module
 
 
 def _from_file(file: Path) -> Any:

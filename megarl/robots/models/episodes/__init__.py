@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.robots.embedding_config import EmbeddingSettings
+from megarl.robots.config import EmbeddingSettings
 from megarl.robots.models.episodes.base import EpisodeEmbedder, build_embedder
 
 __all__ = ["EmbeddingSettings", "EpisodeEmbedder", "build_embedder"]

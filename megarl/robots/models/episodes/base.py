@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.data.batch import Batch
-    from megarl.robots.embedding_config import EmbeddingSettings
+    from megarl.robots.config import EmbeddingSettings
     from megarl.robots.simulators.protocol import Recording
     from megarl.system.comm import WorkerGroup
     from megarl.system.metrics import Metrics
@@ -61,9 +61,6 @@ def build_embedder(
         settings: the mapping `robot.reward.embedding`.
         cameras: that episodes have pictures of, in the policy's order.
         group: data-parallel ranks, which learn together.
-
-    Raises:
-        ConfigError: a key that only another embedding reads, or a checkpoint that cannot be used.
     """
     settings.check("robot.reward.embedding")
     if settings.name == "own":

@@ -32,9 +32,6 @@ class VideoEmbedder(EpisodeEmbedder):
         batch_size: clips at a time.
         by_steps: a clip is what the simulator showed after every environment step; else what the policy saw before
             each call, and at the end.
-
-    Raises:
-        ConfigError: no such checkpoint, another kind of model, or weights of the encoder missing.
     """
 
     def __init__(

@@ -40,14 +40,10 @@ class ActionTokens:
     array([31999, 31872, 31744])
     >>> tokens.columns(padded=32064)
     slice(31744, 32000, None)
-
-    Attributes:
-        vocab_size: tokens of the tokenizer, without the rows that an embedding is padded by.
-        bins: tokens that stand for numbers.
     """
 
-    vocab_size: int
-    bins: int = 256
+    vocab_size: int  # tokens of the tokenizer, without the rows that an embedding is padded by
+    bins: int = 256  # tokens that stand for numbers
 
     def __post_init__(self) -> None:
         if not 3 <= self.bins <= self.vocab_size:
@@ -65,10 +61,6 @@ class ActionTokens:
         Args:
             config: its content: `text_config.vocab_size`, which counts `pad_to_multiple_of` rows too many, and
                 `n_action_bins`.
-            where: the file, for error messages.
-
-        Raises:
-            ConfigError: a key is missing.
         """
         try:
             padded, padding = config["text_config"]["vocab_size"], config["pad_to_multiple_of"]
@@ -92,11 +84,7 @@ class ActionTokens:
         return (edges[:-1] + edges[1:]) / 2
 
     def columns(self, padded: int) -> slice:
-        """Return the action columns of logits [..., padded]; column j of them is token `start` + j.
-
-        Raises:
-            ConfigError: the logits have fewer columns than the vocabulary.
-        """
+        """Return the action columns of logits [..., padded]; column j of them is token `start` + j."""
         if padded < self.vocab_size:
             raise ConfigError(
                 "the logits lack action columns",
@@ -107,22 +95,14 @@ class ActionTokens:
         return slice(self.start, self.vocab_size)
 
     def encode(self, numbers: ArrayLike) -> Tokens:
-        """Return the tokens int64 of numbers, which are clipped to -1 to 1.
-
-        Raises:
-            DataError: a number is not finite; it is named with its place.
-        """
+        """Return the tokens int64 of numbers, which are clipped to -1 to 1."""
         values = np.asarray(numbers)
         _refuse(values, ~np.isfinite(values), "not a finite number", "actions", "finite numbers")
         edges = np.linspace(-1, 1, self.bins)
         return np.asarray(self.vocab_size - np.digitize(np.clip(values, -1, 1), edges), dtype=np.int64)
 
     def decode(self, tokens: ArrayLike) -> Floats:
-        """Return the numbers float32 from -1 to 1 of tokens, the centres of their intervals.
-
-        Raises:
-            DataError: a token is none of an action; it is named with its place.
-        """
+        """Return the numbers float32 from -1 to 1 of tokens, the centres of their intervals."""
         ids = np.asarray(tokens)
         wrong = (ids < self.start) | (ids >= self.vocab_size)
         _refuse(ids, wrong, "no action token", "tokens", f"{self.start} to {self.vocab_size - 1}")
@@ -132,19 +112,13 @@ class ActionTokens:
 
 @dataclass(frozen=True)
 class GripperRule:
-    """The conversion of gripper numbers from the policy's convention to the simulator's.
+    """The conversion of gripper numbers from the policy's convention to the simulator's."""
 
-    Attributes:
-        dims: places of the grippers in an action; negative ones count from the end. Empty: nothing is done.
-        unit: the policy's number goes from 0 to 1, the simulator's from -1 to 1.
-        binarise: the simulator is given -1 or 1, whichever is nearer; half way is 0, which moves nothing.
-        invert: the simulator's sign is the other one.
-    """
-
+    # places of the grippers in an action; negative ones count from the end. Empty: nothing is done.
     dims: tuple[int, ...] = ()
-    unit: bool = False
-    binarise: bool = False
-    invert: bool = False
+    unit: bool = False  # the policy's number goes from 0 to 1, the simulator's from -1 to 1
+    binarise: bool = False  # the simulator is given -1 or 1, whichever is nearer; half way is 0, which moves nothing
+    invert: bool = False  # the simulator's sign is the other one
 
     def to_simulator(self, actions: ArrayLike) -> Floats:
         """Convert the actions [..., D] of a policy to the simulator's convention; a copy."""
@@ -182,27 +156,17 @@ GRIPPER_RULES = {
 
 
 def gripper_rule(name: str, where: str = "gripper") -> GripperRule:
-    """Return the rule of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the rule of this name."""
     return choose(GRIPPER_RULES, name, "there is no such rule for grippers", where=where)
 
 
 @dataclass(frozen=True)
 class ActionCodec:
-    """All of the way between the tokens of a policy call and what a simulator executes.
+    """All of the way between the tokens of a policy call and what a simulator executes."""
 
-    Attributes:
-        tokens: the rule of the vocabulary.
-        statistics: statistics of the actions in the policy's data set; their D is that of every action.
-        gripper: the simulator's rule.
-    """
-
-    tokens: ActionTokens
-    statistics: ActionStatistics
-    gripper: GripperRule = GripperRule()
+    tokens: ActionTokens  # the rule of the vocabulary
+    statistics: ActionStatistics  # statistics of the actions in the policy's data set; their D is that of every action
+    gripper: GripperRule = GripperRule()  # the simulator's rule
 
     @property
     def dim(self) -> int:
@@ -210,11 +174,7 @@ class ActionCodec:
         return self.statistics.dim
 
     def to_actions(self, tokens: ArrayLike) -> Floats:
-        """Convert the action tokens [..., K * D] of policy calls to actions float32 [..., K, D] for the simulator.
-
-        Raises:
-            DataError: a token is none of an action, or their number is not a multiple of D.
-        """
+        """Convert the action tokens [..., K * D] of policy calls to actions float32 [..., K, D] for the simulator."""
         ids = np.asarray(tokens)
         if ids.ndim == 0 or ids.shape[-1] % self.dim or not ids.shape[-1]:
             raise DataError(
@@ -227,11 +187,7 @@ class ActionCodec:
         return self.gripper.to_simulator(self.statistics.denormalise(numbers))
 
     def to_tokens(self, actions: ArrayLike) -> Tokens:
-        """Convert the recorded actions [..., K, D] to the action tokens int64 [..., K * D] that a policy should say.
-
-        Raises:
-            DataError: the actions have another D, or a number is not finite.
-        """
+        """Convert the recorded actions [..., K, D] to the action tokens int64 [..., K * D] that a policy should say."""
         numbers = self.statistics.normalise(self.gripper.to_policy(actions))
         return self.tokens.encode(numbers.reshape(*numbers.shape[:-2], -1))
 

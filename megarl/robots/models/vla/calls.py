@@ -21,22 +21,16 @@ from megarl.system.errors import ConfigError, choose
 
 @dataclass(frozen=True)
 class PolicyFamily:
-    """The prompt and sequence conventions that a family of policies was trained with.
+    """The prompt and sequence conventions that a family of policies was trained with."""
 
-    Attributes:
-        template: template of the prompt; `{task}` is the instruction.
-        lower: the instruction is written in small letters.
-        last_token: token that the prompt ends with, whether or not the tokenizer puts it there; None: none is added.
-            Llama's tokenizer makes 29871, an empty token, of the space that followed `Out:` in training.
-        stop_token: stands after the slots where these are predicted in one pass.
-        parallel: the slots of a call are predicted in one pass.
-    """
-
+    # template of the prompt; `{task}` is the instruction
     template: str = "In: What action should the robot take to {task}?\nOut:"
-    lower: bool = True
+    lower: bool = True  # the instruction is written in small letters
+    # token that the prompt ends with, whether or not the tokenizer puts it there; None: none is added. Llama's
+    # tokenizer makes 29871, an empty token, of the space that followed `Out:` in training.
     last_token: int | None = 29871
-    stop_token: int = 2
-    parallel: bool = True
+    stop_token: int = 2  # stands after the slots where these are predicted in one pass
+    parallel: bool = True  # the slots of a call are predicted in one pass
 
 
 #: `small`: fresh policies with a tokenizer of their own, whose prompt is no longer than it has to be.
@@ -48,11 +42,7 @@ FAMILIES = {
 
 
 def policy_family(name: str, where: str = "family") -> PolicyFamily:
-    """Return the family of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the family of this name."""
     return choose(FAMILIES, name, "there is no such family of policies", where=where)
 
 
@@ -68,9 +58,6 @@ def prompt_text(instruction: str, family: PolicyFamily) -> str:
 def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., Any]) -> list[int]:
     """Return the tokens of the prompt, with the tokenizer's BOS first and the family's last token at the end, each
     once.
-
-    Raises:
-        ConfigError: the tokenizer has no token for a part of it, or no BOS: the pictures stand after that.
     """
     ids = [int(token) for token in tokenizer(prompt_text(instruction, family))["input_ids"]]
     unknown = getattr(tokenizer, "unk_token_id", None)
@@ -100,27 +87,18 @@ def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., 
 class CallLayout:
     """The columns of the sequence of one policy call.
 
-    Attributes:
-        prompt: tokens of the prompt, BOS among them.
-        patches: patches of one picture.
-        dim: numbers of an action, D.
-        chunk: actions of a call, K.
-        cameras: pictures of a call.
-        state: one column stands for the robot's own state.
-        parallel: see PolicyFamily.
-
     >>> layout = CallLayout(prompt=3, patches=4, dim=2, chunk=2)
     >>> layout.visual, layout.text, layout.slots, layout.predictors, layout.stop, layout.length
     (slice(1, 5, None), slice(5, 7, None), slice(7, 11, None), slice(6, 10, None), 11, 12)
     """
 
-    prompt: int
-    patches: int
-    dim: int
-    chunk: int
-    cameras: int = 1
-    state: bool = False
-    parallel: bool = True
+    prompt: int  # tokens of the prompt, BOS among them
+    patches: int  # patches of one picture
+    dim: int  # numbers of an action, D
+    chunk: int  # actions of a call, K
+    cameras: int = 1  # pictures of a call
+    state: bool = False  # one column stands for the robot's own state
+    parallel: bool = True  # see PolicyFamily
 
     def __post_init__(self) -> None:
         # The last token of the prompt predicts the first slot, and BOS stands before the pictures.

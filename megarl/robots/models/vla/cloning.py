@@ -31,12 +31,7 @@ from megarl.system.errors import DataError, choose, count
 def cloning_statistics(
     demonstrations: Sequence[OpenDemonstration], gripper: GripperRule, bounds: Bounds = "q99"
 ) -> DatasetStatistics:
-    """Return the statistics of the demonstrations' actions and states, for the policy that learns from them.
-
-    Raises:
-        DataError: there are no environment steps, or a number of the actions varies so rarely that `bounds` leave
-            nothing of it: the policy could not learn it.
-    """
+    """Return the statistics of the demonstrations' actions and states, for the policy that learns from them."""
     collector, wide = StatisticsCollector(), 0
     for one in demonstrations:
         if len(one):
@@ -74,10 +69,6 @@ class CloningExamples:
 
     Attributes:
         fingerprint: fingerprint of actions, states, prompts and settings; frames are not read for it.
-
-    Raises:
-        ConfigError: a demonstration's task has no prompt.
-        DataError: no step, or a demonstration without a camera, or with another D or S than the others.
     """
 
     def __init__(

@@ -29,11 +29,7 @@ def policy_config(
 
     Args:
         config: a policy's config.json, with the additions of the files next to it.
-        where: its place, for messages.
         preprocessor: its preprocessor_config.json, if there is one.
-
-    Raises:
-        ConfigError: it is none of a robot policy, or names what is not supported.
     """
     text = config.get("text_config")
     if config.get("model_type") != VLA_TYPE or not isinstance(text, Mapping):
@@ -51,11 +47,7 @@ def policy_config(
 
 
 def read_policy_config(folder: Path) -> PretrainedConfig:
-    """Read the same from a folder with config.json.
-
-    Raises:
-        ConfigError: there is none, or as `policy_config`.
-    """
+    """Read the same from a folder with config.json."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError("no config.json here", where="model.path", found=str(folder), fix="check the path")

@@ -65,23 +65,18 @@ class VLALayout:
     `states`.
 
     Attributes:
-        shape: the policy's vision part.
-        family: the conventions of its sequences.
-        normalise: pictures to pixels of its towers.
-        cameras: names, in the order in which the policy takes them.
         dim, chunk: numbers of an action, and actions of a call.
-        columns: first and one past the last action token.
-        block_only: only the slots and what follows see both ways; else every column does, as published policies have
-            it. Not read where slots are predicted one after another.
     """
 
-    shape: VisionShape
-    family: PolicyFamily
-    normalise: Normalisation
-    cameras: Sequence[str]
+    shape: VisionShape  # the policy's vision part
+    family: PolicyFamily  # the conventions of its sequences
+    normalise: Normalisation  # pictures to pixels of its towers
+    cameras: Sequence[str]  # names, in the order in which the policy takes them
     dim: int
     chunk: int
-    columns: tuple[int, int]
+    columns: tuple[int, int]  # first and one past the last action token
+    # only the slots and what follows see both ways; else every column does, as published policies have it. Not read
+    # where slots are predicted one after another.
     block_only: bool = False
 
     def rows(self, samples: Batch) -> Batch:

@@ -29,21 +29,13 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class Seen:
-    """The visual and state inputs of the policy calls of a stream.
+    """The visual and state inputs of the policy calls of a stream."""
 
-    Attributes:
-        pixels: [n, 3 * towers, side, side], pictures as each tower takes them, one after the other.
-        places: int64 [n * patches], where their embeddings stand in the stream.
-        states: [m, state].
-        state_places: int64 [m].
-        blank: int64, columns whose embedding is zero: slots of actions that are predicted in one pass.
-    """
-
-    pixels: Tensor
-    places: Tensor
-    states: Tensor
-    state_places: Tensor
-    blank: Tensor
+    pixels: Tensor  # [n, 3 * towers, side, side], pictures as each tower takes them, one after the other
+    places: Tensor  # int64 [n * patches], where their embeddings stand in the stream
+    states: Tensor  # [m, state]
+    state_places: Tensor  # int64 [m]
+    blank: Tensor  # int64, columns whose embedding is zero: slots of actions that are predicted in one pass
 
     def to(self, device: torch.device) -> Seen:
         """Move all tensors to `device`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.robots.embedding_config import EmbeddingSettings
+from megarl.robots.config import EmbeddingSettings
 from megarl.robots.models.episodes import build_embedder
 from megarl.robots.models.episodes.own import POINTS, OwnEmbedder, neighbours_loss
 from megarl.system.comm import WorkerGroup, team_world

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import VJEPA2Config
 
 from megarl.data.batch import Jagged
+from megarl.robots.config import EmbeddingSettings
 from megarl.robots.data.pictures import VideoPipeline
-from megarl.robots.embedding_config import EmbeddingSettings
 from megarl.robots.models.episodes import EpisodeEmbedder, build_embedder
 from megarl.robots.simulators.protocol import Recording
 from megarl.system.comm import WorkerGroup
