@@ -268,7 +268,7 @@ def test_a_dry_run_and_a_plan_say_the_same_of_memory(capsys):
     fullest = next(one["value"] for one in json.loads(shown)["numbers"] if one["name"] == "fullest device")
     cli.main(["train", *keys, "--dry-run"])
     shown = capsys.readouterr().out
-    assert f"generation may take {fullest:.1f} GB" in shown
+    assert f"generation may need {fullest:.1f} GB" in shown
     assert "[warn] memory: rollout.sglang.memory_fraction" in shown
     assert float(re.search(r"peak \(generation\) +([0-9.]+)", shown)[1]) == pytest.approx(fullest, abs=0.06)
 
