@@ -1,4 +1,4 @@
-"""The one container that samples travel in: tensors, packed sequences and plain columns, one entry per sample."""
+"""`Batch`, the container of samples: tensors, jagged sequences and plain columns, with one entry per sample."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ with torch_compile.untraced():
 
 
 class Batch:
-    """A batch of B samples. Fields are tensors [B, ...] or Jagged; columns are lists of B plain JSON values, or of
-    handles of work that this process waits for, which cannot be sent.
+    """A batch of B samples. Fields are tensors [B, ...] or Jagged; columns are lists of B plain JSON values. A column
+    may also have handles of pending work, which cannot be sent to another process.
 
     Tensors live in a TensorDict. Operations return new batches that may share memory with the old one; only `set`
     changes a batch in place.
@@ -51,10 +51,10 @@ class Batch:
             size = next(iter(lengths.values()), 0)
         wrong = {name: n for name, n in lengths.items() if n != size}
         if wrong:
-            raise ValueError(f"batch of {size} samples, but these have another length: {wrong}")
+            raise ValueError(f"fields or columns do not have {size} entries, as the batch does: {wrong}")
         both = fields.keys() & columns.keys()
         if both:
-            raise ValueError(f"both field and column: {sorted(both)}")
+            raise ValueError(f"names of both a field and a column: {sorted(both)}")
         self._size = size
         self._td = TensorDict({}, batch_size=[size])
         self._jagged: dict[str, Jagged] = {}
@@ -68,20 +68,20 @@ class Batch:
         return self._size
 
     def __contains__(self, name: str) -> bool:
-        return self._held(name) is not None
+        return self._value(name) is not None
 
     def __getitem__(self, name: str) -> Any:
         """Return the tensor, Jagged or list of that name."""
-        if (value := self._held(name)) is not None:
+        if (value := self._value(name)) is not None:
             return value
         near = close_matches(name, self.names())
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise KeyError(f"batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
 
-    def _held(self, name: str) -> Tensor | Jagged | list | None:
-        """Return the tensor, Jagged or list of that name; None: there is none."""
-        for held in (self._columns, self._jagged, self._td):
-            if (value := held.get(name, None)) is not None:
+    def _value(self, name: str) -> Tensor | Jagged | list | None:
+        """Return the tensor, Jagged or list of that name, or None."""
+        for values in (self._columns, self._jagged, self._td):
+            if (value := values.get(name, None)) is not None:
                 return value
         return None
 
@@ -93,8 +93,8 @@ class Batch:
             raise ValueError(f"{name!r} has {len(value)} entries for {self._size} samples")
         if not isinstance(value, Tensor | Jagged | list):
             raise ValueError(f"{name!r}: expected Tensor, Jagged or list, got {type(value).__name__}")
-        for held in (self._jagged, self._td, self._columns):
-            held.pop(name, None)
+        for values in (self._jagged, self._td, self._columns):
+            values.pop(name, None)
         if isinstance(value, Jagged):
             self._jagged[name] = value
         elif isinstance(value, Tensor):
@@ -103,7 +103,7 @@ class Batch:
             self._columns[name] = value
 
     def with_values(self, values: Mapping[str, Tensor | Jagged | list]) -> Batch:
-        """Return a batch that also has these fields and columns; they replace those of the same names."""
+        """Return a batch with these fields and columns added; a name that the batch has already is replaced."""
         return self._like(*by_kind({**self.fields, **self._columns, **values}), self._size)
 
     def names(self) -> list[str]:
@@ -117,7 +117,7 @@ class Batch:
 
     @property
     def columns(self) -> dict[str, list]:
-        """Plain columns by name; the lists are this batch's own."""
+        """Plain columns by name; the lists are shared with this batch."""
         return dict(self._columns)
 
     def _map(
@@ -131,7 +131,7 @@ class Batch:
         return Batch(fields, columns, size=size)
 
     def copy(self) -> Batch:
-        """Return the new batch that shares all data; `set` on it does not change this one."""
+        """Return a new batch that shares all data; `set` on it does not change this batch."""
         return self._map(lambda value: value, list, self._size)
 
     def select(self, index: Index) -> Batch:
@@ -154,7 +154,7 @@ class Batch:
         return self._map(take, lambda column: [column[i] for i in where], len(where))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Return the consecutive parts of the given sizes, which must add up to the batch; parts are views."""
+        """Split the batch into consecutive parts of these sizes, as views; the sizes must add up to all samples."""
         if sum(sizes) != self._size or any(size < 0 for size in sizes):
             raise ValueError(f"sizes {list(sizes)} do not add up to {self._size} samples")
         ends = list(itertools.accumulate(sizes))
@@ -164,7 +164,7 @@ class Batch:
         return self._like(*_cut(self.fields, self._columns, start, stop))
 
     def repeat(self, n: int) -> Batch:
-        """Return each sample n times in a row: a, a, b, b for n = 2."""
+        """Return a batch with each sample n times in a row: a, a, b, b for n = 2."""
         return self.select(torch.arange(self._size).repeat_interleave(n))
 
     def drop(self, names: Iterable[str]) -> Batch:
@@ -177,48 +177,47 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the fields on `device`; columns stay Python lists."""
+        """Return the batch with its fields on `device`; columns stay Python lists."""
         return self._map(lambda value: value.to(device), lambda column: column, self._size)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Return all samples of `batches`, in order.
+        """Join the samples of `batches`, in order.
 
         Raises:
-            ValueError: no batch, or names, kinds, dtypes or inner shapes differ; the message names them.
+            ValueError: `batches` is empty, or names, kinds, dtypes or inner shapes differ; the message names them.
         """
         return _joined([(batch.fields, batch._columns, len(batch)) for batch in batches])
 
     # -- the wire ------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """Return the safetensors file with the columns as JSON inside; no pickle. A constant number of copies for any
-        B.
+        """Serialise the batch to a safetensors file that contains the columns as JSON; no pickle.
 
         Raises:
-            ValueError: a column holds something that JSON would not give back unchanged.
+            ValueError: a column has a value that JSON would change.
         """
         return pack((self.fields, self._columns, self._size)).tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Batch:
-        """Return the inverse of `to_bytes`; everything is on the CPU, dtypes and bits are kept."""
+        """Restore a batch from `to_bytes`, bit for bit, on the CPU."""
         opened = open_block(Block((np.frombuffer(data, dtype=np.uint8),)))
         fields, columns, size = gather([(opened, 0, opened.head["size"])])
         return cls(fields, columns, size=size)
 
     def to_blocks(self, parts: Sequence[Sequence[int]], together: Sequence[int] = ()) -> Iterator[Span]:
-        """Return the samples of each part in blocks, each of which is what `to_bytes` gives of its samples, as views.
+        """Serialise parts of the batch to blocks, each with the bytes that `to_bytes` gives for its samples, as views.
 
-        The batch must not change before the bytes are where they go.
+        The batch must not change until the blocks are sent.
 
         Args:
-            parts: positions.
-            together: of each part, a number that parts have in common which share blocks of some size; empty: each
-                part is a block of its own.
+            parts: positions of the samples of each part.
+            together: a label per part; parts with the same label share blocks, up to a size limit. Empty: one block
+                per part.
 
-        Returns:
-            Of each part where it is, in order; a block is made when the first of its parts is asked for.
+        Yields:
+            The span of each part in its block, in order; a block is written with its first part.
 
         Raises:
             ValueError: as `to_bytes`.
@@ -227,17 +226,16 @@ class Batch:
 
     @staticmethod
     def from_blocks(spans: Sequence[Span]) -> Batch:
-        """Return all samples of the spans of `to_blocks`, in order, as `concat` would give them; the blocks are copied.
+        """Join the samples of spans from `to_blocks`, in order, into a new batch, as `concat` does; copies the blocks.
 
         Raises:
             ValueError: as `concat`.
         """
         opened = {block: open_block(block) for block in dict.fromkeys(span.block for span in spans)}
-        kinds = [one.kinds for one in opened.values()]
+        kinds = [block.kinds for block in opened.values()]
         if not kinds or any(kind != kinds[0] for kind in kinds):
-            return _joined(
-                [gather([(one, 0, one.head["size"])]) for one in opened.values()]
-            )  # which says how they differ
+            # Raises an error that names the difference.
+            return _joined([gather([(block, 0, block.head["size"])]) for block in opened.values()])
         fields, columns, size = gather([(opened[block], start, stop) for block, start, stop in spans])
         return Batch(fields, columns, size=size)
 
@@ -249,7 +247,7 @@ class Batch:
 def by_kind(
     values: Mapping[str, Tensor | Jagged | list],
 ) -> tuple[dict[str, Tensor | Jagged], dict[str, list]]:
-    """Return the fields and the columns among `values`."""
+    """Separate `values` into fields (tensors and Jagged) and columns (lists)."""
     columns = {name: value for name, value in values.items() if isinstance(value, list)}
     return {name: value for name, value in values.items() if not isinstance(value, list)}, columns
 
@@ -263,7 +261,7 @@ def _kind(value: Tensor | Jagged | list) -> str:
 
 
 def _cut(fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], start: int, stop: int) -> Parts:
-    """Return the samples `start` to `stop`, views; fields over the same tokens go on sharing their offsets."""
+    """Return views of the samples from `start` to before `stop`; fields that share offsets still share them."""
     shared: dict[int, Jagged] = {}
     cut: dict[str, Tensor | Jagged] = {}
     for name, value in fields.items():
@@ -278,7 +276,7 @@ def _cut(fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], sta
 def _joined(every: Sequence[Parts]) -> Batch:
     """See `Batch.concat`."""
     if not every:
-        raise ValueError("concat of no batches: the names of the fields would be unknown")
+        raise ValueError("cannot concat an empty list of batches: the names of the fields are unknown")
     first, columns, _ = every[0]
     for number, other in enumerate(every[1:], 1):
         _check_alike(every[0], other, number)

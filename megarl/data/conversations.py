@@ -122,7 +122,7 @@ class Conversations:
         if self._chat is None and (keys or len(talk) > 1):
             held = f"a message of the response holds {', '.join(map(repr, keys))}" if keys else "the response is a talk"
             raise DataError(
-                f"{held}, and no chat template is in use",
+                f"{held}, and no chat template is used",
                 where=row.where,
                 fix="set data.chat_template: true, or take it out of the row",
             )

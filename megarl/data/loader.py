@@ -35,7 +35,7 @@ class Described(Indexed, Protocol):
 class Mismatched(Protocol):
     """A data set whose samples also get the response of another sample: the one before them (KTO)."""
 
-    def set_mismatched(self, batch: Batch, own: Sequence[int], others: Sequence[int]) -> None:
+    def set_mismatched(self, batch: Batch, indices: Sequence[int], others: Sequence[int]) -> None:
         """Add to each sample of `batch` (indices `own`) the response of the sample at the same place in `others`."""
         ...
 

@@ -19,10 +19,10 @@ __all__ = ["balance", "bundles", "pack", "split_to_count"]
 def pack(lengths: Lengths, budget: int) -> list[list[int]]:
     """Pack sequences into micro-batches of at most `budget` tokens by best-fit decreasing, made as even as possible.
 
-    A sequence longer than the budget is a micro-batch by itself. Every index is in exactly one micro-batch, in
-    rising order; no micro-batch is empty; no sequences give no micro-batches. Deterministic.
+    A sequence longer than the budget gets a micro-batch of its own. Returns the sequence indices of each micro-batch,
+    in rising order; every index is in exactly one, and none is empty. The result is deterministic.
 
-    Best-fit decreasing needs at most 11/9 of the optimum plus 6/9 (Dosa 2007).
+    Best-fit decreasing needs at most 11/9 * optimum + 6/9 micro-batches (Dosa 2007).
 
     >>> pack([6, 5, 4, 3, 2], 10)
     [[0, 2], [1, 3, 4]]
@@ -36,14 +36,14 @@ def pack(lengths: Lengths, budget: int) -> list[list[int]]:
 def bundles(
     lengths: Sequence[int], shared: Sequence[Mapping[int, int]], budget: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Return sequences that are packed as one, since they share something, and the cost of each such bundle.
+    """Group sequences that share extra input (a teacher's context, for example), so that the input is paid for once.
 
-    Sequences that share the same are together as far as the budget takes them, unless that needs more micro-batches
-    than all sequences by themselves do.
+    Returns the sequence indices of each bundle and its cost in tokens. A bundle costs at most `budget` where its
+    sequences allow that. If bundling would need more micro-batches than single sequences, every sequence is a bundle.
 
     Args:
         lengths: tokens of each sequence.
-        shared: what each sequence needs in addition, by name, and how many tokens it counts for.
+        shared: for each sequence, the extra inputs that it needs: id -> cost in tokens.
 
     >>> bundles([3, 3, 3, 2], [{7: 4}, {7: 4}, {}, {7: 4}], 10)
     ([[0, 1], [2], [3]], [10, 3, 6])
@@ -51,11 +51,11 @@ def bundles(
     each = [[number] for number in range(len(lengths))]
     if not any(shared):
         return each, list(lengths)
-    extra = [sum(own.values()) for own in shared]
+    extra = [sum(inputs.values()) for inputs in shared]
     single = [length + more for length, more in zip(lengths, extra, strict=True)]
     alike: dict[tuple[int, ...], list[int]] = {}
-    for number, own in enumerate(shared):
-        alike.setdefault(tuple(sorted(own)) or (-1, number), []).append(number)
+    for number, inputs in enumerate(shared):
+        alike.setdefault(tuple(sorted(inputs)) or (-1, number), []).append(number)
     joined = list[list[int]]()
     for same in alike.values():
         room = max(1, budget - extra[same[0]])
@@ -68,13 +68,15 @@ def bundles(
 
 
 def split_to_count(lengths: Lengths, count: int, budget: int | None = None) -> list[list[int]]:
-    """Return exactly `count` micro-batches of totals as even as possible, so that all ranks can run the same number.
+    """Divide sequences into exactly `count` micro-batches with token totals as even as possible.
+
+    All ranks can thus run the same number of micro-batches. Returns the sequence indices of each micro-batch.
 
     Micro-batches are empty only when there are fewer sequences than `count`; empty ones come last. With a budget,
     no micro-batch of two or more sequences exceeds it.
 
     Raises:
-        ValueError: `count` is smaller than what `pack(lengths, budget)` needs.
+        ValueError: `count` is smaller than the number of micro-batches that `pack(lengths, budget)` needs.
 
     >>> split_to_count([3, 3, 3], 2), split_to_count([7], 2)
     ([[0, 2], [1]], [[0], []])
@@ -92,14 +94,14 @@ def split_to_count(lengths: Lengths, count: int, budget: int | None = None) -> l
 
 
 def _ordered(parts: list[list[int]], count: int) -> list[list[int]]:
-    """Return the micro-batches by their first sequence, empty ones last."""
+    """Sort the micro-batches by their first sequence, empty ones last; check that there are `count`."""
     if len(parts) != count:
-        raise ValueError(f"{len(parts)} micro-batches are needed, {count} were asked for")
+        raise ValueError(f"count is {count}, but the sequences need {len(parts)} micro-batches")
     return sorted(parts, key=lambda part: part[0] if part else float("inf"))
 
 
 def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the parts with the most sequences until there are `count`; a part of one leaves an empty half."""
+    """Halve the part with the most sequences until there are `count`; half of a single sequence is empty."""
     parts = list(parts)
     while len(parts) < count:
         most = max(range(len(parts)), key=lambda number: (len(parts[number]), -number))

@@ -1,11 +1,10 @@
-"""Rows that are preference pairs: a prompt, its better response and its worse one; and rows that are examples of KTO.
-Without torch, as render.py.
+"""Read rows of preference data: pairs of a better and a worse response, and labelled examples for KTO. Needs no torch.
 
-A row is one of these, as text or as chat messages:
+A row has one of these forms; values are text or chat messages:
 
-    {"prompt": ..., "chosen": ..., "rejected": ...}      responses may repeat the prompt's messages at their start
-    {"chosen": ..., "rejected": ...}                     both begin with the prompt: what they have in common
-    {"prompt": ..., "completion": ..., "label": true}    an example of KTO, which also takes a pair as two
+    {"prompt": ..., "chosen": ..., "rejected": ...}      responses may repeat the prompt's messages first
+    {"chosen": ..., "rejected": ...}                     the prompt is their common beginning
+    {"prompt": ..., "completion": ..., "label": true}    a KTO example; a pair counts as two examples
 """
 
 from __future__ import annotations
@@ -23,13 +22,15 @@ from megarl.system.errors import DataError, count
 
 
 def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig) -> list[Row]:
-    """Return the rows with prompt, chosen and rejected response in columns of their own, without equal responses.
+    """Return one row per preference pair, with prompt, chosen and rejected response in separate columns.
+
+    Rows with two equal responses are dropped.
 
     Raises:
-        DataError: a row lacks a column, its responses are of different forms, or have no beginning in common that
-            could be the prompt; the row is named.
+        DataError: a row lacks a column, one of its responses is text and the other messages, or the responses have no
+            common beginning that could be the prompt; the error names the row.
     """
-    found = []
+    pairs = []
     for row in rows:
         chosen = row.column(settings.chosen_key, "preference.chosen_key")
         rejected = row.column(settings.rejected_key, "preference.rejected_key")
@@ -38,28 +39,28 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
                 raise _no_response(row, key, value)
         if isinstance(chosen, str) is not isinstance(rejected, str):
             raise DataError(
-                "one response is text and the other one is messages",
+                "one response is text and the other a list of messages",
                 where=row.where,
                 found=f"{settings.chosen_key}: {chosen!r:.60}, {settings.rejected_key}: {rejected!r:.60}",
-                fix="give both the same form",
+                fix="write both as text, or both as chat messages",
             )
         if settings.margin_key is not None:
             _check_margin(row, settings.margin_key)
         if chosen != rejected:
-            found.append(_with_prompt(row, config, settings, chosen, rejected))
-    return found
+            pairs.append(_with_prompt(row, config, settings, chosen, rejected))
+    return pairs
 
 
 def differing_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig, split: str) -> list[Row]:
-    """Return `as_pairs` of the rows of a split.
+    """Return the preference pairs of a split (see `as_pairs`), and raise an error if none is left.
 
     Raises:
-        DataError: as `as_pairs`, or the responses of every row are equal.
+        DataError: as `as_pairs`, or the two responses are equal in every row.
     """
     pairs = as_pairs(rows, config, settings)
     if rows and not pairs:
         raise DataError(
-            "there is no pair: the two responses of every row are equal",
+            "no preference pair is left: the two responses are equal in every row",
             where=f"data.{split}_files",
             found=count(len(rows), "row"),
             allowed="rows whose responses differ",
@@ -69,17 +70,19 @@ def differing_pairs(rows: Sequence[Row], config: DataConfig, settings: Preferenc
 
 
 def as_examples(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig) -> list[Row]:
-    """Return the rows with prompt, completion and label in columns of their own; chosen responses of pairs come first.
+    """Return KTO examples: one row per response, with its prompt, completion and label.
+
+    A pair becomes two examples. Labelled rows come first, then all chosen responses, then all rejected ones.
 
     Raises:
-        DataError: a row lacks a column, its label is neither true nor false, its completion is empty, or it is no pair
-            (see `as_pairs`); the row is named.
+        DataError: a row lacks a column, its completion is empty, its label is not true or false, or its pair is invalid
+            (see `as_pairs`); the error names the row.
     """
-    alone, paired = list[Row](), list[Row]()
+    examples, paired = list[Row](), list[Row]()
     for row in rows:
         is_pair = not row.has(settings.completion_key) and row.has(settings.chosen_key)
-        (paired if is_pair else alone).append(row)
-    for row in alone:
+        (paired if is_pair else examples).append(row)
+    for row in examples:
         row.column(config.prompt_key, "data.prompt_key")
         response = row.column(settings.completion_key, "preference.completion_key")
         if not isinstance(response, str | list) or not response:
@@ -88,20 +91,20 @@ def as_examples(rows: Sequence[Row], config: DataConfig, settings: PreferenceCon
     pairs = as_pairs(paired, config, settings)
     for key, label in ((settings.chosen_key, True), (settings.rejected_key, False)):
         for row in pairs:
-            own = {settings.completion_key: row.column(key, ""), settings.label_key: label}
-            alone.append(Row({**row, **own}, row.source, row.number, row.unit))
-    return alone
+            values = {settings.completion_key: row.column(key, ""), settings.label_key: label}
+            examples.append(Row({**row, **values}, row.source, row.number, row.unit))
+    return examples
 
 
-#: What a label may be as text, in lower case: every column of a csv file is text.
+#: Labels as text, in lower case: every column of a csv file is text.
 _LABEL_TEXTS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def label_of(row: Row, settings: PreferenceConfig) -> bool:
-    """Return whether the response of an example is desirable.
+    """Return whether a KTO example's response is desirable, from the column `preference.label_key`.
 
     Raises:
-        DataError: its column says neither; the row is named.
+        DataError: the label is not true, false, 1 or 0; the error names the row.
     """
     key = settings.label_key
     label = row.column(key, "preference.label_key")
@@ -109,7 +112,7 @@ def label_of(row: Row, settings: PreferenceConfig) -> bool:
         label = _LABEL_TEXTS.get(label.strip().lower(), label)
     if label not in (True, False):  # also 1, 0, 1.0 and 0.0
         raise DataError(
-            f"column {key!r} does not say whether the response is desirable",
+            f"column {key!r} is not a label of true or false",
             where=row.where,
             found=label,
             allowed="true or false, or 1 or 0",
@@ -120,7 +123,7 @@ def label_of(row: Row, settings: PreferenceConfig) -> bool:
 
 def _no_response(row: Row, key: str, value: Any) -> DataError:
     return DataError(
-        f"column {key!r} holds no response",
+        f"column {key!r} is not a response",
         where=row.where,
         found=value,
         allowed="text, or chat messages",
@@ -132,14 +135,15 @@ def _check_margin(row: Row, key: str) -> None:
     margin = row.column(key, "preference.margin_key")
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise DataError(
-            f"column {key!r} holds no number", where=row.where, found=margin, allowed="a finite number", fix=row.way_out
+            f"column {key!r} is not a number", where=row.where, found=margin, allowed="a finite number", fix=row.way_out
         )
 
 
 def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chosen: Any, rejected: Any) -> Row:
-    """Return the row with its prompt in a column: as it is, or taken from the beginning of both responses.
+    """Return the row with a prompt column; without one, split the common beginning off both responses.
 
-    Responses that are conversations tell the whole prompt; text beside them, as in UltraFeedback, repeats a part.
+    Responses that are conversations contain the whole prompt. A text column of the prompt beside them, as in
+    UltraFeedback, repeats only a part of it and is replaced.
     """
     talks = isinstance(chosen, list)
     if row.has(config.prompt_key):
@@ -155,7 +159,7 @@ def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chose
         shared -= 1
     if not shared or shared in (len(chosen), len(rejected)):
         raise DataError(
-            "the two responses do not begin with a prompt that they have in common, and go on after it",
+            "no prompt: the two responses have no common beginning, or nothing follows it",
             where=row.where,
             found=f"{settings.chosen_key}: {chosen!r:.80}, {settings.rejected_key}: {rejected!r:.80}",
             allowed=f"a column {config.prompt_key!r}, or responses with a common beginning",

@@ -1,6 +1,6 @@
-"""Preferences as data to train on.
+"""Data sets of preferences: pairs of a chosen and a rejected response, or responses labelled as desirable or not (KTO).
 
-Pairs are two samples of one group, the chosen response first; labelled examples (KTO) are desirable or not.
+A pair becomes two samples of one group, the chosen response first.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _TOO_LONG = "with a prompt or a sequence that is too long"
 def open_preferences(
     config: DataConfig, settings: PreferenceConfig, *more: Any, **keywords: Any
 ) -> PairDataset | LabelledDataset:
-    """Return the pairs of a split, or the labelled examples of KTO; arguments are those of PairDataset."""
+    """Read the preference data of a split: pairs, or labelled examples for KTO; takes the arguments of PairDataset."""
     return (LabelledDataset if settings.labelled else PairDataset)(config, settings, *more, **keywords)
 
 
 class PairDataset:
-    """All pairs of a split, in the order of the files, less those with equal responses and the overlong ones.
+    """The preference pairs of a split, in file order, without pairs of equal responses and overlong ones.
 
     Attributes:
-        fingerprint: hash of all pairs kept; a checkpoint refuses to continue on other data.
+        fingerprint: hash of all remaining pairs; resuming a checkpoint with other data is an error.
         equal: pairs dropped because both responses are the same.
         overlong: pairs dropped because a sequence is too long.
     """
@@ -57,13 +57,13 @@ class PairDataset:
         """Read, render and tokenise both responses of each row.
 
         Args:
-            max_tokens: the model's limit; `preference.max_tokens` lowers it.
+            max_tokens: the most tokens of a sequence that the model takes; `preference.max_tokens` can lower it.
             stop_ids: as in SFTDataset.
             images: as in PromptDataset.
 
         Raises:
-            DataError: a row is no pair, is longer than it may be (data.overlong: error), or none is left.
-            ConfigError: no files for the split.
+            DataError: a row is not a pair, is too long while data.overlong is `error`, or no pair is left.
+            ConfigError: the recipe names no files for the split.
         """
         self.split, self._margin_key = split, settings.margin_key
         rows = read_split(config, split)
@@ -84,7 +84,7 @@ class PairDataset:
         return len(self._kept)
 
     def describe(self) -> str:
-        """Return one line for the log: how many pairs, how long, how many dropped."""
+        """Return a log line with the number of pairs, their tokens, and how many were dropped."""
         lengths = self._lengths[torch.tensor(self._kept)]
         text = f"{self.split}: {count(len(self), 'pair')} of at most {tokens_text(lengths)} a sequence"
         text += dropped((self.equal, "with equal responses"), (self.overlong, _TOO_LONG))
@@ -93,8 +93,8 @@ class PairDataset:
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the pairs at `indices`, each as two samples, the chosen response first.
 
-        Fields are those of SFTDataset.batch, with `uid` shared by the two, `sample_id`, and `margin` where the recipe
-        names its column.
+        The batch has the fields of SFTDataset.batch with one `uid` per pair, the column `sample_id`, and `margin` if
+        the recipe names its column.
         """
         places = [self._kept[i] for i in indices]
         both = Batch.concat([side.batch(places, epoch) for side in (self._chosen, self._rejected)])
@@ -108,10 +108,12 @@ class PairDataset:
 
 
 class LabelledDataset(SFTDataset):
-    """All examples of a split, less the overlong ones; of files of pairs the chosen responses, then the rejected ones.
+    """The KTO examples of a split, without overlong ones.
+
+    Pairs become two examples each: all chosen responses come first, then all rejected ones.
 
     Attributes:
-        labels: bool [examples], which are desirable.
+        labels: bool [examples], True for desirable responses.
     """
 
     limit_key = "preference.max_tokens"
@@ -129,9 +131,9 @@ class LabelledDataset(SFTDataset):
         """Read, render and tokenise prompts and responses; arguments are those of PairDataset.
 
         Raises:
-            DataError: a row is neither an example nor a pair, is longer than it may be (data.overlong: error), or none
-                is left.
-            ConfigError: no files for the split.
+            DataError: a row is neither an example nor a pair, is too long while data.overlong is `error`, or no
+                example is left.
+            ConfigError: the recipe names no files for the split.
         """
         rows = as_examples(read_split(config, split), config, settings)
         key, limit = settings.completion_key, settings.limit(max_tokens)
@@ -141,7 +143,7 @@ class LabelledDataset(SFTDataset):
         self.fingerprint = fingerprint(self.labels, self.fingerprint)
 
     def describe(self) -> str:
-        """Return one line for the log: how many examples, how many desirable, how long, how many dropped."""
+        """Return a log line with the number of examples, of desirable ones, of tokens, and of dropped ones."""
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
         text = f"{self.split}: {count(len(self), 'example')} of {tokens_text(lengths)}"
         text += f", {int(self.labels.sum())} desirable"
@@ -154,16 +156,19 @@ class LabelledDataset(SFTDataset):
         batch.set("label", self.labels[torch.tensor(indices, dtype=torch.int64)])
         return batch
 
-    def set_mismatched(self, batch: Batch, own: Sequence[int], others: Sequence[int]) -> None:
-        """Give each sample of `batch`, the examples at `own`, the response of the example in its place of `others`.
+    def set_mismatched(self, batch: Batch, indices: Sequence[int], others: Sequence[int]) -> None:
+        """Add mismatched_ids and mismatched_mask to the batch: the response of another example after each prompt.
 
-        Of a response that is too long after this prompt it gets the beginning.
+        A response is cut where prompt and response exceed `max_tokens`. If an example is paired with itself, its mask
+        is 0.
 
-        Nothing counts of an example's own response, which it gets where there is no other example.
+        Args:
+            batch: the examples at `indices`.
+            others: for each of them, the index of the example whose response it gets.
         """
         places = torch.tensor(others, dtype=torch.int64)
         responses, learnt = self.response_ids.select(places), self._learnt.select(places)
-        counts = (places != torch.tensor(own, dtype=torch.int64)).repeat_interleave(learnt.lengths)
+        counts = (places != torch.tensor(indices, dtype=torch.int64)).repeat_interleave(learnt.lengths)
         learnt = learnt.like(learnt.values & counts)
         if self.max_tokens is not None:
             room = (self.max_tokens - batch["prompt_ids"].lengths).tolist()
@@ -173,5 +178,5 @@ class LabelledDataset(SFTDataset):
 
 
 def _cut(rows: Jagged, limits: Sequence[int]) -> Jagged:
-    """Return the beginning of each row, at most so many numbers."""
+    """Cut each row to its number of entries in `limits`."""
     return Jagged.from_list([row[:limit] for row, limit in zip(rows.unbind(), limits, strict=True)], dtype=rows.dtype)

@@ -1,4 +1,4 @@
-"""Prompts: rows rendered, tokenised once, checked against the length limit, and looked up by index."""
+"""The data set of prompts: rows are rendered and tokenised once, filtered by length, and looked up by index."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class PromptDataset:
-    """All prompts of a split, in the order of the files, less the overlong ones.
+    """The prompts of a split, in file order, without overlong ones.
 
     Attributes:
-        rows: the rows kept; `rows[i].where` says where prompt i came from.
-        texts: the tokenizer's input, after templates.
-        given: the chat template's input, messages; the text where none is in use.
+        rows: the row of each prompt; `rows[i].where` is the place it was read from.
+        texts: each prompt as text after templates, as the tokenizer gets it.
+        given: each prompt before the chat template: messages, or text if no chat template is used.
         prompt_ids: Jagged int64, one sequence per prompt.
         overlong: prompts dropped because they exceed data.max_prompt_tokens.
-        fingerprint: hash of all prompts kept; a checkpoint refuses to continue on other data.
+        fingerprint: hash of all remaining prompts; resuming a checkpoint with other data is an error.
     """
 
     def __init__(
@@ -49,18 +49,19 @@ class PromptDataset:
         images: ImagePrompts | None = None,
         rows: Sequence[Row] | None = None,
     ) -> None:
-        """Read, render and tokenise.
+        """Read, render and tokenise the rows.
 
         Args:
-            rows: of the split, where they have been read; None: those of its files.
-            tools: the environment's tools, which every prompt presents.
-            whole: the prompt's column holds conversations with the responses to learn; prompts are what comes before.
-            answered: something reads reference answers; else rows may have none.
-            images: the way to the images of a vision-language model's prompts.
+            rows: the rows of the split if they have been read already; None: read them from the split's files.
+            tools: the environment's tools, which every prompt lists.
+            whole: the prompt column has whole conversations, responses included; a prompt is the part before them.
+            answered: the run reads reference answers, so every row needs one.
+            images: reads the images of a vision-language model's prompts; None: prompts have no images.
 
         Raises:
-            DataError: unreadable file, missing column, wrong type, overlong prompt (data.overlong: error), no prompts.
-            ConfigError: no files for the split, broken template.
+            DataError: a file is unreadable, a column is missing or has a wrong type, a prompt is overlong while
+                data.overlong is `error`, or no prompt is left.
+            ConfigError: the recipe names no files for the split, or a template is broken.
         """
         self.config, self.split = config, split
         rows = read_split(config, split) if rows is None else rows
@@ -93,19 +94,18 @@ class PromptDataset:
         return len(self.rows)
 
     def describe(self) -> str:
-        """Return one line for the log: how many prompts, how long, whether a chat template was used, how many
-        dropped."""
+        """Return a log line with the number of prompts, their tokens, the template's use, and dropped prompts."""
         prompts = f"{count(len(self), 'prompt')} of {tokens_text(self.prompt_ids.lengths)}"
         text = f"{self.split}: {prompts}{self._template}"
         text += dropped((self.overlong, f"longer than {self.config.max_prompt_tokens}"))
-        return text + f"; rewards find the columns {', '.join(self._hidden)} in sample['row']" * bool(self._hidden)
+        return text + f"; rewards read the columns {', '.join(self._hidden)} from sample['row']" * bool(self._hidden)
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the prompts at `indices`: prompt_ids, images, columns uid, prompt_text, answer, data_source, row.
 
-        `row` has the row's columns less those that the others hold already: the prompt's stays where templates changed
-        it, and any column under another name.
-        uid is `<split>-<epoch>-<index>`: the same prompt met again in a later epoch is another group.
+        `row` has the columns of the data row whose value no other column of the batch has; the prompt stays in it if
+        templates changed it.
+        uid is `<split>-<epoch>-<index>`, so that a prompt is another group in a later epoch.
         """
         picked = [self.rows[i] for i in indices]
         prompts = self.prompt_ids.select(torch.tensor(indices, dtype=torch.int64))
@@ -122,14 +122,14 @@ class PromptDataset:
 
     def _other_columns(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
-        held = {
+        repeated = {
             "answer": self.config.answer_key == "answer",
             "data_source": row.get("data_source") == _data_source(row),
         }
         if self._images is not None:
-            held[self._images.key.partition(".")[0]] = True  # its values cannot be sent
-        held["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
-        columns = {name: value for name, value in row.items() if not held.get(name, False)}
+            repeated[self._images.key.partition(".")[0]] = True  # images cannot be sent as plain values
+        repeated["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
+        columns = {name: value for name, value in row.items() if not repeated.get(name, False)}
         prompt = self.config.prompt_key.partition(".")[0]
         if self._images is not None and prompt in columns:
             columns[prompt] = without_images(columns[prompt])
@@ -137,25 +137,27 @@ class PromptDataset:
 
 
 def read_split(config: DataConfig, split: Split) -> list[Row]:
-    """Return the rows of a split.
+    """Read the rows of a split from its files, or by `data.val_split` from the training files.
 
     Raises:
-        DataError: an unreadable file; `data.val_split` leaves the split without rows.
-        ConfigError: no files for the split.
+        DataError: a file is unreadable, or `data.val_split` leaves the split without rows.
+        ConfigError: the recipe names no files for the split.
     """
     sources = config.train_files if split == "train" else config.held_out
     if not sources:
-        raise ConfigError("no data", where=f"data.{split}_files", found=[], fix="name at least one source")
+        raise ConfigError(
+            "the recipe names no data", where=f"data.{split}_files", found=[], fix="name at least one source"
+        )
     files = split if config.val_split is None else "train"
-    kwargs = {"split": files, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
+    kwargs = {"split": files, **config.loader_kwargs}  # a pkg.mod:fn source may make rows by split
     rows = [row for source in sources for row in load_rows(source, kwargs)]
     return rows if config.val_split is None else split_rows(rows, config, split)
 
 
 def _data_source(row: Row) -> str:
-    """Return the column data_source, else `folder/file` without suffix, else the hub or function name.
+    """Return the name of the row's data set for metrics: column data_source, else its file, hub or function name.
 
-    Only the file when its path names no folder (`test.jsonl`, `../test.jsonl`): the name is a part of metric names.
+    A file is named `folder/file` without suffix, or `file` if its path has no folder (`test.jsonl`, `../test.jsonl`).
     """
     given = row.get("data_source")
     if isinstance(given, str) and given:
@@ -167,7 +169,7 @@ def _data_source(row: Row) -> str:
 
 
 def fingerprint(*parts: Tensor | str) -> str:
-    """Return a hash of tensors and texts."""
+    """Return a hash of tensors and texts as hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else part.numpy().tobytes())
@@ -175,7 +177,8 @@ def fingerprint(*parts: Tensor | str) -> str:
 
 
 def dropped(*counts: tuple[int, str]) -> str:
-    """Return the end of a line for the log: how many rows were dropped, and why, where there are any."""
+    """Return the end of a log line, such as `; 3 longer than 512 dropped`, from counts and reasons; counts of 0 are
+    left out."""
     return "".join(f"; {number} {why} dropped" for number, why in counts if number)
 
 

@@ -1,5 +1,4 @@
-"""The rendering of rows as token ids: templates, tokenizer, length limit. Without torch: a command does it before a
-run, too."""
+"""Render rows of data to token ids: templates, tokenizer, length limit. Needs no torch, for use before a run."""
 
 from __future__ import annotations
 
@@ -17,43 +16,43 @@ from megarl.system.errors import ConfigError, DataError
 
 Split = Literal["train", "val"]
 Chat = Callable[[list[Message], Row], str]
-#: (text of a prompt, its row) -> the text with the model's tokens of images
+#: (text of a prompt, its row) -> the text with `<image>` replaced by the model's image tokens
 Mark = Callable[[str, Row], str]
-_BETWEEN = f"\0{uuid.uuid4().hex}\0"  # no text of a row has it
+_BETWEEN = f"\0{uuid.uuid4().hex}\0"  # a separator that cannot occur in a row's text
 _TOKENISE_AT_ONCE = 4096
 
 
 class Tokenizer(Protocol):
-    """The part of transformers' tokenizers that is used here."""
+    """The part of transformers' tokenizer interface that this module uses."""
 
     bos_token_id: Any
     unk_token_id: Any
 
     def __call__(self, text: Any, **settings: Any) -> Any:
-        """Return `input_ids` of a text, or of each text of a list."""
+        """Return a mapping whose `input_ids` are the token ids of a text, or of each text of a list."""
 
 
 def render_prompts(
     config: DataConfig, chat: Chat | None, rows: Sequence[Row], *, whole: bool = False, mark: Mark | None = None
 ) -> list[str]:
-    """Return the text of each row's prompt: column, then data.format_prompt, then the chat template.
+    """Return each row's prompt as text: the prompt column after data.format_prompt and the chat template.
 
     Args:
-        chat: (messages, row) -> text; None: no chat template is in use.
+        chat: (messages, row) -> text; None: no chat template is used.
         whole, mark: as in `given_prompts`.
 
     Raises:
-        DataError, ConfigError: as `given_prompts`, or the chat template refuses the messages.
+        DataError, ConfigError: as `given_prompts`, or the chat template fails on the messages.
     """
     return written(given_prompts(config, rows, chat=chat is not None, whole=whole, mark=mark), chat, rows)
 
 
 def written(prompts: Sequence[str | list[Message]], chat: Chat | None, rows: Sequence[Row]) -> list[str]:
-    """Return the text of what `given_prompts` made of the rows: messages through the chat template, text as it is."""
+    """Return the results of `given_prompts` as text: the chat template writes messages; text stays as it is."""
     texts = []
     for prompt, row in zip(prompts, rows, strict=True):
         if not isinstance(prompt, str):
-            assert chat is not None, "messages are given where a chat template is in use"
+            assert chat is not None, "given_prompts returns messages only for a chat template"
             prompt = chat(prompt, row)
         texts.append(prompt)
     return texts
@@ -62,30 +61,30 @@ def written(prompts: Sequence[str | list[Message]], chat: Chat | None, rows: Seq
 def given_prompts(
     config: DataConfig, rows: Sequence[Row], *, chat: bool, whole: bool = False, mark: Mark | None = None
 ) -> list[str | list[Message]]:
-    """Return each row's prompt before the chat template: messages, or text where none is in use.
+    """Return each row's prompt before the chat template: messages, or text if no chat template is used.
 
-    data.format_prompt is applied to the text, or to the last user message of a list of messages; data.system_prompt
-    comes before messages of which none is the system's.
+    data.format_prompt is applied to the text, or to the last user message. data.system_prompt becomes the first
+    message if the row has no system message.
 
     Args:
-        chat: a chat template is in use.
-        whole: the column holds conversations with the responses to learn; prompts are what comes before them.
-        mark: makes the model's tokens of `<image>`, in the text of a whole prompt.
+        chat: whether a chat template is used.
+        whole: the column has whole conversations, responses included; a prompt is the part before the responses.
+        mark: replaces `<image>` by the model's image tokens, in the text of a whole prompt.
 
     Raises:
-        DataError: missing column, wrong type, columns of pictures; the row is named.
-        ConfigError: settings of a chat template or a system prompt, and no template is in use.
+        DataError: a column is missing, has a wrong type or unread images; the error names the row.
+        ConfigError: the recipe sets options of a chat template or a system prompt, but no chat template is used.
     """
     if config.chat_template_kwargs and not chat:
         raise ConfigError(
-            "no chat template is in use that could read this",
+            "no chat template is used, so nothing reads this",
             where="data.chat_template_kwargs",
             found=config.chat_template_kwargs,
             fix="set data.chat_template: true, or remove it",
         )
     if config.system_prompt is not None and not chat:
         raise ConfigError(
-            "no chat template is in use that could write a system message",
+            "no chat template is used, so no system message can be written",
             where="data.system_prompt",
             found=config.system_prompt,
             fix="set data.chat_template: true, or write the text into data.format_prompt",
@@ -102,7 +101,7 @@ def given_prompts(
         messages = prompt_messages(content, row, config.prompt_key, whole=whole, images=config.image_key is not None)
         if not chat:
             raise DataError(
-                f"column {config.prompt_key!r} holds chat messages, but no chat template is in use",
+                f"column {config.prompt_key!r} has chat messages, but no chat template is used",
                 where=row.where,
                 fix="set data.chat_template: true"
                 if config.chat_template is False
@@ -118,27 +117,31 @@ def given_prompts(
 
 
 def _marked(messages: list[Message], mark: Mark, row: Row) -> list[Message]:
-    """Return the messages with the model's tokens of images: these belong to the messages in their order."""
+    """Replace `<image>` in all messages by the model's image tokens; the row's images are counted over all messages."""
     whole = _BETWEEN.join(message["content"] for message in messages)
     contents = mark(whole, row).split(_BETWEEN)
     return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
 
 
 def _read_as_text(config: DataConfig, row: Row) -> list[str]:
-    """Return the columns of text that is read as text, even where it is the name of a picture."""
-    read = (config.prompt_key, config.answer_key, "data_source")
-    return [name for name in read if name is not None and isinstance(row.get(name), str)]
+    """Return the text columns that are never taken for media, even if their value is the name of an image file."""
+    columns = (config.prompt_key, config.answer_key, "data_source")
+    return [name for name in columns if name is not None and isinstance(row.get(name), str)]
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *, special: bool) -> list[list[int]]:
-    """Return the token ids of each text. `special` lets the tokenizer add what it adds before a text (for some a begin
-    token); an end token that it adds is left out, because the text goes on.
+    """Return the token ids of each text.
+
+    Args:
+        rows: the row of each text, for error messages.
+        special: whether the tokenizer adds its begin token. An end token that it adds is removed, since the response
+            follows.
 
     Raises:
-        DataError: an empty result, or a piece that the tokenizer has no token for; the row is named.
+        DataError: a text has no tokens, or a piece of it has no token; the error names the row.
     """
     for text, row in zip(texts, rows, strict=True):
-        check_text(text, "the text", row)  # a template or a chat template may have made what the row did not hold
+        check_text(text, "the text", row)  # templates may have added text that the row does not have
     ids: list[list[int]] = []
     for start in range(0, len(texts), _TOKENISE_AT_ONCE):
         some = list(texts[start : start + _TOKENISE_AT_ONCE])
@@ -159,10 +162,10 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
 
 
 def chat_of(config: DataConfig, tokenizer: Any, tools: Announcement = NO_TOOLS) -> ChatTemplate | None:
-    """Return the chat template that prompts go through; None: they are plain text.
+    """Return the chat template that writes prompts; None: prompts are plain text.
 
     Raises:
-        ConfigError: as `chat_renderer`; or there are tools to present, and no chat template.
+        ConfigError: as `chat_renderer`, or prompts must list tools and there is no chat template.
     """
     if not uses_chat(config, bool(tokenizer.chat_template)):
         if tools != NO_TOOLS:
@@ -172,14 +175,14 @@ def chat_of(config: DataConfig, tokenizer: Any, tools: Announcement = NO_TOOLS) 
 
 
 def uses_chat(config: DataConfig, has_template: bool) -> bool:
-    """Tell whether prompts go through a chat template. `has_template`: the tokenizer has one."""
+    """Return whether a chat template writes prompts; `has_template`: whether the tokenizer has one."""
     if config.override_chat_template is not None:
         return True
     return has_template if config.chat_template == "auto" else config.chat_template
 
 
 def _unknown(tokenizer: Tokenizer, text: str) -> str:
-    """Return the first character of `text` that has no token; all of it when no single one is to blame."""
+    """Return the first character of `text` without a token; the first 80 characters if each has one by itself."""
     for character in text:
         if tokenizer.unk_token_id in tokenizer(character, add_special_tokens=False)["input_ids"]:
             return character
@@ -187,23 +190,23 @@ def _unknown(tokenizer: Tokenizer, text: str) -> str:
 
 
 def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> list[int]:
-    """Return the indices of the prompts of at most data.max_prompt_tokens.
+    """Return the indices of the prompts with at most data.max_prompt_tokens tokens.
 
     Raises:
-        DataError: a longer one with data.overlong: error, or no prompt is left.
+        DataError: a prompt is longer while data.overlong is `error`, or no prompt is left.
     """
     limit = config.max_prompt_tokens
-    kept = [i for i, prompt in enumerate(ids) if len(prompt) <= limit]
-    if len(kept) < len(ids) and config.overlong == "error":
+    fitting = [i for i, prompt in enumerate(ids) if len(prompt) <= limit]
+    if len(fitting) < len(ids) and config.overlong == "error":
         first = next(i for i, prompt in enumerate(ids) if len(prompt) > limit)
         raise DataError(
-            f"the prompt is longer than the limit ({len(ids) - len(kept)} such prompts in all)",
+            f"the prompt is longer than the limit ({len(ids) - len(fitting)} such prompts in all)",
             where=rows[first].where,
             found=f"{len(ids[first])} tokens",
             allowed=f"data.max_prompt_tokens: {limit}",
             fix=f"raise it to {max(map(len, ids))}, or set data.overlong: filter",
         )
-    if not kept:
+    if not fitting:
         raise DataError(
             f"no prompt is left: all {len(ids)} are longer than the limit",
             where=f"data.{split}_files",
@@ -211,4 +214,4 @@ def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Seq
             allowed=f"data.max_prompt_tokens: {limit}",
             fix="raise data.max_prompt_tokens",
         )
-    return kept
+    return fitting

@@ -1,4 +1,4 @@
-"""The tokens of responses to learn: those of the whole conversation, from its prompt on."""
+"""Tokenise responses to train on, with the tokens that they have in the whole conversation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megarl.data.rows import Row
 
 
 class Response(NamedTuple):
-    """The tokens of an example.
+    """The tokens of a supervised example.
 
     Attributes:
-        prompt: those before the assistant's first turn.
-        ids: those after it, up to the last end token.
-        learnt: of each of these, whether the loss counts it.
+        prompt: token ids before the assistant's first turn.
+        ids: token ids from the assistant's first turn to the last end token.
+        learnt: for each token of `ids`, whether it counts in the loss.
     """
 
     prompt: list[int]
@@ -34,13 +34,13 @@ def response_tokens(
     *,
     special: bool,
 ) -> list[Response]:
-    """Return the tokens of conversations, of which each turn continues what is before it.
+    """Tokenise conversations, given as the assistant's turns, each with the text before it.
 
     Args:
-        rows: those of the conversations, for errors.
-        end: token to learn after a turn that has no end token.
-        known: tokens of texts, as of most prompts, that need not be tokenised again.
-        special: the tokenizer adds its begin token; there is no chat template that writes it.
+        rows: the row of each conversation, for error messages.
+        end: the token that is added after a turn without an end token.
+        known: text -> token ids for texts that are tokenised already, such as most prompts.
+        special: whether the tokenizer adds its begin token, because no chat template writes it.
 
     Raises:
         DataError: as `tokenize`.
@@ -58,12 +58,11 @@ def response_tokens(
 
 
 def _response(tokenizer: Any, turns: Sequence[tuple[Turn, list[int], list[int]]], end: int) -> Response:
-    """Return the tokens of a conversation from its turns, each with the tokens before it, and with its own after
-    these."""
+    """Join the turns of a conversation; each has the tokens before it, and the tokens of that text plus the turn."""
     ids, learnt = list[int](), list[bool]()
     for number, (turn, before, whole) in enumerate(turns):
-        between = before[1:] if number else []  # the end token of the turn before is there
-        said = [*continued(tokenizer, before, whole, turn.text), *([] if turn.ended else [end])]
-        ids += [*between, *said]
-        learnt += [False] * len(between) + [turn.learnt] * len(said)
+        between = before[1:] if number else []  # `before` starts with the previous turn's end token, which `ids` has
+        tokens = [*continued(tokenizer, before, whole, turn.text), *([] if turn.ended else [end])]
+        ids += [*between, *tokens]
+        learnt += [False] * len(between) + [turn.learnt] * len(tokens)
     return Response(turns[0][1], ids, learnt)

@@ -1,11 +1,11 @@
-"""Images in the columns of a row, without their pixels: `data.image_key`, `<image>` in prompts, and parts of messages.
+"""Find the images of a row, without reading them: column `data.image_key`, `<image>` in prompts, parts of messages.
 
     {"prompt": "<image> How many?", "images": ["a.png"]}
     {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}},
                                              {"type": "text", "text": "How many?"}]}]}
 
-A part of a message that is an image becomes `<image>` in its text. It has the image itself, or stands for the next one
-of the column. Needs no torch: rows are also looked at before a run.
+An image part of a message becomes `<image>` in its text. The part contains the image, or stands for the next image of
+the column. Needs no torch: commands check rows before a run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from megarl.data.rows import Row
 from megarl.system.errors import DataError, count
 
-#: Stands for an image in the text of a prompt.
+#: The placeholder of an image in a prompt's text.
 MARK = "<image>"
-#: Kinds of a part of a message that is an image -> the keys that may hold it.
+#: Type of an image part in a message -> the keys where the image may be.
 _KINDS = {"image": ("image", "url", "path"), "image_url": ("image_url",)}
 _ADDRESS = "url"
 
@@ -29,29 +29,29 @@ def is_image(part: Mapping[str, Any]) -> bool:
 
 
 def row_images(row: Row, key: str, prompt_key: str, limit: int | None) -> list[Any]:
-    """Return the images of a row in the order of their marks, not read yet.
+    """Return the images of a row, in the order of their placeholders; they are file names, bytes or PIL images.
 
     Args:
-        key: `data.image_key`; the row need not have the column.
-        prompt_key: `data.prompt_key`, whose messages may hold images.
+        key: `data.image_key`; the row may lack the column.
+        prompt_key: `data.prompt_key`; messages in this column may contain images.
         limit: `data.limit_images`.
 
     Raises:
         DataError: more images than `limit`.
     """
-    # Images only inside messages: the column of the prompt is none of images.
-    found = row.column(key, "data.image_key") if row.has(key) and key != prompt_key else None
-    column = list(found) if isinstance(found, list) else [] if found is None or found == "" else [found]
+    # data.image_key may be the prompt column, if all images are inside messages.
+    value = row.column(key, "data.image_key") if row.has(key) and key != prompt_key else None
+    column = list(value) if isinstance(value, list) else [] if value is None or value == "" else [value]
     inside = list(_marks(row.column(prompt_key, "data.prompt_key"))) if row.has(prompt_key) else []
-    if any(value is not None for value in inside):
+    if any(image is not None for image in inside):
         rest = iter(column)
-        images = [next(rest, None) if value is None else value for value in inside]
+        images = [next(rest, None) if image is None else image for image in inside]
         images = [image for image in images if image is not None] + list(rest)
     else:
         images = column
     if limit is not None and len(images) > limit:
         raise DataError(
-            f"column {key!r} holds more images than a prompt may have",
+            f"column {key!r} has more images than a prompt may have",
             where=row.where,
             found=len(images),
             allowed=f"data.limit_images: {limit}",
@@ -61,7 +61,7 @@ def row_images(row: Row, key: str, prompt_key: str, limit: int | None) -> list[A
 
 
 def _marks(value: Any) -> Iterator[Any]:
-    """Yield, for each mark in a prompt's text or messages, the image that stands there; None: one of the column."""
+    """Yield, for each image placeholder of a prompt, the image in it; None if it stands for one of the image column."""
     if isinstance(value, str):
         yield from [None] * value.count(MARK)
     elif isinstance(value, list):
@@ -75,13 +75,13 @@ def _marks(value: Any) -> Iterator[Any]:
 
 
 def own_image(part: Mapping[str, Any]) -> Any:
-    """Return the image that a part of a message has itself; None: it stands for one of the column."""
+    """Return the image inside an image part of a message; None if the part stands for one of the image column."""
     value = next((part[name] for name in _KINDS[part["type"]] if part.get(name) is not None), None)
     return value.get(_ADDRESS) if isinstance(value, Mapping) and _ADDRESS in value else value
 
 
 def without_images(value: Any) -> Any:
-    """Return a prompt's value with the images taken out of its parts, which stay: it can then be sent as plain data."""
+    """Return a prompt's value with its image parts emptied, so that it is plain data that can be sent."""
     if isinstance(value, dict):
         if is_image(value):
             return {"type": "image"}
@@ -90,7 +90,7 @@ def without_images(value: Any) -> Any:
 
 
 def check_marks(text: str, images: int, key: str, row: Row) -> None:
-    """Refuse the text of a whole prompt in which `<image>` does not stand as often as the row has images.
+    """Raise an error unless the whole prompt's text has one `<image>` per image of the row.
 
     Raises:
         DataError: names the row.

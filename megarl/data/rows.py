@@ -1,4 +1,4 @@
-"""One row of data: plain values by column, checked as they are read, and where it came from."""
+"""A data row: plain values by column, checked when they are read, with the place they were read from."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 from megarl.system.errors import DataError, close_matches
 
-MAX_DEPTH = 64  # lists and objects inside one another; rows are walked recursively, and Python's stack is finite
-#: The columns that every sample has for a reward function. `data_source` is the row's own where it has one.
+MAX_DEPTH = 64  # nested lists and objects; rows are walked recursively, and Python's stack is finite
+#: Keys of the sample that a reward function gets. (`data_source` is not here: a row's own column replaces it.)
 SAMPLE_KEYS = frozenset(
     {"uid", "prompt", "response", "answer", "finish_reason", "response_length", "transcript", "messages", "row"}
 )
-#: The answer in verl's `reward_model`.
+#: Name of the answer inside verl's column `reward_model`.
 TRUTH = "ground_truth"
 
 
 PROMPT = "prompt"
-"""`Row.unit` of a prompt that stands in the recipe or on the command line: there is no row to take out."""
+"""`Row.unit` of a prompt written in the recipe or on the command line, so there is no file and line."""
 
 
 class MissingColumnError(DataError):
-    """A row has no column that a key of the recipe names."""
+    """A row lacks the column that a recipe key names."""
 
 
 class Row(dict):
@@ -45,25 +45,25 @@ class Row(dict):
 
     @property
     def where(self) -> str:
-        """`train.jsonl:17` for a line, `train.parquet row 17` for a row without a line, `the prompt '1+1='`."""
+        """The row's place for error messages: `train.jsonl:17`, `train.parquet row 17` or `the prompt '1+1='`."""
         if self.unit == PROMPT:
             return f"the prompt {self.source.partition(':')[2]!r}"
         return f"{self.source}:{self.number}" if self.unit == "line" else f"{self.source} row {self.number}"
 
     @property
     def way_out(self) -> str:
-        """The alternative for users who can do without the column, for fixes."""
+        """The fix to suggest when the user cannot correct the column."""
         return "write the prompt in another way" if self.unit == PROMPT else "take the row out"
 
     def column(self, name: str, key: str) -> Any:
-        """Return the value of column `name`, which configuration key `key` asks for.
+        """Return the value of column `name`, which configuration key `key` names.
 
-        A name with dots leads into a column: `reward_model.ground_truth` is what the object in `reward_model` holds
-        there, and `completions.0.response` is of the first element of a list. A column whose own name has the dots
-        comes first.
+        A name with dots is a path into a column: `reward_model.ground_truth` is a key of the object in column
+        `reward_model`, and `completions.0.response` a key of the first element of a list. A column whose name itself
+        contains the dots wins.
 
         Raises:
-            MissingColumnError: there is no such column; the message names the row, its columns and the nearest one.
+            MissingColumnError: the column is missing; the message names the row, its columns and the closest match.
         """
         try:
             return _inside(self, name.split("."), "")
@@ -71,7 +71,7 @@ class Row(dict):
             raise self._no_column(name, key, missing) from None
 
     def has(self, name: str) -> bool:
-        """Tell whether `column` finds this one."""
+        """Return whether the row has column `name`, which may be a path with dots."""
         try:
             _inside(self, name.split("."), "")
         except _Missing:
@@ -83,7 +83,7 @@ class Row(dict):
         if not isinstance(missing.holder, Mapping):
             kind = "a list" if isinstance(missing.holder, list) else f"{missing.holder!r:.60}"
             return MissingColumnError(
-                f"no {missing.name!r}{within}, which holds {kind}",
+                f"no {missing.name!r}{within}, which is {kind}",
                 where=self.where,
                 found=f"{key}: {name}",
                 allowed=f"0 to {len(missing.holder) - 1}, or -1" if isinstance(missing.holder, list) else None,
@@ -101,17 +101,17 @@ class Row(dict):
 
 
 class _Missing(Exception):
-    """A name of a path is not there. `before`: the path as far as it led, to `holder`."""
+    """Part `name` of a dotted path is missing in `holder`, the value at the path `before`."""
 
     def __init__(self, name: str, before: str, holder: Any) -> None:
         self.name, self.before, self.holder = name, before, holder
 
 
 def _inside(value: Any, parts: list[str], before: str) -> Any:
-    """Return the value that the path `parts` leads to in `value`.
+    """Return the value at the path `parts` inside `value`; `before` is the path that led to `value`.
 
     Raises:
-        _Missing: it leads nowhere.
+        _Missing: a part of the path is missing.
     """
     if not parts:
         return value
@@ -128,12 +128,11 @@ def _inside(value: Any, parts: list[str], before: str) -> Any:
 
 
 def _hint(row: Row, key: str) -> str:
-    """Return the hint for a row that lacks a column, by its form: messages, a preference pair, an answer in an
-    object."""
+    """Return the end of the fix for a row without the column that `key` names: a better column or pipeline."""
     if {"chosen", "rejected"} <= row.keys():
         return (
-            ". The row is a pair of preferences: algorithm.pipeline: dpo with a section preference learns from it, "
-            "megarl sft its chosen response (sft.response_key: chosen), and RL needs prompts and a reward"
+            ". The row is a preference pair: train on it with algorithm.pipeline: dpo and a section preference, or on "
+            "its chosen response with megarl sft (sft.response_key: chosen); RL needs prompts and a reward"
         )
     if key == "data.answer_key":
         inner = [f"{name}.{TRUTH}" for name, value in row.items() if isinstance(value, dict) and TRUTH in value]
@@ -144,10 +143,10 @@ def _hint(row: Row, key: str) -> str:
 
 
 def reference_of(row: Row, key: str | None, *, demanded: bool) -> Any:
-    """Return the row's reference answer, of the column `key`; None: it has none.
+    """Return the row's reference answer from column `key`, or None if the row has none.
 
     Raises:
-        DataError: it has none, and something reads it.
+        DataError: the answer is missing, and `demanded` is true because the run reads it.
     """
     if key is None:
         return None
@@ -160,14 +159,14 @@ def reference_of(row: Row, key: str | None, *, demanded: bool) -> Any:
 
 
 def hidden_columns(row: Row, prompt_key: str, answer_key: str | None) -> list[str]:
-    """Return the columns that a reward function finds in `sample["row"]` only: a sample has a value of this name
-    itself."""
-    own = {"prompt": prompt_key, "messages": prompt_key, "answer": answer_key}
-    return [name for name in row if name in SAMPLE_KEYS and own.get(name) != name]
+    """Return the columns that a reward function reads only as `sample["row"][name]`, because `sample[name]` is another
+    value."""
+    columns = {"prompt": prompt_key, "messages": prompt_key, "answer": answer_key}
+    return [name for name in row if name in SAMPLE_KEYS and columns.get(name) != name]
 
 
 def make_row(value: Any, source: str, number: int, unit: str) -> Row:
-    """Return the row from a parsed value; dates and decimals become text."""
+    """Make a row from a parsed object and check that its values are plain data; dates and decimals become text."""
     if not isinstance(value, Mapping):
         where = f"{source}:{number}" if unit == "line" else f"{source} row {number}"
         raise DataError(
@@ -183,17 +182,17 @@ def make_row(value: Any, source: str, number: int, unit: str) -> Row:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop keys whose value is null: tables store every key for every row, null where a row has none."""
+    """Return the value without keys that are null, at any depth: tables store every key in every row."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def check_text(text: str, what: str, row: Row) -> None:
-    """Refuse text that no file and no tokenizer can hold: half a surrogate pair, as `"\\ud83d"` in JSON makes it.
+    """Raise an error if the text contains half of a surrogate pair (`"\\ud83d"` in JSON), which UTF-8 cannot encode.
 
-    Raises:
-        DataError: names `what` and the row.
+    Args:
+        what: what the text is, for the message.
     """
     if text.isascii():
         return
@@ -201,11 +200,11 @@ def check_text(text: str, what: str, row: Row) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{what} holds half of a surrogate pair, which is no character",
+            f"{what} contains half of a surrogate pair, which is not a character",
             where=row.where,
             found=text[max(0, error.start - 20) : error.start + 20],
-            allowed="text that UTF-8 can hold",
-            fix="write the whole character, or take it out; text that was cut by length often ends in such a half",
+            allowed="text that can be written as UTF-8",
+            fix="write the whole character, or take it out; text cut at a fixed length often ends in such a half",
         ) from error
 
 
@@ -215,12 +214,10 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
         return value
     if type(value) is int:
         return _checked_int(value, row, column)
-    if value is None or type(value) in (float, bool, bytes) or hasattr(value, "getexif"):  # bytes and images of PIL
+    if value is None or type(value) in (float, bool, bytes) or hasattr(value, "getexif"):  # PIL images have getexif
         return value
     if depth > MAX_DEPTH:
-        raise DataError(
-            f"column {column!r} holds more than {MAX_DEPTH} lists and objects inside one another", where=row.where
-        )
+        raise DataError(f"column {column!r} nests lists and objects more than {MAX_DEPTH} levels deep", where=row.where)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key in value:
             check_text(key, f"a name in column {column!r}", row)
@@ -230,22 +227,22 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
     if isinstance(value, datetime.date | datetime.time | decimal.Decimal):
         return str(value)
     raise DataError(
-        f"column {column!r} holds a value that is not plain data",
+        f"column {column!r} contains a value that is not plain data",
         where=row.where,
         found=type(value).__name__,
-        allowed="text, numbers, true/false, null, lists and objects of those",
+        allowed="text, numbers, true, false, null, and lists and objects of these",
         fix="leave the column out, or convert it in a pkg.mod:fn source",
     )
 
 
 def _checked_int(value: int, row: Row, column: str) -> int:
-    """Return the number, when Python writes it out as digits: rewards, templates and logs do that."""
+    """Return the number, after a check that Python can print it, as rewards, templates and logs do."""
     if value.bit_length() > 1024:
         try:
             str(value)
         except ValueError as error:
             raise DataError(
-                f"column {column!r} holds a number of more than {sys.get_int_max_str_digits()} digits",
+                f"column {column!r} contains a number of more than {sys.get_int_max_str_digits()} digits",
                 where=row.where,
                 fix="write it as text",
             ) from error
@@ -262,14 +259,17 @@ _FILE = re.compile(
     r"data:(image|video|audio)/[\w.+-]+;.*|\S+\.(png|jpe?g|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|m4a)",
     re.IGNORECASE | re.DOTALL,
 )
-_LOOKED_AT = 300  # characters of a value
+_LOOKED_AT = 300  # first characters of a value that are matched against _FILE
 
 
 def refuse_media(row: Row, texts: Container[str], images: str | None = None) -> None:
-    """Refuse a row with a column of pictures, video or sound, told by its name or by what it holds.
+    """Raise an error for a column of images, video or sound, recognised by its name or its value.
 
-    Numbers, true and false, null and what is empty are none. `texts` are columns that are read as text, and `images`
-    (`data.image_key`) is the one whose images the model sees.
+    Numbers, true, false, null and empty values never count as media.
+
+    Args:
+        texts: columns that are read as text; they are not checked.
+        images: `data.image_key`, the column of images that the model gets; not checked either.
 
     Raises:
         DataError: names row and column.
@@ -279,7 +279,7 @@ def refuse_media(row: Row, texts: Container[str], images: str | None = None) -> 
             continue
         if (_NAME.fullmatch(name) and _may_be_media(value)) or _is_media(value):
             raise DataError(
-                f"column {name!r} holds pictures, video or sound that nothing reads",
+                f"column {name!r} contains images, video or sound, which this run does not read",
                 where=row.where,
                 found=repr(value)[:80],
                 fix=f"for images and a vision-language model set data.image_key to {name!r}; else {MEDIA_FIX}",
@@ -291,7 +291,7 @@ def _may_be_media(value: Any) -> bool:
 
 
 def _is_media(value: Any) -> bool:
-    """Tell whether `value` holds media, such as a picture."""
+    """Return whether `value` is an image, video or sound: bytes, a PIL image, a file name or a list of these."""
     if isinstance(value, list):
         return bool(value) and all(_is_media(item) for item in value)
     if isinstance(value, bytes) or hasattr(value, "getexif"):

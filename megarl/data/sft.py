@@ -1,4 +1,4 @@
-"""Supervised examples from the same rows: prompt, response and end token, with the loss on the response only."""
+"""Supervised examples from rows of data: prompt, response and end token; only response tokens count in the loss."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def open_examples(
     tools: Announcement = NO_TOOLS,
     images: ImagePrompts | None = None,
 ) -> SFTDataset:
-    """Read the examples that a run learns from, or its held-out ones.
+    """Read the supervised examples of a split: `train` to train on, `val` to validate.
 
     Args:
-        positions: the model's limit of tokens; None: none.
+        positions: the most tokens the model takes; None: no limit.
         stop_ids, tools, images: as in SFTDataset.
 
     Raises:
@@ -64,15 +64,15 @@ def open_examples(
 
 
 class SFTDataset(PromptDataset):
-    """The data set of prompts with the response to learn.
+    """Prompts with responses to train on.
 
-    Prompts have the tokens that they have in RL, and a response those that continue them, as the chat template writes
-    the whole conversation. A response may be messages: those of others than the assistant are not learnt.
+    Prompts have the same tokens as in RL. A response has the tokens that continue its prompt when the chat template
+    writes the whole conversation. A response may be several messages; only the assistant's are trained on.
 
     Attributes:
-        limit_key: the key that limits an example's tokens below the model's limit.
+        limit_key: the recipe key that limits an example's tokens, for error messages.
         too_long: examples dropped because they exceed `max_tokens`.
-        cut: examples that lost the end of their response for the same reason.
+        cut: examples whose response was cut because they exceed `max_tokens`.
     """
 
     limit_key: ClassVar[str] = "sft.max_tokens"
@@ -90,21 +90,21 @@ class SFTDataset(PromptDataset):
         rows: Sequence[Row] | None = None,
         overlong: Overlong | None = None,
     ) -> None:
-        """Read, render and tokenise both columns; see PromptDataset for what is refused.
+        """Read, render and tokenise the prompts and responses; PromptDataset lists the rows that raise an error.
 
         Args:
-            max_tokens: of an example: prompt, response and end token. None: no limit.
-            overlong: what becomes of longer examples: `filter` drops them, `cut` drops the end of the response, `error`
-                refuses them. None: as data.overlong.
+            max_tokens: the most tokens of an example: prompt, response and end token. None: no limit.
+            overlong: how to treat longer examples: `filter` drops them, `cut` drops the end of the response, `error`
+                raises an error. None: as data.overlong.
             tools: as in PromptDataset.
             images: as in PromptDataset.
             rows: as in PromptDataset.
-            stop_ids: tokens that end a turn, in addition to the tokenizer's and special ones. A response learns the
-                one that the chat template writes.
+            stop_ids: tokens that end a turn, in addition to the tokenizer's end token. A response ends with the one
+                that the chat template writes.
 
         Raises:
-            DataError: the response column is missing, or holds neither text nor an integer; the row is named. An
-                example is longer than `max_tokens`, or all are.
+            DataError: the response column is missing or has an unsupported value, an example is longer than
+                `max_tokens` and `overlong` is `error`, or all examples are; the error names the row.
         """
         whole = response_key == config.prompt_key
         super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images, rows=rows)
@@ -131,7 +131,7 @@ class SFTDataset(PromptDataset):
         self.fingerprint = fingerprint(self.response_ids.values, self.response_ids.offsets, self.fingerprint)
 
     def describe(self) -> str:
-        """Return one line for the log: how many examples, how long, how many dropped."""
+        """Return a log line with the number of examples, their tokens, and how many were dropped or cut."""
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
         text = f"sft: {count(len(self), 'example')} of {tokens_text(lengths)}{self._template}"
         text += dropped(
@@ -142,8 +142,8 @@ class SFTDataset(PromptDataset):
         return text + cut + self.notes()
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Return the examples at `indices`: PromptDataset's batch plus response_ids, response_mask (1 where the
-        assistant speaks, end tokens included), and the column response_text."""
+        """Return the examples at `indices` as a batch: PromptDataset's fields, response_ids, response_mask (1 for the
+        assistant's tokens, end tokens included) and the column response_text."""
         batch = super().batch(indices, epoch)
         places = torch.tensor(indices, dtype=torch.int64)
         responses = self.response_ids.select(places)
@@ -153,19 +153,19 @@ class SFTDataset(PromptDataset):
         return batch
 
     def _response(self, number: int, key: str) -> list[Message]:
-        """Return the messages to learn of one row."""
+        """Return the response of row `number` as messages."""
         images = self.config.image_key is not None
         return response_of(self.rows[number], self.config.prompt_key, key, images=images)
 
     def _tokens(
         self, talks: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase, end: int, stops: Sequence[int]
     ) -> list[Response]:
-        """Return the tokens of each row: prompt and response.
+        """Tokenise each row's prompt and response.
 
-        The prompt differs from that of RL where the template writes the whole conversation without the `<think>` that
-        it ends a prompt with.
+        The prompt differs from the RL prompt if the template ends RL prompts with `<think>` but leaves it out of whole
+        conversations.
         """
-        # A template may end some turns with another token, as Llama 3.1's does those that call a tool.
+        # A template may end some turns with another token: Llama 3.1's does so for turns that call a tool.
         others = [] if self.chat is None else [token for token in stops if is_special(tokenizer, token)]
         ends = [str(tokenizer.decode([token])) for token in (end, int(tokenizer.eos_token_id), *others)]
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -177,9 +177,9 @@ class SFTDataset(PromptDataset):
         )
         prompts = [ids.tolist() for ids in self.prompt_ids.unbind()]
         known = dict(zip(self.texts, prompts, strict=True)) if self._images is None else {}
-        found = response_tokens(tokenizer, conversations, self.rows, end, known, special=self.chat is None)
+        responses = response_tokens(tokenizer, conversations, self.rows, end, known, special=self.chat is None)
         examples = []
-        for number, (prompt, response) in enumerate(zip(prompts, found, strict=True)):
+        for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             text = conversations[number][0].before
             if text != self.texts[number]:
                 images, self.texts[number] = self._images, text
@@ -188,16 +188,16 @@ class SFTDataset(PromptDataset):
         return examples
 
     def notes(self) -> str:
-        """Return the end of a line for the log: how many responses lack reasoning, and the first row of each kind."""
+        """Return the end of a log line: the number of responses whose reasoning is missing or dropped, with a row."""
         return "".join(
-            f"; {count(len(rows), 'response')} {what} ({rows[0].where})" for rows, what in self._noted if rows
+            f"; {count(len(rows), 'response')} {note} ({rows[0].where})" for rows, note in self._noted if rows
         )
 
 
 def _cut_ends(ids: list[list[int]], learnt: list[list[bool]], rooms: Sequence[int]) -> int:
-    """Cut each response in place to its room, in tokens, and return how many were cut.
+    """Cut each response in place to at most its number of tokens in `rooms`; return how many were cut.
 
-    A response that would have nothing left to learn stays as it is: the whole example is too long.
+    A response that would lose all its trained tokens is not cut; its example is dropped later as too long.
     """
     cut = 0
     for number, room in enumerate(rooms):
@@ -215,33 +215,37 @@ def within_tokens(
     key: str,
     overlong: Overlong | None = None,
 ) -> list[int]:
-    """Return the indices of the examples, or pairs, of at most `limit` tokens; None: of all.
+    """Return the indices of the examples or pairs of at most `limit` tokens (None: no limit).
 
     Args:
-        key: the key that limits them below the model's limit, for the message.
+        lengths: tokens of each example.
+        key: the recipe key that sets the limit, for the message.
         overlong: as in SFTDataset.
 
     Raises:
-        DataError: a longer one with overlong: error, or all are.
+        DataError: all examples are longer, or one is and `overlong` is `error`.
     """
-    kept = [i for i, length in enumerate(lengths) if limit is None or length <= limit]
-    if kept and (len(kept) == len(lengths) or (overlong or config.overlong) != "error"):
-        return kept
+    fitting = [i for i, length in enumerate(lengths) if limit is None or length <= limit]
+    if fitting and (len(fitting) == len(lengths) or (overlong or config.overlong) != "error"):
+        return fitting
     first = next(i for i, length in enumerate(lengths) if limit is not None and length > limit)
     raise DataError(
-        f"prompt and response are too long ({len(lengths) - len(kept)} of {len(lengths)} such rows)",
+        f"prompt and response are too long (in {len(lengths) - len(fitting)} of {len(lengths)} rows)",
         where=rows[first].where,
         found=f"{lengths[first]} tokens",
         allowed=f"{limit} tokens (the model's max_position_embeddings, or {key})",
         fix=f"set {'data.overlong' if overlong is None else 'sft.overlong'}: filter"
-        if kept
-        else f"shorten the rows, or train a model that takes more, or raise {key}",
+        if fitting
+        else f"shorten the rows, raise {key}, or train a model that takes more tokens",
     )
 
 
 def _end(tokenizer: PreTrainedTokenizerBase, config: DataConfig, stops: Sequence[int]) -> int:
-    """Return the token that ends a response: the one that the chat template in use writes, if it is special or one of
-    `stops`, or the tokenizer's."""
+    """Return the id of the token that ends a response.
+
+    It is the token that the chat template writes after a turn if that is special or in `stops`, else the tokenizer's
+    end token.
+    """
     if not uses_chat(config, bool(tokenizer.chat_template)):
         return int(tokenizer.eos_token_id)
     turn, text = turn_end(tokenizer, config)

@@ -333,7 +333,7 @@ def _repeated(names: Iterable[str]) -> list[str]:
 
 def _json_trouble(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return f"more than {MAX_DEPTH} lists and objects inside one another"
+        return f"lists and objects nested more than {MAX_DEPTH} levels deep"
     if "integer string conversion" in str(error):  # Python's own limit, which keeps int() from quadratic time
         return f"a number of more than {sys.get_int_max_str_digits()} digits; write it as text"
     return str(error)

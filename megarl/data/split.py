@@ -1,4 +1,4 @@
-"""Which rows of the training files are held out: `data.val_split`."""
+"""Split the training files into rows to train on and held-out rows: `data.val_split`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _BITS = 64
 
 
 def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Row]:
-    """Return the rows that are held out ("val"), or those that are not ("train").
+    """Return the held-out rows (split "val"), or all others ("train").
 
-    Rows with the same prompt (and images) are on the same side. Which prompts are held out follows from a hash of their
-    content: of a share, those whose hash is in it, so that further rows move none; of a count, those with the smallest.
+    Rows with the same prompt and images are in the same split. A hash of both selects held-out prompts: for a share,
+    hashes below that share of the range, so that added rows move no other row; for a count, the smallest hashes.
 
     Raises:
-        DataError: there are none: no prompt is held out, or none is left to train on; or an image cannot be read.
+        DataError: no prompt is held out, no prompt is left to train on, or an image cannot be read.
     """
-    assert config.val_split is not None, "asked where rows are held out"
+    assert config.val_split is not None, "split_rows needs data.val_split"
     numbers = [_number(row, config) for row in rows]
     different = sorted(set(numbers))
     if config.val_split < 1:
@@ -38,28 +38,28 @@ def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Ro
     if chosen:
         return chosen
     raise DataError(
-        "no prompt is held out" if split == "val" else "every prompt is held out, and none is left to train on",
+        "no prompt is held out" if split == "val" else "every prompt is held out, so none is left to train on",
         where=_KEY,
         found=f"{config.val_split:g} of {len(different)} different prompts",
         allowed="a share between 0 and 1, or a number of prompts that leaves some to train on",
-        fix="choose another share, or name a file of its own in data.val_files",
+        fix="choose another share, or name separate files in data.val_files",
     )
 
 
 def _content(row: Row, config: DataConfig) -> Any:
-    """Return the parts of a row that must not be on both sides: the prompt and its images, where it has one."""
+    """Return the parts of a row that must not be in both splits: the prompt and its images."""
     if not row.has(config.prompt_key):
-        return row  # preference pairs whose responses begin with the prompt
+        return row  # a preference pair without a prompt column: both responses begin with the prompt
     image_key = config.image_key
     images = row.column(image_key, "data.image_key") if image_key is not None and row.has(image_key) else None
     return [row.column(config.prompt_key, "data.prompt_key"), images]
 
 
 def _number(row: Row, config: DataConfig) -> int:
-    """Return an integer from 0 to 2^64 - 1 that follows from plain values only.
+    """Hash a row's prompt and images to an integer from 0 to 2^64 - 1, the same in every process.
 
     Raises:
-        DataError: an image of PIL whose file is damaged.
+        DataError: a PIL image whose file is damaged.
     """
     content = _content(row, config)
     with readable(row.where if config.image_key is None else f"{row.where}: column {config.image_key!r}"):
@@ -68,7 +68,7 @@ def _number(row: Row, config: DataConfig) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Return what stands for an image in bytes, or one of PIL."""
+    """Return a plain value for an image: a hash of its bytes, and mode and size of a PIL image."""
     from PIL import Image
 
     if isinstance(value, Image.Image):

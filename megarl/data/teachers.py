@@ -1,4 +1,4 @@
-"""The teacher of each prompt, where there are several: the one that its row names, else one that is drawn."""
+"""Choose the teacher of each prompt in a run with several: the one its row names, else one at random by weight."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _KEY = "teacher.key"
 
 
 def check_teachers(settings: TeacherConfig, rows: Iterable[Row]) -> None:
-    """Check that the rows name teachers that there are; nothing where there is one teacher only.
+    """Check that every row names a teacher of the recipe; with one teacher there is nothing to check.
 
     Raises:
-        DataError: a row names another one, or none while no teacher has a weight.
+        DataError: a row names an unknown teacher, or names none while all teachers have weight 0.
     """
     if not settings.models:
         return
@@ -36,11 +36,13 @@ def check_teachers(settings: TeacherConfig, rows: Iterable[Row]) -> None:
         if name is not None and (not isinstance(name, str) or name not in settings.models):
             near = close_matches(str(name), settings.models)
             raise DataError(
-                "the row names a teacher that there is not",
+                "the row names an unknown teacher",
                 where=f"{row.where}, column {settings.key}",
                 found=name,
                 allowed=sorted(settings.models),
-                fix=f"did you mean {near[0]!r}?" if near else f"add teacher.models.{name}, or name another {_KEY}",
+                fix=f"did you mean {near[0]!r}?"
+                if near
+                else f"add teacher.models.{name}, or set {_KEY} to another column",
             )
 
 
@@ -48,9 +50,9 @@ def choose_teacher(settings: TeacherConfig, row: Mapping[str, Any], seed: int) -
     """Return the name of the teacher of a prompt.
 
     Args:
-        row: its columns, checked by `check_teachers`.
-        seed: of the prompt, in [0, 2**63): a row that names no teacher gets each with a probability in proportion to
-            its weight, which on average weighs their losses.
+        row: the prompt's columns, checked by `check_teachers`.
+        seed: a random integer in [0, 2**63) per prompt. If the row names no teacher, it selects one with probabilities
+            in proportion to the weights, which on average weights the teachers' losses.
 
     >>> from megarl.config.training import TeacherConfig
     >>> both = TeacherConfig(models={"math": {"path": "m", "weight": 3}, "code": {"path": "c"}})
@@ -69,6 +71,6 @@ def choose_teacher(settings: TeacherConfig, row: Mapping[str, Any], seed: int) -
 
 
 def _named(row: Mapping[str, Any], key: str) -> Any:
-    """Return what the row says in column `key`; None: nothing."""
+    """Return the row's value in column `key`; None if the column is missing or empty."""
     columns = row if isinstance(row, Row) else Row(row, "", 0)
     return (columns.column(key, _KEY) if columns.has(key) else None) or None

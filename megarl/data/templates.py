@@ -144,9 +144,9 @@ def no_chat_template() -> ConfigError:
 def no_template_for_tools() -> ConfigError:
     """Return the error for an environment with tools when prompts are plain text."""
     return ConfigError(
-        "the environment has tools, and no chat template is in use that could present them",
+        "the environment has tools, and no chat template is used that could present them",
         where="data.chat_template",
-        found="no chat template is in use",
+        found="no chat template is used",
         fix=f"set {_OVERRIDE}, or choose a model with a chat template; or, for the environment `tools`, set "
         "env.announce=none where the model knows them",
     )

@@ -1,4 +1,4 @@
-"""Tokenizers: Hugging Face fast ones, and one token per character or word for tiny models."""
+"""Load tokenizers: Hugging Face ones, and ones with a token per character or word for tiny models."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that `model.tokenizer` names, or the one beside the weights at `model.path`.
+    """Load the tokenizer that `model.tokenizer` names, or else the one in the model folder `model.path`.
 
     Raises:
-        ConfigError: none is named, it cannot be loaded, or it has no end token.
+        ConfigError: neither key is set, the tokenizer cannot be loaded, or it has no end token.
     """
     name = model.tokenizer or model.path
     if name is None:
         raise ConfigError(
-            "no tokenizer",
+            "the run has no tokenizer",
             where="model.tokenizer",
             allowed="a folder, a hub name, 'chars:<alphabet>', or 'words:<word> ...'",
-            fix="set model.tokenizer, or model.path to a folder that holds one",
+            fix="set model.tokenizer, or set model.path to a folder with a tokenizer",
         )
     if name.startswith(CHARS):
         return character_tokenizer(name.removeprefix(CHARS))
@@ -41,7 +41,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     key = "model.tokenizer" if model.tokenizer else "model.path"
     if Path(name).expanduser().is_dir():
         check_tokenizer_files(Path(name).expanduser(), key)
-    transformers.install()  # the tokenizer's class is found by the model's configuration
+    transformers.install()  # AutoTokenizer looks up the tokenizer's class by the model's configuration
     from transformers import AutoTokenizer
 
     try:
@@ -54,7 +54,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             where=key,
             found=name,
             fix=_missing_package(Path(name).expanduser())
-            or advice("models", name, "name a folder or hub repository that holds tokenizer.json"),
+            or advice("models", name, "name a folder or hub repository with a tokenizer.json"),
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -67,7 +67,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _missing_package(folder: Path) -> str | None:
-    """Return the fix for a folder whose only tokenizer is tokenizer.model, which needs a package that is not there."""
+    """Return the fix if the folder has only a tokenizer.model and sentencepiece, which reads it, is not installed."""
     if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
         return None
     if importlib.util.find_spec("sentencepiece") is not None:
@@ -76,10 +76,10 @@ def _missing_package(folder: Path) -> str | None:
 
 
 def written_tokens(name: str) -> list[str]:
-    """Return the tokens that `chars:...` or `words:...` writes out, without the special ones.
+    """Return the characters or words that a tokenizer name `chars:...` or `words:...` lists.
 
     Raises:
-        ConfigError: there is none, one is there twice, or it is half of a character.
+        ConfigError: the list is empty, repeats a token, or contains half of a surrogate pair.
     """
     words = name.startswith(WORDS)
     kind, noun, between = (WORDS, "word", " ") if words else (CHARS, "character", "")
@@ -90,7 +90,7 @@ def written_tokens(name: str) -> list[str]:
     twice = sorted(token for token, times in Counter(tokens).items() if times > 1)
     if not tokens or twice:
         raise ConfigError(
-            f"{whole} holds {noun}s twice: {', '.join(map(repr, twice))}" if twice else f"{whole} is empty",
+            f"{whole} repeats {noun}s: {', '.join(map(repr, twice))}" if twice else f"{whole} is empty",
             where="model.tokenizer",
             found=name,
             allowed=f"'{kind}' and then each {noun} once{', with blanks between them' if words else ''}",
@@ -100,7 +100,7 @@ def written_tokens(name: str) -> list[str]:
         )
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(
-            f"{whole} holds half of a surrogate pair, which is no character",
+            f"{whole} contains half of a surrogate pair, which is not a character",
             where="model.tokenizer",
             found=name,
             fix="write the whole character",
@@ -112,7 +112,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
     """Return a tokenizer with one token per character: <pad>=0, <bos>=1, <eos>=2, <unk>=3, then the alphabet in its
     order.
 
-    It adds no special tokens by itself, decodes back to the same text, and reloads through AutoTokenizer.
+    The tokenizer adds no special tokens by itself, decodes back to the same text, and reloads through AutoTokenizer.
 
     Raises:
         ConfigError: as `written_tokens`.
@@ -124,10 +124,10 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
 
 
 def word_tokenizer(words: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with one token per word, numbered as those of `character_tokenizer`.
+    """Return a tokenizer with one token per word; ids are numbered as in `character_tokenizer`.
 
-    Words are what stands between blanks, in texts, too: "square." is another word than "square". It decodes to the
-    words with one blank between two, adds no special tokens by itself, and reloads through AutoTokenizer.
+    Texts are split at blanks, so "square." and "square" are two words. The tokenizer decodes to words separated by
+    single blanks, adds no special tokens by itself, and reloads through AutoTokenizer.
 
     Raises:
         ConfigError: as `written_tokens`.
@@ -139,8 +139,10 @@ def word_tokenizer(words: str) -> PreTrainedTokenizerBase:
 
 
 def _one_each(tokens: Iterable[str], splits: Any, decoder: Any = None) -> PreTrainedTokenizerBase:
-    """Return a number for each of `tokens`, into which `splits` cuts a text; without a decoder, blanks join them
-    again."""
+    """Build a tokenizer with one id per entry of `tokens`, whose pre-tokenizer `splits` cuts a text into tokens.
+
+    Without a decoder, decoding joins tokens with blanks.
+    """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,10 +1,10 @@
-"""One sample of any number of turns, and what a batch holds of it.
+"""A sample of one or more turns, and the fields that a batch has of it.
 
-Of a sample's tokens `prompt_ids` is the first observation and `response_ids` everything after it:
+`prompt_ids` are the tokens of the first observation, `response_ids` all tokens after it:
 
-    response_ids     turn 0 of the policy | what the environment said | turn 1 of the policy
+    response_ids     turn 0 of the policy | environment's observation | turn 1 of the policy
     response_mask     1 1 1 1 1 1 1 1 1 1 | 0 0 0 0 0 0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1 1 1
-    rollout_logp      of each sampled token | 0                         | of each sampled token
+    rollout_logp      log-prob per token    | 0                         | log-prob per token
     turn_starts          ^                                            ^
     turn_ends                                ^                                                 ^
 """
@@ -23,32 +23,33 @@ from megarl.data.image_set import ImageSet, fields_of_sets
 from megarl.data.versions import VersionRuns, append_runs, version_values
 
 PLAIN = "answer"
-"""The end of a sample that has no environment."""
+"""`Trajectory.ended_by` of a sample without an environment."""
 
 
 @dataclass
 class Trajectory:
-    """A sample: an episode of any number of turns. A plain answer is one of one turn.
+    """A sample: an episode of any number of turns, or a plain answer, which has one turn.
 
-    It is partial until `ended_by` says how it ended. Its fields are JSON values, but for `images`. A turn is sampled in
-    segments: one, unless it is interrupted.
+    It is partial while `ended_by` is empty. All fields except `images` are JSON values. A turn is sampled in one
+    segment, or in several if generation is interrupted.
 
     Attributes:
         token_ids, sampled, logprobs: one entry per token after the prompt: its id, whether the policy sampled it (False
             for all tokens of an episode that failed), and its log-prob (0 for the environment's).
-        versions: versions of the weights that sampled these tokens, as runs; the environment's tokens count to the turn
-            before them.
-        turn_starts, turn_ends: where each turn of the policy begins and ends in `token_ids`; the last turn has no end
-            while it is being sampled.
-        turn_rewards: one per turn that the environment has answered.
-        finish_reason: `stop`, `length` or `abort`, of the last turn that is over.
-        ended_by: done, turns, tokens, images, seconds, image_token or error, or `PLAIN`; empty while it goes on.
-        error: the failure, when `ended_by` is error.
-        info: numbers of the environment, added up over the turns; with servers also `cached`, the share of the tokens
-            before the policy's turns that was in a prefix cache.
-        segments: number of segments of all turns that sampled at least a token; the next one has this number.
-        spent_s: seconds that its group was under way, where it was interrupted.
-        images: of the prompt and of what the environment said.
+        versions: weight versions that sampled these tokens, as runs; tokens of the environment have the version of the
+            token before them.
+        turn_starts, turn_ends: positions in `token_ids` where each turn of the policy begins and ends (exclusive); a
+            turn that is being sampled has no end yet.
+        turn_rewards: one reward per turn that the environment has answered.
+        finish_reason: why the last finished turn ended: `stop`, `length` or `abort`.
+        ended_by: why the episode ended: done, turns, tokens, images, seconds, image_token, error or `PLAIN`; empty
+            before its end.
+        error: the failure's text, when `ended_by` is error.
+        info: metrics of the environment, summed over turns; with servers also `cached`, the fraction of the tokens
+            before the policy's turns that was in the prefix cache.
+        segments: segments of all turns that sampled at least one token.
+        spent_s: seconds that an interrupted sample's group has been in flight.
+        images: images of the prompt and of observations.
     """
 
     prompt_ids: list[int]
@@ -68,7 +69,7 @@ class Trajectory:
     images: ImageSet | None = field(default=None, compare=False)
 
     def add_segment(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionRuns) -> None:
-        """Append a segment of a turn of the policy, which begins with its first one. One without tokens is ignored."""
+        """Append a segment of sampled tokens; the first one begins a turn. A segment without tokens is ignored."""
         if not token_ids:
             return
         if not self.in_turn:
@@ -82,21 +83,24 @@ class Trajectory:
         self.finish_reason = finish_reason
 
     def add_observation(self, token_ids: Sequence[int], images: ImageSet | None = None) -> None:
-        """Append what the environment said after a turn, with `images` in it."""
+        """Append the tokens and images of the observation that follows a turn."""
         if images is not None:
             shift = len(self.prompt_ids) + len(self.token_ids)
-            own = self.images
-            self.images = images.shifted(shift) if own is None else ImageSet.joined([own, images], [0, shift])
+            earlier = self.images
+            self.images = images.shifted(shift) if earlier is None else ImageSet.joined([earlier, images], [0, shift])
         versions = [[self.versions[-1][0], len(token_ids)]]
         self._append(token_ids, sampled=False, logprobs=[0.0] * len(token_ids), versions=versions)
 
     def end(self, by: str) -> None:
-        """End the episode; turns that the environment has not answered have no reward."""
+        """End the episode for the reason `by`; turns that the environment has not answered get reward 0."""
         self.ended_by = by
         self.turn_rewards += [0.0] * (self.turns - len(self.turn_rewards))
 
     def mark_failed(self, error: str, end_token: int, version: int) -> None:
-        """End with an error. None of its tokens is trained on, and there is at least one."""
+        """End the episode with an error, so that none of its tokens is trained on.
+
+        An episode without tokens gets `end_token`, with the weight version `version`.
+        """
         if self.in_turn:
             self.end_turn("abort")
         self.error = error
@@ -105,14 +109,14 @@ class Trajectory:
         self.end("error")
 
     def end_unsaid(self, end_token: int, version: int) -> None:
-        """End, by the limit of seconds, before the policy sampled a token of its turn: it ends with the turn before.
+        """End the episode at the limit of seconds, before the first token of a turn: drop the last observation.
 
-        An episode that has no such turn is one end token that is not trained on.
+        An episode without a finished turn becomes one end token that is not trained on.
         """
         self.finish_reason = "abort"
         end = self.turn_ends[-1] if self.turn_ends else 0
         if dropped := len(self.token_ids) - end:
-            self.versions[-1][1] -= dropped  # they counted to the turn before
+            self.versions[-1][1] -= dropped  # the observation has the version of the turn before it
         for per_token in (self.token_ids, self.sampled, self.logprobs):
             del per_token[end:]
         if self.images is not None:
@@ -123,7 +127,7 @@ class Trajectory:
     def _need_token(self, end_token: int, version: int) -> None:
         if not self.token_ids:
             self._append([end_token], sampled=False, logprobs=[0.0], versions=[[version, 1]])
-            self.turn_starts, self.turn_ends = [1], [1]  # a turn without a token
+            self.turn_starts, self.turn_ends = [1], [1]  # an empty turn
 
     def _append(
         self, token_ids: Sequence[int], *, sampled: bool, logprobs: Sequence[float], versions: VersionRuns
@@ -135,12 +139,12 @@ class Trajectory:
 
     @property
     def turns(self) -> int:
-        """Turns of the policy that are over."""
+        """Number of the policy's finished turns."""
         return len(self.turn_ends)
 
     @property
     def in_turn(self) -> bool:
-        """Something was sampled of a turn that is not over."""
+        """Whether a turn is being sampled and has at least one token."""
         return len(self.turn_starts) > len(self.turn_ends)
 
     @property
@@ -150,25 +154,25 @@ class Trajectory:
 
     @property
     def is_unanswered(self) -> bool:
-        """The last turn is over, and the environment has not answered it."""
+        """Whether the last turn is finished and the environment has not answered it yet."""
         return len(self.turn_ends) > len(self.turn_rewards)
 
     @property
     def last_turn(self) -> list[int]:
-        """Tokens of the policy's last turn that is over."""
+        """Tokens of the policy's last finished turn; empty if there is none."""
         return self.turn(self.turns - 1) if self.turn_ends else []
 
     def turn(self, number: int) -> list[int]:
-        """Return the tokens of a turn of the policy that is over."""
+        """Return the tokens of the policy's finished turn `number`."""
         return self.token_ids[self.turn_starts[number] : self.turn_ends[number]]
 
     def observation(self, turn: int) -> list[int]:
-        """Return the tokens of the environment's answer to a turn; none where nothing followed."""
+        """Return the tokens of the observation after a turn; empty if nothing followed."""
         begins = [*self.turn_starts[turn + 1 : turn + 2], len(self.token_ids)]
         return self.token_ids[self.turn_ends[turn] : begins[0]]
 
     def images_of(self, turn: int) -> ImageSet | None:
-        """Return the images of the environment's answer to a turn, by their places in it; -1: those of the prompt."""
+        """Return the images of the observation after a turn, with positions in it; turn -1: images of the prompt."""
         if self.images is None:
             return None
         if turn < 0:
@@ -177,43 +181,43 @@ class Trajectory:
         return self.images.between(first, first + len(self.observation(turn)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values, images without their patches."""
+        """Return the fields as JSON values; images lack their patches."""
         images = self.images
-        told = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
-        fields = {**vars(self), "images": told}
+        layout = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
+        fields = {**vars(self), "images": layout}
         fields["drawn"] = fields.pop("sampled")  # its name in checkpoints
         return fields
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], patches: Mapping[int, Tensor]) -> Trajectory:
-        """Read what `to_json` gave; `patches`: of each image, by its digest."""
-        told, images = fields.get("images"), None
-        if told is not None:
-            places = tuple((start, rows, columns) for start, rows, columns in told["places"])
-            whole = torch.cat([patches[digest] for digest in told["digests"]])
-            images = ImageSet(whole, places, tuple(told["sizes"]), tuple(told["digests"]))
-        own = {**fields, "images": images}
-        own["sampled"] = own.pop("drawn")
-        return cls(**own)
+        """Restore a trajectory from `to_json`; `patches`: image digest -> the image's patches."""
+        layout, images = fields.get("images"), None
+        if layout is not None:
+            places = tuple((start, rows, columns) for start, rows, columns in layout["places"])
+            whole = torch.cat([patches[digest] for digest in layout["digests"]])
+            images = ImageSet(whole, places, tuple(layout["sizes"]), tuple(layout["digests"]))
+        values = {**fields, "images": images}
+        values["sampled"] = values.pop("drawn")
+        return cls(**values)
 
     def copy(self) -> Trajectory:
         """Return a copy that shares no list with this one."""
-        own: dict[str, Any] = {
+        copies: dict[str, Any] = {
             name: value.copy() for name, value in vars(self).items() if isinstance(value, list | dict)
         }
-        own["versions"] = [[*run] for run in self.versions]
-        return replace(self, **own)
+        copies["versions"] = [[*run] for run in self.versions]
+        return replace(self, **copies)
 
 
 def trajectory_values(
     trajectories: Sequence[Trajectory], *, by_turn: bool = True, patch_values: int | None = None
 ) -> dict[str, Tensor | Jagged | list]:
-    """Return the fields and columns of `trajectories`, one entry per sample.
+    """Return the batch fields and columns of trajectories, one entry per sample.
 
     Args:
-        trajectories: none is partial.
-        by_turn: they are episodes, which have fields of turns and may have prompts of their own; else plain answers.
-        patch_values: numbers of a patch, of episodes with images; None: there are no images.
+        trajectories: finished ones only.
+        by_turn: True for episodes, which also get fields per turn and their own prompts; False for plain answers.
+        patch_values: numbers per image patch, for episodes with images; None: there are no images.
     """
 
     def jagged(rows: list[list[Any]]) -> Jagged:
@@ -248,11 +252,10 @@ def trajectory_values(
 
 
 def policy_tokens(samples: Batch, *, by_turn: bool) -> Tensor:
-    """Return int64 [B]: response tokens that the policy sampled, those of episodes that failed afterwards, too.
+    """Count each sample's response tokens that the policy sampled, failed episodes included: int64 [B].
 
     Args:
-        samples: with the fields of turns where `by_turn`.
-        by_turn: the samples are episodes; else the policy sampled whole responses.
+        by_turn: True for episodes, which need the fields per turn; False if the policy sampled whole responses.
     """
     if not by_turn:
         return samples["response_ids"].lengths

@@ -1,14 +1,14 @@
-"""The tokens of an environment's messages between turns; a policy's own tokens are never tokenised again.
+"""Tokenise observations between the policy's turns.
 
-A policy's turn stays the tokens that it sampled. The text after it is tokenised once and appended:
+A turn keeps the tokens that the policy sampled. The text after it is tokenised once and appended:
 
     prompt | turn 0 ... <end> | \\n<start>tool ... <end>\\n<start>assistant\\n | turn 1 ... <end>
                               '-------------- following ----------------------'
 
-It has the tokens that it has after an end token, as in the tokens of the whole conversation.
+The text is tokenised as text after an end token, so that the tokens equal those of the whole conversation.
 
-The delimiters of chat messages are read off the template: a conversation is rendered with a mark in the place of the
-policy's turn, and what the template writes after the mark is what belongs there.
+The delimiters of chat messages come from the template: it renders a conversation with a placeholder as the policy's
+turn, and the text after the placeholder is the text to append.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.system.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
-#: What stands for a turn of the assistant in a template's text.
+#: Placeholder of the assistant's turn in a conversation that the template renders.
 MARK = "megarl-turn-7f3a"
 _TALK: Messages = [
     {"role": "user", "content": "x"},
@@ -31,7 +31,8 @@ _TALK: Messages = [
 
 
 def after_turn(render: Render) -> str | None:
-    """Return the chat template's text after a turn of the assistant, up to the next one; None: it changes the turn."""
+    """Return the chat template's text between the assistant's turn and its next one; None if the template does not
+    write the turn unchanged, once."""
     text = render(_TALK)
     return text.rpartition(MARK)[2] if text.count(MARK) == 1 else None
 
@@ -40,15 +41,14 @@ class Turns:
     """The tokeniser of observations.
 
     Args:
-        render: messages to text that ends where the assistant begins; None: no chat template is in use.
-        stop_ids: tokens that end a turn, the tokenizer's own first.
+        render: messages -> text up to where the assistant's turn begins; None: no chat template is used.
+        stop_ids: tokens that end a turn; the first is the tokenizer's end token.
 
     Attributes:
-        end: the one that the template writes after a turn; the first of `stop_ids` without a template.
+        end: the token that the template writes after a turn; without a template the first of `stop_ids`.
 
     Raises:
-        ConfigError: the template does not write a turn of the assistant as it is, or does not end it with one of
-            `stop_ids`.
+        ConfigError: the template changes the assistant's turn, or does not end it with one of `stop_ids`.
     """
 
     def __init__(self, tokenizer: Any, render: Render | None, stop_ids: Sequence[int]) -> None:
@@ -67,14 +67,14 @@ class Turns:
             return self._plain(observation)
         if self._render is not None:
             return self._ids(observation)
-        ids = self._tokenizer(observation)["input_ids"]  # with a begin token, as the prompts of the data
+        ids = self._tokenizer(observation)["input_ids"]  # with a begin token, like prompts of the data
         return self._known(to_continue(self._tokenizer, [ids])[0], observation)
 
     def following(self, observation: str | Messages | list[int], *, ended: bool) -> list[int]:
         """Return the tokens from the end of a turn to the start of the next one.
 
         Args:
-            ended: the turn's last token is one of `stop_ids`. Chat templates write one after every turn.
+            ended: whether the turn's last token is one of `stop_ids`; then the template's end token is left out.
         """
         if not _are_messages(observation):
             return self._plain(observation)
@@ -83,7 +83,7 @@ class Turns:
         return ids[1:] if ended and ids and ids[0] in self._stops else ids
 
     def is_ended(self, turn: Sequence[int]) -> bool:
-        """Return whether the last token of a turn is one of `stop_ids`: a stop string may have ended it at another."""
+        """Return whether the turn's last token is one of `stop_ids`; a stop string may end a turn at any token."""
         return turn[-1] in self._stops
 
     def _tail(self, messages: Messages) -> str:
@@ -92,7 +92,7 @@ class Turns:
         return self._rendered(talk).rpartition(MARK)[2]
 
     def _after(self, tail: str) -> list[int]:
-        """Return the tokens of the template's text after a turn, from the end token on where it writes one."""
+        """Tokenise the template's text after a turn, without blanks before the end token."""
         ids = self._ids(tail)
         # Llama 2's template writes a blank before the end token, and a line break may be the end token itself.
         return ids if ids and ids[0] in self._stops else self._ids(tail.lstrip())
@@ -103,10 +103,10 @@ class Turns:
         ids = [int(token) for token in observation]
         if strange := [token for token in ids if not 0 <= token < self._size]:
             raise DataError(
-                "the environment says a token id that the tokenizer does not have",
+                "the environment returned a token id that the tokenizer does not have",
                 found=strange[0],
                 allowed=f"0 to {self._size - 1}",
-                fix="let the environment say text, or ids of this model's tokenizer",
+                fix="return text, or token ids of this model's tokenizer, from the environment",
             )
         return ids
 
@@ -114,24 +114,24 @@ class Turns:
         return self._known(self._tokenizer(text, add_special_tokens=False)["input_ids"], text)
 
     def _known(self, ids: list[int], text: str) -> list[int]:
-        """Return the tokens of a text, of which each is one of the vocabulary."""
+        """Return `ids`, after a check that the tokenizer has a token for every character of `text`."""
         unknown = self._tokenizer.unk_token_id
         if unknown is None or unknown not in ids:
             return ids
-        said = text.replace(self._tokenizer.unk_token, "")  # which the policy may have sampled, and is quoted here
-        strange = next((c for c in said if unknown in self._tokenizer(c, add_special_tokens=False)["input_ids"]), None)
+        rest = text.replace(self._tokenizer.unk_token, "")  # an environment may quote it
+        strange = next((c for c in rest if unknown in self._tokenizer(c, add_special_tokens=False)["input_ids"]), None)
         if strange is None:
             return ids
         raise DataError(
-            f"the tokenizer has no token for {strange!r}, which the environment says",
+            f"the tokenizer has no token for {strange!r}, which the environment returned",
             found=text[:200],
-            fix="add it to the tokenizer (model.tokenizer 'chars:...'), or let the environment say something else",
+            fix="add it to the tokenizer (model.tokenizer 'chars:...'), or return other text from the environment",
         )
 
     def _rendered(self, messages: Messages) -> str:
         if self._render is None:
             raise ConfigError(
-                "the environment answers with chat messages, but no chat template is in use",
+                "the environment returns chat messages, but no chat template is used",
                 where="data.chat_template",
                 found=False,
                 fix="set data.chat_template: true or data.override_chat_template",
@@ -143,12 +143,11 @@ class Turns:
         ids = [] if tail is None else self._after(tail)
         if not ids or ids[0] not in self._stops:
             raise ConfigError(
-                "the chat template does not write a turn of the assistant as it was sampled and end it with an end "
-                "token",
+                "the chat template changes the assistant's turn, or writes no end token after it",
                 where="data.override_chat_template",
                 found=self._rendered(_TALK),
-                allowed="a template that writes an assistant's content once, and an end token right after it",
-                fix="add the token that ends a turn to rollout.sampling.stop_token_ids, or name another template",
+                allowed="a template that writes the assistant's content once, unchanged, and an end token right after it",
+                fix="add the token that ends a turn to rollout.sampling.stop_token_ids, or set another template",
             )
         self.end = ids[0]
 

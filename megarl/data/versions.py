@@ -1,10 +1,10 @@
-"""The versions of the weights that sampled each token, kept as runs: a sample of one version is one run, of any length.
+"""The weight version that sampled each token, stored as runs: a sample of one version is one run.
 
     tokens of a sample    t0 t1 t2 t3 t4 t5 t6
     their versions         3  3  3  3  4  4  4
     runs                  [3, 4], [4, 3]           [version, tokens]
 
-In a batch runs are two Jagged fields with the same offsets, so what they take does not grow with the tokens.
+A batch has the runs as two Jagged fields with the same offsets, so their size does not grow with the tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERSION_FIELDS = ("weight_versions", "version_tokens")
 
 
 def runs_of(versions: Iterable[int]) -> VersionRuns:
-    """Return the runs of one version per token.
+    """Return runs [version, tokens] for a list of one version per token.
 
     >>> runs_of([3, 3, 4])
     [[3, 2], [4, 1]]
@@ -34,7 +34,7 @@ def runs_of(versions: Iterable[int]) -> VersionRuns:
 
 
 def append_runs(runs: VersionRuns, more: VersionRuns) -> None:
-    """Add the runs of the tokens that follow, in place.
+    """Append the runs `more` of the tokens that follow to `runs`, in place.
 
     >>> runs = [[3, 2]]
     >>> append_runs(runs, [[3, 1], [4, 5]])
@@ -49,7 +49,7 @@ def append_runs(runs: VersionRuns, more: VersionRuns) -> None:
 
 
 def version_values(rows: Sequence[VersionRuns]) -> dict[str, Jagged]:
-    """Return VERSION_FIELDS of samples with these runs, which add up to a sample's response tokens."""
+    """Return the VERSION_FIELDS of samples from the runs of each; a sample's runs cover all its response tokens."""
     import torch
 
     from megarl.data.batch import Jagged
@@ -61,9 +61,9 @@ def version_values(rows: Sequence[VersionRuns]) -> dict[str, Jagged]:
 
 
 def token_versions(samples: Batch) -> Jagged:
-    """Return int64, cut like the responses: the version of the weights that sampled each token.
+    """Return the weight version of each response token: int64 Jagged with the offsets of `response_ids`.
 
-    Tokens of an environment have that of the turn before them.
+    Tokens of the environment have the version of the turn before them.
     """
     import torch
 
@@ -72,8 +72,14 @@ def token_versions(samples: Batch) -> Jagged:
 
 
 def tokens_by_version(samples: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the version [R] of each of the R runs of all samples, and how many of its tokens `mask` (bool [N]) has
-    [R]; int64."""
+    """Count the tokens selected by `mask` in each version run.
+
+    Args:
+        mask: bool [N], over all N response tokens of the samples.
+
+    Returns:
+        For all R runs: the weight version and the selected tokens, int64 [R] each.
+    """
     from megarl.data.batch import Jagged
 
     versions, tokens = (samples[name].values for name in VERSION_FIELDS)

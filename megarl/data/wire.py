@@ -1,9 +1,9 @@
-"""Fields and columns as blocks of bytes: safetensors files with the columns as JSON inside. No pickle.
+"""Serialise batches to blocks: safetensors files that contain the columns as JSON. No pickle.
 
-parts    0 1 2|3 4|5 6 7 8    Packer: common parts of all blocks are found once
-blocks  |0 1 2 3 4|5 6 7 8|   made of views of each tensor; small ones are copied
-spans    0-3   3-5|0-4        which samples of which block a part is
-                              gather: one copy, from all spans into a field's own memory
+parts    0 1 2|3 4|5 6 7 8    samples of each receiver; `Packer` packs them
+blocks  |0 1 2 3 4|5 6 7 8|   views of each tensor; small tensors are copied
+spans    0-3   3-5|0-4        the samples of its block that each part is
+                              `gather` copies all spans once, into new memory per field
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _SCALARS = (str, int, float, bool, type(None))
-_ALONE = 32 << 10  # bytes from which on a tensor is a part of its own: less is copied faster than it is kept apart
-_WHOLE = 1 << 20  # most bytes of a part: Ray copies a larger one with six threads, which are slow to start
-_BLOCK_BYTES = 256 << 20  # from which on a block takes no more parts of a batch: an object takes Ray a millisecond
+_ALONE = 32 << 10  # a tensor of at least so many bytes is a separate part; copying a smaller one is faster
+_WHOLE = 1 << 20  # most bytes of a part: Ray copies larger ones with six threads, which start slowly
+_BLOCK_BYTES = 256 << 20  # a block of so many bytes is full; more, smaller blocks cost Ray a millisecond each
 _ZERO = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A file in parts, uint8 [n] each, one after the other; the header is in the first.
+    """A serialised batch: a safetensors file as consecutive parts, uint8 [n] each; the first contains the header.
 
-    The parts may be views of a batch, which the sender of the block copies to their destination.
+    Parts may be views of the batch; they are copied when the block is sent.
     """
 
     parts: tuple[np.ndarray, ...]
@@ -66,12 +66,12 @@ class Block:
         return self.tobytes()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Ray copies buffers once, into shared memory; to describe an array takes longer.
+        # Ray copies a PickleBuffer once, into shared memory; pickling an array is slower.
         return Block.of, tuple(PickleBuffer(part.data) for part in self.parts)
 
     @classmethod
     def of(cls, *buffers: Any) -> Block:
-        """Return the views of these bytes."""
+        """Return a block whose parts are views of `buffers`."""
         return cls(tuple(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers))
 
     def tobytes(self) -> bytes:
@@ -80,7 +80,7 @@ class Block:
 
 
 class Span(NamedTuple):
-    """The samples `start` to `stop` of a block."""
+    """The samples of a block from `start` to before `stop`."""
 
     block: Block
     start: int
@@ -88,7 +88,7 @@ class Span(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One tensor of a block: its bytes in parts, and what the header says of it."""
+    """One tensor of a block: its bytes in parts, with its name, dtype code and shape for the header."""
 
     name: str
     code: str
@@ -97,9 +97,9 @@ class _Piece(NamedTuple):
 
 
 class _Field(NamedTuple):
-    """A field of a batch as its bytes, uint8 [rows * width], of elements of `size` bytes.
+    """A batch field as bytes, uint8 [rows * width]; an element has `size` bytes.
 
-    `cut` is the number of the offsets that say which rows a sample has; None: each has one.
+    `cut` is the index of the offsets that assign rows to samples; None: one row per sample.
     """
 
     name: str
@@ -111,17 +111,16 @@ class _Field(NamedTuple):
     cut: int | None
 
     def piece(self, rows: np.ndarray) -> _Piece:
-        """Return the rows from and to, int64 [runs, 2]."""
+        """Return the rows of ranges (start, stop), int64 [runs, 2], as a tensor of a block."""
         parts = [self.bytes[low:high] for low, high in (rows * self.width).tolist()]
         return _Piece(_FIELD + self.name, self.code, [int((rows[:, 1] - rows[:, 0]).sum()), *self.inner], parts)
 
 
 class Packer:
-    """The writer of blocks of the samples of a batch, which does not change meanwhile.
+    """Writes blocks of a batch's samples. The batch must not change meanwhile.
 
     Raises:
-        ValueError: a column holds something that JSON would not give back unchanged, or a field has a dtype that the
-            format does not have.
+        ValueError: a column has a value that JSON would change, or a field has a dtype that safetensors lacks.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -129,7 +128,7 @@ class Packer:
         self._cuts: list[np.ndarray] = []
         self._lengths: list[np.ndarray] = []
         self._fields: list[_Field] = []
-        known: dict[int, int] = {}  # fields over the same tokens share one tensor of offsets
+        known: dict[int, int] = {}  # offsets tensor -> its index; fields over the same tokens share one
         for name, value in fields.items():
             cut = None
             if isinstance(value, Jagged):
@@ -138,7 +137,7 @@ class Packer:
                     self._cuts.append(value.offsets.cpu().numpy())
                     self._lengths.append(np.diff(self._cuts[cut]))
             self._fields.append(_field(name, value.values if isinstance(value, Jagged) else value, cut))
-        self._sizes = np.zeros(size, np.int64)  # bytes of every sample's fields
+        self._sizes = np.zeros(size, np.int64)  # bytes of each sample's fields
         for field in self._fields:
             self._sizes += field.width if field.cut is None else field.width * self._lengths[field.cut]
         for name, column in self._columns.items():
@@ -150,29 +149,30 @@ class Packer:
         members: dict[int, list[int]] = {}
         for number, owner in enumerate(owners):
             members.setdefault(owner, []).append(number)
-        under_way: dict[int, tuple[Block, int]] = {}
+        opened: dict[int, tuple[Block, int]] = {}
         for number, owner in enumerate(owners):
             if number == owner:
                 places = [place for member in members[owner] for place in parts[member]]
-                under_way[owner] = self.block(places), 0
-            block, start = under_way.pop(owner)
+                opened[owner] = self.block(places), 0
+            block, start = opened.pop(owner)
             stop = start + len(parts[number])
             if number != members[owner][-1]:
-                under_way[owner] = block, stop
+                opened[owner] = block, stop
             yield Span(block, start, stop)
 
     def block(self, places: Sequence[int]) -> Block:
-        """Return the samples at `places`, in part views; jagged fields with the same offsets store them once."""
+        """Write the samples at `places` to a block of views and copies; equal offsets are stored once."""
         where = np.asarray(places, dtype=np.int64)
         runs = _runs(where)
         numbers: dict[bytes, int] = {}
         cuts: list[int] = []
         for lengths in self._lengths:
-            own = np.concatenate([_ZERO, np.cumsum(lengths[where])]).tobytes()
-            cuts.append(numbers.setdefault(own, len(numbers)))
+            offsets = np.concatenate([_ZERO, np.cumsum(lengths[where])]).tobytes()
+            cuts.append(numbers.setdefault(offsets, len(numbers)))
         pieces = [field.piece(runs if field.cut is None else self._cuts[field.cut][runs]) for field in self._fields]
-        for own, number in numbers.items():
-            pieces.append(_Piece(f"{_OFFSETS}{number}", "I64", [len(own) // 8], [np.frombuffer(own, np.uint8)]))
+        for offsets, number in numbers.items():
+            memory = np.frombuffer(offsets, np.uint8)
+            pieces.append(_Piece(f"{_OFFSETS}{number}", "I64", [len(offsets) // 8], [memory]))
         head = {
             "size": len(where),
             "layout": {field.name: None if field.cut is None else cuts[field.cut] for field in self._fields},
@@ -185,33 +185,35 @@ class Packer:
 
 
 def pack(parts: Parts) -> Block:
-    """Return all samples as one block; raises as `Packer`."""
+    """Write all samples of a batch to one block; raises as `Packer`."""
     return Packer(parts).block(range(parts[2]))
 
 
 def _owners(sizes: Sequence[int], together: Sequence[int]) -> list[int]:
-    """Return, for each part, the first one in its block. A block is full as soon as it has `_BLOCK_BYTES`.
+    """Assign parts to blocks: return, for each part, the index of the first part of its block.
+
+    A block takes no more parts once it has `_BLOCK_BYTES`.
 
     Args:
         sizes: bytes of each part.
-        together: see `Packer.spans`.
+        together: as in `Batch.to_blocks`.
     """
     if not together:
         return list(range(len(sizes)))
     owners: list[int] = []
-    open_: dict[int, int] = {}  # the block of each label that is not full
-    held = [0] * len(sizes)
+    open_: dict[int, int] = {}  # label -> its block that is not full
+    filled = [0] * len(sizes)  # bytes of the block that begins with each part
     for number, (size, label) in enumerate(zip(sizes, together, strict=True)):
         owner = open_.setdefault(label, number)
         owners.append(owner)
-        held[owner] += size
-        if held[owner] >= _BLOCK_BYTES:
+        filled[owner] += size
+        if filled[owner] >= _BLOCK_BYTES:
             del open_[label]
     return owners
 
 
 def _runs(places: np.ndarray) -> np.ndarray:
-    """Return the places that follow each other as ranges, int64 [runs, 2]; at least one.
+    """Merge consecutive places into ranges (start, stop), int64 [runs, 2]; no places give one empty range.
 
     >>> _runs(np.array([4, 5, 6, 2, 9, 10])).tolist()
     [[4, 7], [2, 3], [9, 11]]
@@ -232,12 +234,12 @@ def _field(name: str, values: Tensor, cut: int | None) -> _Field:
     return _Field(name, _CODES[values.dtype], size, inner, memory, math.prod(inner) * size, cut)
 
 
-_quoted = lru_cache(maxsize=1024)(partial(json.dumps, ensure_ascii=False))  # names of a few fields, in every block
+_quoted = lru_cache(maxsize=1024)(partial(json.dumps, ensure_ascii=False))  # every block repeats the same few names
 _SIZES = {code: dtype.itemsize for code, dtype in _DTYPES.items()}
 
 
 def _write(pieces: Iterable[_Piece]) -> Block:
-    """Return the file: widest elements first, so that each tensor begins at a multiple of its element's size."""
+    """Write a safetensors file. Widest elements come first, so that each tensor is aligned to its elements."""
     order = sorted(pieces, key=lambda piece: -_SIZES[piece.code])
     header: list[str] = []
     end = 0
@@ -261,10 +263,13 @@ def _write(pieces: Iterable[_Piece]) -> Block:
 
 
 class Opened(NamedTuple):
-    """A block that was read: its header, the description of the samples, and its tensors, one after the other, in
-    parts.
+    """A parsed block.
 
-    Part k is bytes `places[k]` to `places[k + 1]`; `cuts` are the offsets by their numbers, int64 [samples + 1].
+    Attributes:
+        entries: the safetensors header: dtype, shape and byte range of each tensor.
+        parts: bytes of the tensors; part k has bytes `places[k]` to `places[k + 1]`.
+        head: size, layout (field -> index of its offsets) and columns of the samples.
+        cuts: offsets by index, int64 [samples + 1].
     """
 
     entries: dict[str, Any]
@@ -275,14 +280,16 @@ class Opened(NamedTuple):
 
     @property
     def kinds(self) -> tuple[list[tuple[str, bool, str, list[int]]], list[str]]:
-        """The common properties of one batch's blocks: names, kinds, dtypes and inner shapes of fields; names of
-        columns."""
-        of = [(name, cut is None, self.entries[_FIELD + name]) for name, cut in self.head["layout"].items()]
-        fields = [(name, dense, entry["dtype"], entry["shape"][1:]) for name, dense, entry in of]
+        """Name, whether dense, dtype and inner shape of each field, and the names of the columns.
+
+        All blocks of one batch have the same.
+        """
+        layout = [(name, cut is None, self.entries[_FIELD + name]) for name, cut in self.head["layout"].items()]
+        fields = [(name, dense, entry["dtype"], entry["shape"][1:]) for name, dense, entry in layout]
         return sorted(fields, key=lambda field: field[0]), sorted(self.head["columns"])
 
     def rows(self, field: str, start: int, stop: int) -> list[np.ndarray]:
-        """Return the bytes of these samples of a field."""
+        """Return the bytes of a field for the samples from `start` to before `stop`, in parts."""
         cut, entry = self.head["layout"][field], self.entries[_FIELD + field]
         if cut is not None:
             start, stop = self.cuts[cut][[start, stop]].tolist()
@@ -290,38 +297,38 @@ class Opened(NamedTuple):
         return self.memory(begin + start * width, begin + stop * width)
 
     def memory(self, start: int, stop: int) -> list[np.ndarray]:
-        """Return the bytes `start` to `stop`."""
-        found = []
+        """Return the bytes from `start` to before `stop` of all tensors, in parts."""
+        memory = []
         place = bisect_right(self.places, start) - 1
         while start < stop:
             before, after = self.places[place : place + 2]
-            found.append(self.parts[place][start - before : stop - before])
+            memory.append(self.parts[place][start - before : stop - before])
             start, place = after, place + 1
-        return found
+        return memory
 
 
-#: Samples of a block, from and to.
+#: A block and the range (start, stop) of its samples.
 Range: TypeAlias = tuple[Opened, int, int]
 
 
 def open_block(block: Block) -> Opened:
-    """Read what a block says of itself.
+    """Parse the header, columns and offsets of a block.
 
     Raises:
-        ValueError: it is no block of `Packer`, or a tensor is not where the header says.
+        ValueError: the bytes are not a block of `Packer`, or the header has a wrong byte range.
     """
     first = block.parts[0]
     length = int.from_bytes(first[:8].tobytes(), "little")
     if not 0 < length <= len(first) - 8:
-        raise ValueError(f"{len(block)} bytes are no batch: a header of {length} bytes does not fit in")
+        raise ValueError(f"not a batch: a header of {length} bytes does not fit into {len(block)} bytes")
     entries = json.loads(first[8 : 8 + length].tobytes())
     parts = [first[8 + length :], *block.parts[1:]]
     bare = Opened(entries, parts, [0, *accumulate(map(len, parts))], {}, {})
     for entry in entries.values():
         start, stop = entry["data_offsets"]
         if stop - start != math.prod(entry["shape"]) * _SIZES[entry["dtype"]] or stop > bare.places[-1]:
-            where = f"at bytes {start} to {stop} of {bare.places[-1]}"
-            raise ValueError(f"a tensor of shape {entry['shape']} cannot lie {where}")
+            place = f"bytes {start} to {stop} of {bare.places[-1]}"
+            raise ValueError(f"broken batch: a tensor of shape {entry['shape']} does not fit {place}")
     text = np.concatenate(bare.memory(*entries[_COLUMNS]["data_offsets"])).tobytes()
     head = json.loads(text.decode("utf-8", "surrogatepass"))
     numbers = {cut for cut in head["layout"].values() if cut is not None}
@@ -337,10 +344,10 @@ def _as_tensor(memory: np.ndarray, code: str, shape: Sequence[int]) -> Tensor:
 
 
 def gather(ranges: Sequence[Range]) -> Parts:
-    """Return the samples of all ranges, in order, in memory of their own: one copy.
+    """Copy the samples of all ranges, in order, into new memory: fields, columns and size of a batch.
 
     Args:
-        ranges: at least one; the blocks are of a kind.
+        ranges: at least one; the blocks must have equal `Opened.kinds`.
     """
     ranges = _merged(ranges)
     first, size = ranges[0][0], sum(stop - start for _, start, stop in ranges)
@@ -365,23 +372,23 @@ def gather(ranges: Sequence[Range]) -> Parts:
 
 
 def _merged(ranges: Sequence[Range]) -> list[Range]:
-    """Merge ranges: the same samples in as few ranges as possible."""
-    found: list[Range] = []
+    """Merge adjacent ranges of the same block."""
+    merged: list[Range] = []
     for block, start, stop in ranges:
-        if found and found[-1][0] is block and found[-1][2] == start:
-            start = found.pop()[1]
-        found.append((block, start, stop))
-    return found
+        if merged and merged[-1][0] is block and merged[-1][2] == start:
+            start = merged.pop()[1]
+        merged.append((block, start, stop))
+    return merged
 
 
 def _offsets(ranges: Sequence[Range], cuts: Sequence[int]) -> Tensor:
-    """Return the offsets of all sequences of the ranges, each range cut by the cut of its number."""
+    """Return the joined offsets of all ranges; `cuts` has the index of the offsets in each range's block."""
     parts = [np.diff(block.cuts[cut][start : stop + 1]) for (block, start, stop), cut in zip(ranges, cuts, strict=True)]
     return torch.from_numpy(np.cumsum(np.concatenate([_ZERO, *parts])))
 
 
 def _check_plain(name: str, value: Any) -> None:
-    """Refuse what JSON would silently change: tuples become lists, number keys become strings."""
+    """Raise an error for a value that JSON would change silently: a tuple becomes a list, a number key a string."""
     kind = type(value)
     if kind in _SCALARS:
         return
@@ -393,10 +400,11 @@ def _check_plain(name: str, value: Any) -> None:
     if kind is dict:
         for key, item in value.items():
             if type(key) is not str:
-                raise ValueError(f"column {name!r}: dictionary key {key!r} is no string")
+                raise ValueError(f"dictionary key {key!r} in column {name!r} is not a string")
             if type(item) not in _SCALARS:
                 _check_plain(name, item)
         return
     raise ValueError(
-        f"column {name!r} holds {kind.__name__} {value!r:.80}; allowed: str, int, float, bool, None, list, dict"
+        f"column {name!r} has a {kind.__name__}, which cannot be sent: {value!r:.80}; "
+        "allowed: str, int, float, bool, None, list, dict"
     )

@@ -100,7 +100,7 @@ def test_good_rows_pass(check):
             ["data.overlong=error"],
             ["train.jsonl:2", "longer than the limit", "raise it to 6"],
         ),
-        ([{"prompt": chat("1+1="), "answer": "2"}], [], ["train.jsonl:1", "no chat template is in use"]),
+        ([{"prompt": chat("1+1="), "answer": "2"}], [], ["train.jsonl:1", "no chat template is used"]),
         ([{"prompt": 3, "answer": "2"}], [], ["train.jsonl:1", "wrong type in column 'prompt'"]),
         ([{"prompt": "", "answer": "2"}], [], ["train.jsonl:1", "the text has no tokens"]),
         ([GOOD], ["data.chat_template=true"], ["data.chat_template", "has no chat template"]),
@@ -386,7 +386,7 @@ def test_pairs_that_are_all_equal_are_refused(check):
     pairs = ["algorithm.pipeline=dpo", "preference.loss=sigmoid"]
     equal, other = ({"prompt": "1+", "chosen": "1", "rejected": text} for text in "12")
     check([equal, other], *pairs)
-    with pytest.raises(DataError, match=r"data\.train_files: there is no pair: the two responses of every row"):
+    with pytest.raises(DataError, match=r"data\.train_files: no preference pair is left: the two responses are equal"):
         check([equal, equal], *pairs)
 
 

@@ -163,7 +163,7 @@ def test_concat_refuses_batches_that_differ(other, message):
 
 
 def test_concat_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="no batches"):
+    with pytest.raises(ValueError, match="an empty list of batches"):
         Batch.concat([])
 
 

@@ -148,14 +148,14 @@ def test_ultrafeedback_and_other_preferences(recipe, tokenizer):
     for keys in (["sft.response_key=chosen"], ["data.prompt_key=chosen", "sft.response_key=chosen"]):
         data = examples(recipe([binarized], *keys), tokenizer)
         assert (data.texts, data.responses) == (["<user>What is 2+2?<eos><a>"], ["4"])
-    assert "rewards find the columns messages in sample['row']" in data.describe() or "chosen" in keys[0]
+    assert "rewards read the columns messages from sample['row']" in data.describe() or "chosen" in keys[0]
     first = {"instruction": "What is 2+2?", "completions": [{"model": "m", "response": "4", "overall_score": 8.5}]}
     keys = ["data.prompt_key=instruction", "sft.response_key=completions.0.response"]
     assert examples(recipe([first], *keys), tokenizer).responses == ["4"]
     pair = {"chosen": "4", "rejected": "5"}  # the implicit and the explicit form, as text
-    with pytest.raises(UserError, match=r"no column 'prompt'(?s:.*)pair of preferences(?s:.*)sft.response_key: chosen"):
+    with pytest.raises(UserError, match=r"no column 'prompt'(?s:.*)preference pair(?s:.*)sft.response_key: chosen"):
         check_rows(recipe([pair]), "train")
-    with pytest.raises(DataError, match=r"no column 'answer'(?s:.*)pair of preferences"):
+    with pytest.raises(DataError, match=r"no column 'answer'(?s:.*)preference pair"):
         check_rows(recipe([{"prompt": "2+2", **pair}]), "train")
     explicit = {"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID]}
     assert examples(recipe([explicit], "sft.response_key=chosen"), tokenizer).responses == ["4"]
@@ -198,5 +198,5 @@ def test_pictures_are_refused_for_every_job(recipe):
     row = {"prompt": [ASKED], "answer": "4", "images": ["1.png"]}
     config = recipe([row], "data.val_files=[d.parquet]")
     for job in ("train", "sft", "eval", "generate"):
-        with pytest.raises(DataError, match=r"d.parquet row 1: column 'images' holds pictures"):
+        with pytest.raises(DataError, match=r"d.parquet row 1: column 'images' contains images"):
             check_rows(config, job)

@@ -340,7 +340,7 @@ def test_expanded_tokens_count_for_the_limit():
 
 
 def test_a_column_of_images_that_nothing_reads_is_refused():
-    with pytest.raises(DataError, match="that nothing reads") as raised:
+    with pytest.raises(DataError, match="which this run does not read") as raised:
         dataset({"prompt": "a?", "images": [picture()]}, image_key="other")
     assert "data.image_key" in str(raised.value)
 

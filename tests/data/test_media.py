@@ -31,7 +31,7 @@ from megarl.system.errors import DataError
     ],
 )
 def test_media_are_named(name, value):
-    with pytest.raises(DataError, match=rf"f.jsonl:3: column '{name}' holds pictures, video or sound"):
+    with pytest.raises(DataError, match=rf"f.jsonl:3: column '{name}' contains images, video or sound"):
         refuse_media(Row({"prompt": "a", name: value}, "f.jsonl", 3, "line"), ["prompt"])
 
 

@@ -130,7 +130,7 @@ def test_variables_of_the_template_are_settings(prompts):
         prompts("1", chat_template_kwargs={"thinking": False})
     with pytest.raises(ConfigError, match=r"chat_template_kwargs.add_generation_prompt: (?s:.*)given this by the run"):
         prompts("1", chat_template_kwargs={"add_generation_prompt": False})
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs: no chat template is in use"):
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs: no chat template is used"):
         prompts("1", chat_template_kwargs={"enable_thinking": False}, chat_template=False)
 
 
@@ -140,7 +140,7 @@ def test_a_system_prompt_comes_before_messages_that_have_none(prompts):
     assert prompts([said, USER], system_prompt="be brief").texts == ["[system]own<eos>[user]1+1<eos>[assistant]"]
     whole = prompts("1", system_prompt="be brief", format_prompt="{{ content }}+")
     assert whole.texts == ["[system]be brief<eos>[user]1+<eos>[assistant]"]
-    with pytest.raises(ConfigError, match=r"data\.system_prompt: no chat template is in use"):
+    with pytest.raises(ConfigError, match=r"data\.system_prompt: no chat template is used"):
         prompts("1", system_prompt="be brief", chat_template=False)
 
 
@@ -221,7 +221,7 @@ def test_calls_and_thoughts_are_learnt_as_the_template_writes_them(examples):
     with pytest.raises(DataError, match="leaves out 'refusal' of message 2"):
         examples({"prompt": [USER, {"role": "assistant", "content": "no", "refusal": "no"}]}, "prompt")
     plain = {"prompt": "1", "answer": [{"role": "assistant", "content": "2", "reasoning_content": "hm"}]}
-    with pytest.raises(DataError, match="'reasoning_content', and no chat template is in use"):
+    with pytest.raises(DataError, match="'reasoning_content', and no chat template is used"):
         examples(plain, chat_template=False)
 
 

@@ -55,7 +55,7 @@ def test_few_micro_batches_against_the_brute_force_optimum():
 
 
 def test_too_small_a_count_is_refused():
-    with pytest.raises(ValueError, match="2 micro-batches are needed, 1"):
+    with pytest.raises(ValueError, match="count is 1, but the sequences need 2 micro-batches"):
         split_to_count([9, 9], 1, budget=10)
 
 

@@ -53,12 +53,12 @@ def test_columns_have_the_names_of_the_recipe():
     ("row", "words"),
     [
         ({"prompt": "p", "chosen": "4"}, "no column 'rejected'"),
-        ({"prompt": "p", "chosen": "4", "rejected": None}, "column 'rejected' holds no response"),
-        ({"prompt": "p", "chosen": "", "rejected": "5"}, "column 'chosen' holds no response"),
-        ({"prompt": "p", "chosen": "4", "rejected": [BAD]}, "one response is text and the other one is messages"),
-        ({"chosen": "4", "rejected": "5"}, "do not begin with a prompt that they have in common"),
-        ({"chosen": "2+2=4", "rejected": "2+2=45"}, "do not begin with a prompt"),
-        ({"chosen": [USER], "rejected": [USER, BAD]}, "do not begin with a prompt"),
+        ({"prompt": "p", "chosen": "4", "rejected": None}, "column 'rejected' is not a response"),
+        ({"prompt": "p", "chosen": "", "rejected": "5"}, "column 'chosen' is not a response"),
+        ({"prompt": "p", "chosen": "4", "rejected": [BAD]}, "one response is text and the other a list of messages"),
+        ({"chosen": "4", "rejected": "5"}, "the two responses have no common beginning"),
+        ({"chosen": "2+2=4", "rejected": "2+2=45"}, "no prompt: the two responses"),
+        ({"chosen": [USER], "rejected": [USER, BAD]}, "no prompt: the two responses"),
     ],
 )
 def test_bad_rows_are_refused_by_name(row, words):
@@ -134,9 +134,9 @@ def test_labels_may_be_text_as_csv_has_them(label, desirable):
         ({"prompt": "p", "completion": "4"}, "no column 'label'"),
         ({"prompt": "p", "label": True}, "no column 'completion'"),
         ({"completion": "4", "label": True}, "no column 'prompt'"),
-        ({"prompt": "p", "completion": "", "label": True}, "column 'completion' holds no response"),
-        ({"prompt": "p", "completion": "4", "label": "good"}, "does not say whether the response is desirable"),
-        ({"prompt": "p", "completion": "4", "label": None}, "does not say whether the response is desirable"),
+        ({"prompt": "p", "completion": "", "label": True}, "column 'completion' is not a response"),
+        ({"prompt": "p", "completion": "4", "label": "good"}, "is not a label of true or false"),
+        ({"prompt": "p", "completion": "4", "label": None}, "is not a label of true or false"),
     ],
 )
 def test_bad_examples_are_refused_by_name(row, words):
@@ -216,5 +216,5 @@ def test_margins_are_numbers_of_both_samples(tmp_path):
     config, tokenizer = DataConfig(train_files=[str(file)]), character_tokenizer("0123456789+=")
     settings = PreferenceConfig(loss="bradley_terry", margin_key="gap")
     assert PairDataset(config, settings, tokenizer).batch([1, 0])["margin"].tolist() == [2, 2, 0.5, 0.5]
-    with pytest.raises(DataError, match="column 'chosen' holds no number"):
+    with pytest.raises(DataError, match="column 'chosen' is not a number"):
         PairDataset(config, settings.model_copy(update={"margin_key": "chosen"}), tokenizer)

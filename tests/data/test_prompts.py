@@ -66,7 +66,7 @@ def test_a_file_without_a_folder_is_called_by_its_own_name(tmp_path, monkeypatch
 
 
 def test_half_a_character_from_a_template_is_named(tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"train.jsonl:1: the text holds half of a surrogate pair"):
+    with pytest.raises(DataError, match=r"train.jsonl:1: the text contains half of a surrogate pair"):
         dataset(tmp_path, tokenizer, [{"prompt": "a", "answer": "b"}], format_prompt="{{ content }}\ud83d")
 
 
@@ -211,7 +211,7 @@ def test_validation_takes_the_first_prompts(tmp_path, tokenizer):
 
 
 def test_no_files_for_a_split(tokenizer):
-    with pytest.raises(ConfigError, match=r"data\.val_files: no data"):
+    with pytest.raises(ConfigError, match=r"data\.val_files: the recipe names no data"):
         PromptDataset(DataConfig(), tokenizer, "val")
 
 

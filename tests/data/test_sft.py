@@ -79,9 +79,9 @@ def test_examples_longer_than_the_model_takes_are_dropped_and_counted(tmp_path, 
     assert (data.responses, data.texts, data.answers, data.too_long) == (["12"], ["1="], ["12"], 2)
     assert data.describe() == "sft: 1 example of 5 tokens; 2 longer than 5 tokens dropped"
     assert data.batch([0])["prompt_text"] == ["1="]
-    with pytest.raises(DataError, match=r"d.jsonl:1: (?s:.*)2 of 3 such(?s:.*)7 tokens(?s:.*)filter"):
+    with pytest.raises(DataError, match=r"d.jsonl:1: (?s:.*)in 2 of 3 rows(?s:.*)7 tokens(?s:.*)filter"):
         SFTDataset(settings.model_copy(update={"overlong": "error"}), tokenizer, max_tokens=5)
-    with pytest.raises(DataError, match="3 of 3 such"):
+    with pytest.raises(DataError, match="in 3 of 3 rows"):
         SFTDataset(settings, tokenizer, max_tokens=4)
 
 

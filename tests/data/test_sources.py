@@ -285,10 +285,10 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
         ("d.json", b'[{"a":\n"\xff"}]', r"d.json:2: not UTF-8 text"),
         ("d.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', r"d.jsonl:2: broken JSON: 'a' stands twice in one object"),
         ("d.json", '[{"a": 1}, {"a": 1, "a": 2}]', r"d.json row 2: broken JSON: 'a' stands twice in one object"),
-        ("d.jsonl", '{"a": "ok"}\n{"a": "b\\ud83d"}\n', r"d.jsonl:2: column 'a' holds half of a surrogate pair"),
-        ("d.jsonl", '{"a": {"b": ["\\ude00"]}}\n', r"d.jsonl:1: column 'a' holds half of a surrogate pair"),
-        ("d.jsonl", '{"a\\ud83d": 1}\n', r"d.jsonl:1: a column name holds half of a surrogate pair"),
-        ("d.json", '[{"a": 1}, {"a": {"\\ud83d": 1}}]', r"d.json row 2: a name in column 'a' holds half"),
+        ("d.jsonl", '{"a": "ok"}\n{"a": "b\\ud83d"}\n', r"d.jsonl:2: column 'a' contains half of a surrogate pair"),
+        ("d.jsonl", '{"a": {"b": ["\\ude00"]}}\n', r"d.jsonl:1: column 'a' contains half of a surrogate pair"),
+        ("d.jsonl", '{"a\\ud83d": 1}\n', r"d.jsonl:1: a column name contains half of a surrogate pair"),
+        ("d.json", '[{"a": 1}, {"a": {"\\ud83d": 1}}]', r"d.json row 2: a name in column 'a' contains half"),
         ("d.csv", 'a\n"x\n', r"d.csv:\d: broken csv"),
         ("d.parquet", "not parquet", r"d.parquet: not a readable parquet file"),
         ("d.parquet", "PAR1 cut", r"d.parquet: not a readable parquet file(?s:.*)write the file again"),
@@ -320,9 +320,21 @@ LARGE = {
         f'[{{"a": 1}}, {{"a": {LONG}}}]',
         r"d.json row 2: broken JSON: a number of more",
     ),
-    "deep line": ("d.jsonl", f'{{"a": 1}}\n{{"a": {DEEP}}}\n', r"d.jsonl:2: column 'a' holds more than 64 lists"),
-    "deeper line": ("d.jsonl", f'{{"a": 1}}\n{{"a": {DEEPER}\n', r"d.jsonl:2: broken JSON: more than 64 lists"),
-    "deeper row": ("d.json", f'[{{"a": 1}}, {{"a": {DEEPER}}}]', r"d.json row 2: broken JSON: more than 64 lists"),
+    "deep line": (
+        "d.jsonl",
+        f'{{"a": 1}}\n{{"a": {DEEP}}}\n',
+        r"d.jsonl:2: column 'a' nests lists and objects more than 64",
+    ),
+    "deeper line": (
+        "d.jsonl",
+        f'{{"a": 1}}\n{{"a": {DEEPER}\n',
+        r"d.jsonl:2: broken JSON: lists and objects nested more than 64",
+    ),
+    "deeper row": (
+        "d.json",
+        f'[{{"a": 1}}, {{"a": {DEEPER}}}]',
+        r"d.json row 2: broken JSON: lists and objects nested more than 64",
+    ),
     "late byte": ("d.csv", b"a\n" + b"1\n" * 5000 + b"\xff\n1\n", r"d.csv:5002: not UTF-8 text"),
 }
 
@@ -369,14 +381,14 @@ def test_parquet_cells_and_columns_that_cannot_be_read_are_named(tmp_path):
 def test_a_function_may_not_return_what_no_file_could_hold(row_maker, tmp_path):
     with open(tmp_path / "my_rows_module.py", "a") as file:
         file.write("def huge(): return [{'a': 1}, {'a': 10 ** 5000}]\ndef half(): return [{'a': '\\ud83d'}]\n")
-    with pytest.raises(DataError, match=r"huge row 2: column 'a' holds a number of more than 4300 digits"):
+    with pytest.raises(DataError, match=r"huge row 2: column 'a' contains a number of more than 4300 digits"):
         load_rows(f"{row_maker}:huge")
-    with pytest.raises(DataError, match=r"half row 1: column 'a' holds half of a surrogate pair"):
+    with pytest.raises(DataError, match=r"half row 1: column 'a' contains half of a surrogate pair"):
         load_rows(f"{row_maker}:half")
 
 
 def test_a_prompt_on_the_command_line_is_checked_as_well():
-    with pytest.raises(DataError, match=r"column 'prompt' holds half of a surrogate pair") as error:
+    with pytest.raises(DataError, match=r"column 'prompt' contains half of a surrogate pair") as error:
         load_rows("text:caf\udce9")  # how Python reads an argument that is not UTF-8
     str(error.value).encode()
 
@@ -400,9 +412,9 @@ def test_an_empty_folder_is_named(tmp_path):
 def test_values_that_are_not_plain_are_named(tmp_path):
     write(tmp_path / "d.parquet", [{"a": 1, "image": b"\x00"}])  # images may be bytes, and other columns not
     [row] = load_rows(f"{tmp_path}/d.parquet")
-    with pytest.raises(DataError, match=r"d.parquet row 1: column 'image' holds pictures, video or sound"):
+    with pytest.raises(DataError, match=r"d.parquet row 1: column 'image' contains images, video or sound"):
         refuse_media(row, ["a"])
-    with pytest.raises(DataError, match=r"rows:fn row 2: column 'a' holds a value that is not plain data"):
+    with pytest.raises(DataError, match=r"rows:fn row 2: column 'a' contains a value that is not plain data"):
         make_row({"a": {1, 2}}, "rows:fn", 2, "row")
 
 

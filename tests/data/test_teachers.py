@@ -35,7 +35,7 @@ def test_others_are_drawn_by_the_weights_and_by_their_uid(math, code):
     [
         ({"teacher": "cod"}, {}, "did you mean 'code'"),
         ({"teacher": "poems"}, {}, "teacher.models.poems"),
-        ({"teacher": ["code"]}, {}, "names a teacher that there is not"),
+        ({"teacher": ["code"]}, {}, "names an unknown teacher"),
         ({"question": "1+1"}, {"math": 0.0, "code": 0.0}, "names no teacher"),
     ],
 )

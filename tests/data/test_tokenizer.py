@@ -65,12 +65,12 @@ def test_the_model_folder_is_the_default(tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (ModelConfig(), "model.tokenizer: no tokenizer"),
+        (ModelConfig(), "model.tokenizer: the run has no tokenizer"),
         (ModelConfig(tokenizer="chars:"), "the alphabet is empty"),
-        (ModelConfig(tokenizer="chars:abca"), "characters twice: 'a'(?s:.*)write 'chars:abc'"),
-        (ModelConfig(tokenizer="chars:ab\ud83d"), "the alphabet holds half of a surrogate pair"),
+        (ModelConfig(tokenizer="chars:abca"), "repeats characters: 'a'(?s:.*)write 'chars:abc'"),
+        (ModelConfig(tokenizer="chars:ab\ud83d"), "the alphabet contains half of a surrogate pair"),
         (ModelConfig(tokenizer="words: "), "the list of words is empty"),
-        (ModelConfig(tokenizer="words:up to up"), "words twice: 'up'(?s:.*)write 'words:up to'"),
+        (ModelConfig(tokenizer="words:up to up"), "repeats words: 'up'(?s:.*)write 'words:up to'"),
         (ModelConfig(tokenizer="./not/there"), "model.tokenizer: the tokenizer cannot be loaded"),
     ],
 )

@@ -119,9 +119,9 @@ def test_a_dtype_without_a_code_is_named() -> None:
 @pytest.mark.parametrize(
     ("data", "story"),
     [
-        (b"\xff" * 20, "20 bytes are no batch"),
-        (b"", "0 bytes are no batch"),
-        (Batch({"x": torch.zeros(100)}).to_bytes()[:-50], "a tensor of shape .* cannot lie at bytes"),
+        (b"\xff" * 20, "not a batch: a header of .* does not fit into 20 bytes"),
+        (b"", "not a batch: a header of .* does not fit into 0 bytes"),
+        (Batch({"x": torch.zeros(100)}).to_bytes()[:-50], "a tensor of shape .* does not fit bytes"),
     ],
 )
 def test_what_is_cut_short_is_refused(data: bytes, story: str) -> None:
@@ -133,5 +133,5 @@ def test_parts_that_were_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(wire, "_ALONE", 0)
     block = pack((batch().fields, {}, 4))
     for parts in (block.parts[:-1], block.parts[:2] + block.parts[3:]):
-        with pytest.raises(ValueError, match=r"a tensor of shape .* cannot lie at bytes"):
+        with pytest.raises(ValueError, match=r"a tensor of shape .* does not fit bytes"):
             open_block(Block(parts))

@@ -186,7 +186,7 @@ REASONS = {
     "nan": "the reward nan, which is not a finite number",
     "nothing": "no observation, and the episode is not done",
     "object": "allowed: text, chat messages, token ids",
-    "letters": "no token for 'a', which the environment says",
+    "letters": "no token for 'a', which the environment returned",
     "tuple": r"allowed: Step\(observation, reward, done, info\)",
     "long": "reset returned 17 tokens; data.max_prompt_tokens is 16",
 }
