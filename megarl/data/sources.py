@@ -1,4 +1,4 @@
-"""Rows of data from files, folders, hub datasets and Python functions; each row knows where it came from."""
+"""Read rows of data from files, folders, hub datasets and Python functions; each row keeps its place of origin."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ FORMS = (
     "org/name:config@split, pkg.mod:fn, or text:<the prompt itself>"
 )
 TEXT = "text:"
-_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are no csv here
-#: Files of the `datasets` package about a data set, beside its data.
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # column separators of tables that are not csv
+#: Metadata files that the `datasets` package writes beside the data.
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
-#: Forms of data, as far as names tell, that are not read.
+#: Suffixes of data files that are not supported.
 _OTHER_FORMS = (".ndjson", ".jsonlines", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".pkl")
-_ROWS_ASKED = 200  # of the training data, about their system message
+_ROWS_ASKED = 200  # first training rows whose system messages are compared
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 #: The name of a data set on the hub.
 HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>.+))?")
@@ -53,18 +53,20 @@ _SPLIT_IN_NAME = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|e
 
 
 def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]:
-    """Return all rows of one source (any form that data.train_files takes), in order.
+    """Read all rows of one source, in order.
 
     Args:
-        source: see FORMS. A csv column is text; all other forms keep numbers, lists and dicts.
-        kwargs: keyword arguments for a pkg.mod:fn source; those it does not take are left out.
+        source: any form of data.train_files, see FORMS. Csv values are text; other forms keep numbers, lists and dicts.
+        kwargs: keyword arguments for a pkg.mod:fn source; arguments that the function does not take are left out.
 
     Raises:
-        DataError: missing or broken file, no rows, a value that is not plain data; file and line are named.
-        ConfigError: the function cannot be imported or lacks an argument.
+        DataError: a file is missing or broken, has no rows, or a value is not plain data; the error names the line.
+        ConfigError: the function cannot be imported, or requires an argument that `kwargs` lacks.
     """
     if source.startswith(TEXT):
-        named = source[:80].encode("utf-8", "backslashreplace").decode()  # bytes that are no text come as surrogates
+        named = (
+            source[:80].encode("utf-8", "backslashreplace").decode()
+        )  # invalid UTF-8 on the command line becomes surrogates
         return [make_row({"prompt": source.removeprefix(TEXT), "data_source": "text"}, named, 1, PROMPT)]
     path = Path(source).expanduser()
     folder, _, split = source.rpartition("@")
@@ -81,21 +83,21 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
     else:
         raise _missing(path)
     if not rows:
-        raise DataError("there are no rows", where=source, fix="check that the file was written to the end")
+        raise DataError("the source has no rows", where=source, fix="check that the file was written to the end")
     return rows
 
 
 def as_prompts(data: DataConfig, texts: Sequence[str]) -> DataConfig:
-    """Return the same settings, with these texts as the held-out prompts and without reference answers."""
+    """Return the settings with `texts` as the held-out prompts, without reference answers."""
     changes = {"val_files": [TEXT + text for text in texts], "prompt_key": "prompt", "answer_key": None}
     changes["val_split"] = None
     return data.model_copy(update={**changes, "max_val_samples": None})
 
 
 def system_messages(data: DataConfig) -> set[str]:
-    """Return the system messages in the first training rows, "" for a row without one.
+    """Return the different system messages of the first training rows; "" stands for a row without one.
 
-    None of rows from the hub, or that cannot be read: nothing is downloaded to find out.
+    Return an empty set for data from the hub, which would have to be downloaded, and for unreadable data.
     """
     for source in data.train_files[:1]:
         with contextlib.suppress(UserError):
@@ -106,21 +108,20 @@ def system_messages(data: DataConfig) -> set[str]:
 
 
 def _system_message(prompt: Any) -> str:
-    """Return the text of the system message at the beginning of a prompt; an empty one if there is none."""
+    """Return the system message at the beginning of a prompt, or ""."""
     first = prompt[0] if isinstance(prompt, list) and prompt else None
     is_system = isinstance(first, dict) and first.get("role") in ("system", "developer")
     return str(first.get("content", "")) if isinstance(first, dict) and is_system else ""
 
 
 def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
-    """Refuse data.loader_kwargs that no pkg.mod:fn source takes: a misspelt one would be ignored.
+    """Raise an error for data.loader_kwargs that no pkg.mod:fn source takes, since they would be ignored.
 
     Args:
-        config: its sources count.
-        more: sources that get the same arguments, such as sft.train_files.
+        more: further sources that get the same arguments, such as sft.train_files.
 
     Raises:
-        ConfigError: names the argument and what the functions take.
+        ConfigError: names the unknown argument and the arguments of the functions.
     """
     if not config.loader_kwargs:
         return
@@ -143,7 +144,7 @@ def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
 
 
 def is_function(source: str) -> bool:
-    """Return true for a source `pkg.mod:fn`."""
+    """Return whether a source has the form `pkg.mod:fn`."""
     return not source.startswith(TEXT) and _FUNCTION.fullmatch(source) is not None and not Path(source).exists()
 
 
@@ -151,15 +152,15 @@ def is_function(source: str) -> bool:
 
 
 def close_sources(path: Path) -> list[str]:
-    """Return the data file or folder beside a missing `path` that its misspelt name may have meant."""
-    beside = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
-    return close_files(path.name, [file.name for file in beside if file.suffix.lower() in SUFFIXES or file.is_dir()])
+    """Return the names of data files and folders beside a missing `path` that are similar to its name."""
+    siblings = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
+    return close_files(path.name, [file.name for file in siblings if file.suffix.lower() in SUFFIXES or file.is_dir()])
 
 
 def special_source(source: str, where: str) -> DataError:
     """Return the error for a pipe or device as a source of rows."""
     return DataError(
-        "this is a pipe, socket or device",
+        "a pipe, socket or device cannot be a source of rows",
         where=where,
         found=source,
         allowed=FORMS,
@@ -195,24 +196,25 @@ def _read_file(path: Path) -> list[Row]:
     try:
         kind = None if reader is _read_parquet else foreign_kind(path)
         if kind is not None:
-            raise DataError(f"this is {kind[0]}, not text", where=str(path), fix=kind[1])
+            raise DataError(f"the file is {kind[0]}, not text", where=str(path), fix=kind[1])
         return list(reader(path))
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror or error}", where=str(path)) from error
 
 
 def files_of_folder(folder: Path) -> list[Path]:
-    """Return the data files in a folder and in folders of it, in order, but none that is hidden or in a hidden folder.
+    """Return the data files in a folder and its subfolders, sorted, without hidden files and folders.
 
-    Editors and download tools keep copies there, such as `.ipynb_checkpoints/train-checkpoint.jsonl`.
+    Editors and download tools keep copies in hidden folders, such as `.ipynb_checkpoints/train-checkpoint.jsonl`.
     """
     return [file for file in visible_files(folder) if file.suffix.lower() in SUFFIXES and file.name not in _ABOUT_DATA]
 
 
 def other_forms(folder: Path, where: str) -> DataError | None:
-    """Return the error, at `where`, for data in a folder in forms that are not read, as `b.jsonl.gz` beside `a.jsonl`.
+    """Return the error for a folder with data files that are not supported, such as `b.jsonl.gz`; None: all are.
 
-    None: the folder has no such file.
+    Args:
+        where: the place that the error names.
     """
     packed = (*SUFFIXES, *_OTHER_FORMS, ".tar")
     others = [
@@ -224,7 +226,7 @@ def other_forms(folder: Path, where: str) -> DataError | None:
     if not others:
         return None
     return DataError(
-        "the folder holds data in a form that is not read",
+        "the folder has data files of unsupported formats",
         where=where,
         found=f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}",
         allowed=SUFFIXES,
@@ -238,7 +240,7 @@ def is_saved_set(folder: Path) -> bool:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """Return the files of a folder and of its folders, in order, links to folders included; but hidden ones."""
+    """Return the files in a folder and its subfolders, sorted, without hidden ones; links to folders are followed."""
     files, known = list[Path](), set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -258,12 +260,12 @@ def _read_folder(folder: Path) -> list[Row]:
         raise error
     files = files_of_folder(folder)
     if not files:
-        raise DataError("the folder holds no data file", where=str(folder), allowed=SUFFIXES)
+        raise DataError("the folder has no data file", where=str(folder), allowed=SUFFIXES)
     named = {match[1] for p in files if (match := _SPLIT_IN_NAME.search(str(p.relative_to(folder)).lower()))}
     if len(named) > 1:
         # Reading all of them would train on the test set.
         raise DataError(
-            "the folder holds several splits",
+            "the folder has several splits",
             where=str(folder),
             found=", ".join(sorted(named)),
             fix=f"name one split ({folder}@{min(named, key=lambda n: n != 'train')}) or one file",
@@ -299,32 +301,38 @@ def _read_json(path: Path) -> Iterator[Row]:
     try:
         values = _parse_json(text)
     except json.JSONDecodeError as error:
-        hint = "; one object per line belongs into a .jsonl file" if error.msg == "Extra data" else ""
+        hint = "; name a file with one object per line .jsonl" if error.msg == "Extra data" else ""
         raise DataError(f"broken JSON: {error.msg}{hint}", where=f"{path}:{error.lineno}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"broken JSON: {_json_trouble(error)}", where=f"{path} row {_failing_row(text)}", fix="repair the row"
         ) from error
     if not isinstance(values, list):
-        raise DataError("not a list of rows", where=str(path), found=type(values).__name__, allowed="[{...}, {...}]")
+        raise DataError(
+            "the JSON file is not a list of rows",
+            where=str(path),
+            found=type(values).__name__,
+            allowed="[{...}, {...}]",
+        )
     for number, value in enumerate(values, 1):
         yield make_row(value, str(path), number, "row")
 
 
 def _parse_json(text: str) -> Any:
-    """Return the plain JSON, but a name that stands twice in one object is an error instead of the last value.
+    """Parse JSON; unlike in `json.loads`, a repeated name in an object is an error.
 
     Raises:
-        ValueError: not JSON, a name twice, a number too long; RecursionError: nested too deeply.
+        ValueError: broken JSON, a repeated name or a number with too many digits.
+        RecursionError: lists and objects are nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_object)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError(f"{', '.join(map(repr, _repeated(name for name, _ in pairs)))} stands twice in one object")
-    return made
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError(f"{', '.join(map(repr, _repeated(name for name, _ in pairs)))} is repeated in one object")
+    return values
 
 
 def _repeated(names: Iterable[str]) -> list[str]:
@@ -334,13 +342,13 @@ def _repeated(names: Iterable[str]) -> list[str]:
 def _json_trouble(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return f"lists and objects nested more than {MAX_DEPTH} levels deep"
-    if "integer string conversion" in str(error):  # Python's own limit, which keeps int() from quadratic time
+    if "integer string conversion" in str(error):  # Python limits digits, since int() takes quadratic time
         return f"a number of more than {sys.get_int_max_str_digits()} digits; write it as text"
     return str(error)
 
 
 def _failing_row(text: str) -> int:
-    """Return the number, counted from 1, of the element of a JSON list that cannot be parsed."""
+    """Return the number, from 1, of the first element of a JSON list that cannot be parsed."""
     decoder, gap = json.JSONDecoder(object_pairs_hook=_object), re.compile(r"[\s,]*")
     number, at = 0, text.find("[") + 1
     while True:
@@ -374,11 +382,11 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 if None in values or None in values.values():
                     count = len(values) - 1 + len(values[None]) if None in values else None
                     raise DataError(
-                        "the line does not have one value per column",
+                        "the line has too many or too few values",
                         where=f"{path}:{reader.line_num}",
                         found=f"{count} values" if count else f"no value for {_first_missing(values)!r}",
                         allowed=f"{len(reader.fieldnames or [])} values: {', '.join(reader.fieldnames or [])}",
-                        fix="quote values that hold commas or line breaks",
+                        fix="quote values that contain commas or line breaks",
                     )
                 yield Row(values, str(path), reader.line_num, "line")
     except UnicodeDecodeError as error:
@@ -390,7 +398,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _check_header(reader: csv.DictReader[str], path: Path) -> None:
-    """Refuse a header that would hide a column."""
+    """Raise an error for a csv header with repeated names, no names or other separators than commas."""
     if reader.fieldnames is None:  # an empty file, which has no rows
         return
     names = list(reader.fieldnames)
@@ -401,12 +409,12 @@ def _check_header(reader: csv.DictReader[str], path: Path) -> None:
             where=f"{path}:{reader.line_num}",
             found=names[0],
             allowed="a comma between columns",
-            fix="save it with commas, or as .jsonl",
+            fix="save the file with commas, or as .jsonl",
         )
     repeated = _repeated(names)
     if repeated or not reader.fieldnames:
         raise DataError(
-            "the header names a column twice" if repeated else "the header is empty",
+            "the header repeats a column name" if repeated else "the header is empty",
             where=f"{path}:{reader.line_num}",
             found=", ".join(map(repr, repeated)) or None,
             allowed="a first line with one name per column, each once",
@@ -426,7 +434,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         repeated = _repeated(pyarrow.parquet.read_schema(path).names)
         if repeated:
             raise DataError(
-                "two columns have one name", where=str(path), found=", ".join(repeated), fix="rename one of them"
+                "two columns have the same name", where=str(path), found=", ".join(repeated), fix="rename one of them"
             )
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -435,7 +443,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             f"not a readable parquet file: {error}",
             where=str(path),
             found=None if kind is None else kind[0],
-            fix="write the file again; text belongs into a .jsonl, .json or .csv file" if kind is None else kind[1],
+            fix="write the file again; name text files .jsonl, .json or .csv" if kind is None else kind[1],
         ) from error
     try:
         values = table.to_pylist()
@@ -447,7 +455,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _row_of_table(value: Mapping[str, Any], source: str, number: int) -> Row:
-    """Return the row, without the arguments of other tools that a table adds, as null, to every call of a tool."""
+    """Make a row from a table's values without the null arguments that tables add to tool calls."""
     return make_row({name: _own_arguments(item) for name, item in value.items()}, source, number, "row")
 
 
@@ -463,21 +471,21 @@ def _own_arguments(column: Any) -> Any:
 
 
 def _unreadable_cell(table: pyarrow.Table) -> tuple[str, int]:
-    """Return the column and row (from 1) of the first cell that Python has no value for."""
+    """Return the column and row (from 1) of the first cell that cannot be converted to a Python value."""
     for column in table.column_names:
         for number, cell in enumerate(table[column], 1):
             try:
                 cell.as_py()
             except Exception:  # whatever to_pylist stumbled over
                 return column, number
-    raise AssertionError("every cell can be read by itself")
+    raise AssertionError("to_pylist fails, but every cell can be read")
 
 
 # -- datasets and functions --------------------------------------------------------------------------------------
 
 
 def _read_dataset(source: str, name: str, config: str | None, split: str | None) -> list[Row]:
-    """Return the rows through the `datasets` package: hub names, folders in hub layout, folders of `save_to_disk`."""
+    """Read rows with the `datasets` package, from a hub name, a folder in hub layout or a folder of `save_to_disk`."""
     import datasets
 
     try:
@@ -516,7 +524,7 @@ def _import(source: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
             allowed="pkg.mod:fn, importable from the working folder or PYTHONPATH",
         ) from error
     if not callable(function):
-        raise ConfigError("not a function", where="data.train_files / data.val_files", found=source)
+        raise ConfigError("the data source is not a function", where="data.train_files / data.val_files", found=source)
     return function
 
 
@@ -551,7 +559,7 @@ def _call(source: str, kwargs: Mapping[str, Any]) -> list[Row]:
     return [make_row(value, source, number, "row") for number, value in enumerate(values, 1)]
 
 
-#: First bytes, kind of the file, and the fix. A specification of each kind fixes its first bytes.
+#: First bytes of a file (as its format specifies), kind of the file, and the fix.
 _KINDS = (
     (b"PAR1", "a parquet file", "name it {stem}.parquet"),
     (b"ARROW1", "an Arrow file", "write it as parquet"),
@@ -572,11 +580,12 @@ _PACKED = (".gz", ".zst", ".bz2", ".xz")
 
 
 def foreign_kind(path: Path) -> tuple[str, str] | None:
-    """Return the kind of a file by its first bytes, and the fix; None: its name says it, or it is no known kind."""
+    """Return what a file is by its first bytes, and the fix; None for text, unknown kinds and files named .parquet
+    that are parquet."""
     try:
         with path.open("rb") as file:
             head = file.read(32)
-    except OSError:  # reading the whole file says why
+    except OSError:  # the caller reads the file next and raises the error
         return None
     for first, kind, fix in _KINDS:
         if head.startswith(first) and not (first == b"PAR1" and path.suffix.lower() == ".parquet"):
@@ -592,5 +601,7 @@ def unknown_form_fix(path: Path) -> str:
     if kind is not None:
         return f"it is {kind[0]}: {kind[1]}"
     if path.suffix == ".py":
-        return f"for a function of it, write {path.stem}:function, with {path.stem} importable from the working folder"
+        return (
+            f"to use its function, write {path.stem}:function; {path.stem} must be importable from the working folder"
+        )
     return "convert it, or rename it"

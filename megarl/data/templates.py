@@ -1,4 +1,4 @@
-"""Jinja prompt templates, run in a sandbox because recipes travel between people."""
+"""Jinja templates for prompts, and chat templates. They run in a sandbox, because recipes may come from strangers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megarl.data.turns import after_turn
 from megarl.system.errors import ConfigError, DataError, encoding_fix
 
 _OVERRIDE = "data.override_chat_template"
-#: The variables that a run gives every chat template.
+#: Variables that every chat template gets without the recipe's help.
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
-#: A tag of transformers' own, around what the assistant says.
+#: A tag that only transformers reads, around the assistant's text.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 #: Directives of strftime.
 _STRFTIME = (*("-d", "-m", "-H", "-I", "-M", "-S", "-j", "-y"), *"aAbBcdDeFGhHIjmMpRSTuUVwWxXyYzZ")
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
-#: Inputs by which it is seen what a chat template writes.
+#: Example inputs, to find out which of them a chat template writes.
 _EXAMPLE = Row({}, "an example", 0)
 _QUESTION = [{"role": "user", "content": "x"}]
 _TOOL = {
@@ -39,10 +39,13 @@ _TOOL = {
 
 
 def read_template(value: str, key: str) -> str:
-    """Return the template text given inline or as the name of a file (less one final line break).
+    """Return a template's text; `value` is the text itself or the name of a file, whose last line break is dropped.
+
+    Args:
+        key: the recipe key of `value`, for the error.
 
     Raises:
-        ConfigError: `value` looks like a file name and there is no such file.
+        ConfigError: `value` is neither a template nor an existing file.
     """
     inline = "{{" in value or "{%" in value or "\n" in value
     path = Path(value).expanduser()
@@ -50,10 +53,12 @@ def read_template(value: str, key: str) -> str:
         return _read_text(path, key).removesuffix("\n")
     if not inline:
         raise ConfigError(
-            "no such template file" if value.endswith(_FILE_SUFFIXES) else "neither a template nor a file",
+            "the template file does not exist"
+            if value.endswith(_FILE_SUFFIXES)
+            else "this is neither a template nor a file",
             where=key,
             found=value,
-            allowed="Jinja text such as '{{ content | trim }}', or a file that holds it",
+            allowed="Jinja text such as '{{ content | trim }}', or a file with it",
         )
     return value
 
@@ -65,12 +70,12 @@ def _read_text(path: Path, key: str) -> str:
         fix = encoding_fix(error.object, str(path))
         raise ConfigError("the template is not UTF-8 text", where=key, found=str(path), fix=fix) from error
     except OSError as error:
-        what = f"the template cannot be read: {error.strerror or error}"
-        raise ConfigError(what, where=key, found=str(path), fix="check the file's permissions") from error
+        problem = f"the template cannot be read: {error.strerror or error}"
+        raise ConfigError(problem, where=key, found=str(path), fix="check the file's permissions") from error
 
 
 def check_chat_template(text: str, where: str) -> None:
-    """Refuse a chat template that does not parse, as transformers parses it.
+    """Raise an error for a chat template that transformers cannot parse.
 
     Raises:
         ConfigError: names `where` and the line.
@@ -78,7 +83,7 @@ def check_chat_template(text: str, where: str) -> None:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # transformers' addition for training on the assistant's text only marks a block.
+    # Jinja has no `generation` tag: transformers adds it to mark the assistant's text.
     plain = re.sub(r"{%(-?)\s*(end)?generation\s*(-?)%}", r"{#\1 \3#}", text)
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
@@ -93,14 +98,14 @@ def check_chat_template(text: str, where: str) -> None:
 
 
 def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:
-    """Return the function (content, row) -> prompt text. The template sees `content`, each column by name, and `row`.
+    """Return a function (content, row) -> prompt text. The template reads `content`, each column by name, and `row`.
 
     >>> prompt_formatter("{{ content | trim }} ({{ unit }})")(" how far? ", Row({"unit": "km"}, "doc", 1))
     'how far? (km)'
 
     Raises:
         ConfigError: the template does not parse.
-        DataError: on a row that lacks a column the template uses, or that makes it fail; the row is named.
+        DataError: the function raises it if a row lacks a column of the template, or the template fails on it.
     """
     if template is None:
         return lambda content, row: content
@@ -132,7 +137,7 @@ def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:
 
 
 def no_chat_template() -> ConfigError:
-    """Return the error for a chat template that is asked for and that no one has."""
+    """Return the error for a recipe that needs a chat template when the tokenizer has none."""
     return ConfigError(
         "the tokenizer has no chat template",
         where="data.chat_template",
@@ -144,7 +149,7 @@ def no_chat_template() -> ConfigError:
 def no_template_for_tools() -> ConfigError:
     """Return the error for an environment with tools when prompts are plain text."""
     return ConfigError(
-        "the environment has tools, and no chat template is used that could present them",
+        "the environment has tools, but no chat template is used that could list them",
         where="data.chat_template",
         found="no chat template is used",
         fix=f"set {_OVERRIDE}, or choose a model with a chat template; or, for the environment `tools`, set "
@@ -153,16 +158,16 @@ def no_template_for_tools() -> ConfigError:
 
 
 class ChatTemplate:
-    """A chat template with what it is given in addition to the messages. Called, it writes a prompt.
+    """A chat template with its inputs other than messages; calling it with messages returns a prompt's text.
 
     Args:
-        template: Jinja text; or several by name, of which one may be for tools.
-        tools: the environment's tools, which every prompt presents.
-        more: `data.chat_template_kwargs`.
-        date: `data.date`; None: today.
+        template: Jinja text, or several texts by name: `default`, and `tool_use` for prompts with tools.
+        tools: the environment's tools, which every prompt lists.
+        more: further variables of the template, `data.chat_template_kwargs`.
+        date: the date that the template reads, `data.date`; None: today.
 
     Raises:
-        ConfigError: the template does not read one of `more`, or does not write the tools.
+        ConfigError: the template does not read a variable of `more`, or does not write the tools.
     """
 
     def __init__(
@@ -174,7 +179,7 @@ class ChatTemplate:
         date: str | None = None,
     ) -> None:
         self._tokenizer, self._tools, self._more = tokenizer, tools, dict(more)
-        self._roles = {ASSISTANT}  # those whose content the template was seen to write; Turns looks at this one
+        self._roles = {ASSISTANT}  # roles whose content the template is known to write; Turns checks the assistant's
         self._templates = {"default": template} if isinstance(template, str) else dict(template)
         if "default" not in self._templates:
             raise no_chat_template()
@@ -186,7 +191,7 @@ class ChatTemplate:
         self._check_tools()
 
     def _check_tools(self) -> None:
-        """Refuse a template that leaves the environment's tools out of the prompt."""
+        """Raise an error if the template leaves the environment's tools out of the prompt."""
         if self._tools.schemas and not self._writes_tools:
             raise unwritten_tools([str(tool.get("function", tool).get("name")) for tool in self._tools.schemas])
         if self._tools.system:
@@ -204,27 +209,29 @@ class ChatTemplate:
 
     @cached_property
     def _writes_tools(self) -> bool:
-        """Whether the template writes what it is given as `tools`."""
+        """Whether the template writes its variable `tools`."""
         try:
             return self._rendered(_QUESTION, [_TOOL], _EXAMPLE) != self._rendered(_QUESTION, [], _EXAMPLE)
-        except DataError:  # the template takes other messages only
+        except DataError:  # the template does not accept the example
             return any(map(reads_tools, self._templates.values()))
 
     def __call__(self, messages: list[Message], row: Row) -> str:
-        """Return the text of the messages that ends where the assistant begins to answer.
+        """Return the text of a prompt's messages, up to where the assistant's answer begins.
 
         Raises:
-            DataError: the template refuses the messages, or leaves out what one of them holds; the row is named.
+            DataError: the template fails, leaves out a part of a message, or a message contains a token that begins or
+                ends turns; the error names the row.
         """
         self._refuse_special(messages, row)
         return self.observed(messages, row)
 
     def observed(self, messages: list[Message], row: Row) -> str:
-        """Do the same for messages of an environment. They may hold tokens of the model's own: a tool that quotes its
-        input, or a page of the web, would else end the run.
+        """Return the text of an environment's messages, as a call does, but allow tokens that begin or end turns.
+
+        A tool may quote its input, or a web page contain such tokens; that must not end the run.
 
         Raises:
-            DataError: as a call, but for these tokens.
+            DataError: the template fails, or leaves out a part of a message; the error names the row.
         """
         text = self.write(messages, row)
         self._refuse_dropped(messages, range(len(messages)), row, text)
@@ -232,27 +239,29 @@ class ChatTemplate:
 
     @cached_property
     def _delimiters(self) -> list[str]:
-        """Special tokens that begin or end a text, or a turn as the template writes it; the longest first.
+        """Special tokens that begin or end a text or a turn, the longest first.
 
-        Others may be what a prompt is about, as `<filename>`, or a form that it asks for, as `[THINK]`.
+        Other special tokens may be in a prompt: its subject, such as `<filename>`, or a form it requests, `[THINK]`.
         """
         added = self._tokenizer.added_tokens_decoder.values()
         special = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         try:
             turn = after_turn(lambda messages: self.write(messages, _EXAMPLE)) or ""
-        except DataError:  # a template for one question only
+        except DataError:  # the template takes a single question only
             turn = ""
         ends = (self._tokenizer.bos_token, self._tokenizer.eos_token)
-        found = (token for token in special if token.strip() and (token in turn or token in ends))  # not a line break
-        return sorted(found, key=len, reverse=True)
+        # A line break may be a special token; it does not count.
+        tokens = (token for token in special if token.strip() and (token in turn or token in ends))
+        return sorted(tokens, key=len, reverse=True)
 
     def _refuse_special(self, messages: list[Message], row: Row) -> None:
-        """Refuse text that would be read as the begin or the end of a turn."""
+        """Raise an error if a message, other than the assistant's, contains a token that begins or ends turns."""
         for place, message in enumerate(messages, 1):
-            held = next((token for token in self._delimiters if token in _content(message)), None)
-            if held is not None and message["role"] != ASSISTANT:
+            delimiter = next((token for token in self._delimiters if token in _content(message)), None)
+            if delimiter is not None and message["role"] != ASSISTANT:
                 raise DataError(
-                    f"message {place}, the {message['role']}'s, holds {held!r}, a token of the model's own",
+                    f"message {place}, the {message['role']}'s, contains {delimiter!r}, a token that begins "
+                    "or ends turns",
                     where=row.where,
                     found=_content(message)[:200],
                     fix="if the text is the whole prompt already, with its turns, set data.chat_template: false; else "
@@ -260,23 +269,23 @@ class ChatTemplate:
                 )
 
     def conversation(self, messages: list[Message], first: int, row: Row) -> str:
-        """Return the text of a whole conversation, in which the messages from `first` on are the response.
+        """Return the text of a whole conversation; messages from index `first` on are the response.
 
         Raises:
-            DataError: as a call; messages may be written without their reasoning when others follow.
+            DataError: as a call. The template may leave out the reasoning of a turn that others follow.
         """
         self._refuse_special(messages, row)
         text = self.write(messages, row, prompt=False)
         for place in range(first, len(messages)):
             message = messages[place]
             if message["role"] not in self._roles or extra_keys(message):
-                ended = messages[: place + 1]  # where reasoning is written that the template leaves out later
+                ended = messages[: place + 1]  # as a last message, the template writes its reasoning
                 so_far = text if len(ended) == len(messages) else self.write(ended, row, prompt=False)
                 self._refuse_dropped(ended, [place], row, so_far, prompt=False)
         return text
 
     def write(self, messages: list[Message], row: Row, *, prompt: bool = True) -> str:
-        """Return the template's text of the messages. `prompt`: it ends where the assistant begins to answer.
+        """Return the template's text of the messages; `prompt`: whether to end it where the assistant's answer begins.
 
         Raises:
             DataError: the template fails.
@@ -306,28 +315,31 @@ class ChatTemplate:
             ) from error
 
     def _text(self, has_tools: bool) -> str:
-        """Return the template, of which a tokenizer may have another one for tools."""
+        """Return the template's Jinja text; a tokenizer may have a separate one for prompts with tools."""
         return self._templates.get("tool_use" if has_tools else "default", self._templates["default"])
 
     def _announced(self, row: Row) -> list[dict[str, Any]]:
-        """Return the tools of the run, or those in the row's column `tools`."""
-        own = row_tools(row)
-        if not own:
+        """Return the tools in the row's column `tools`, or the environment's if it has none."""
+        tools = row_tools(row)
+        if not tools:
             return self._tools.schemas
         if self._tools != NO_TOOLS or not self._writes_tools:
             raise DataError(
-                "column 'tools' announces tools, and the environment has its own"
+                "column 'tools' lists tools, but the environment has other tools"
                 if self._tools != NO_TOOLS
-                else "column 'tools' announces tools, and the chat template does not write them",
+                else "column 'tools' lists tools, but the chat template does not write them",
                 where=row.where,
                 fix=f"take the column out, or set {_OVERRIDE} to a template that writes them",
             )
-        return own
+        return tools
 
     def _refuse_dropped(
         self, messages: list[Message], places: Iterable[int], row: Row, text: str, *, prompt: bool = True
     ) -> None:
-        """Refuse a message that holds more than role and content, and of which the template leaves something out."""
+        """Raise an error if the template leaves out a key of the messages at `places`.
+
+        Content is checked for messages with keys other than role and content, and once per role.
+        """
         for place in places:
             message, keys = messages[place], extra_keys(messages[place])
             once = message["role"] not in self._roles  # a template may write messages of some roles only
@@ -344,24 +356,24 @@ class ChatTemplate:
                         f"the chat template leaves out {key!r} of message {place + 1}, the {message.get('role')}'s",
                         where=row.where,
                         found=message[key],
-                        allowed="keys of a message that the template writes",
+                        allowed="message keys that the template writes",
                         fix=f"take the key out of the row, or set {_OVERRIDE} to a template that writes it",
                     )
 
 
 def check_template_kwargs(template: str, more: Mapping[str, Any]) -> None:
-    """Refuse variables that a chat template does not read; `more` is `data.chat_template_kwargs`.
+    """Raise an error for variables in `more` (`data.chat_template_kwargs`) that a chat template does not read.
 
     Raises:
-        ConfigError: names the variable and those that it reads.
+        ConfigError: names the variable, and the variables that the template reads.
     """
     reads = _names_read(template)
     for name in more:
         if reads is not None and (name not in reads or name in _OWN_NAMES):
             raise ConfigError(
-                "the chat template does not read this, so it would change nothing"
+                "the chat template does not read this variable, so it has no effect"
                 if name not in _OWN_NAMES
-                else "the chat template is given this by the run",
+                else "the run sets this variable of the chat template itself",
                 where=f"data.chat_template_kwargs.{name}",
                 found=more[name],
                 allowed=sorted(n for n in reads - _OWN_NAMES if not n.endswith("_token")) or "nothing",
@@ -370,7 +382,7 @@ def check_template_kwargs(template: str, more: Mapping[str, Any]) -> None:
 
 
 def unwritten_tools(names: Sequence[str] = ()) -> ConfigError:
-    """Return the error for tools, of these names where they are known, that the chat template does not write."""
+    """Return the error for an environment's tools that the chat template does not write; `names`: the tools' names."""
     return ConfigError(
         "the chat template does not write the environment's tools, so the model would never see them",
         where="env",
@@ -381,7 +393,7 @@ def unwritten_tools(names: Sequence[str] = ()) -> ConfigError:
 
 
 def _on_day(template: str, day: datetime.datetime) -> str:
-    """Return the chat template with a macro in the place of transformers' `strftime_now`, which reads the clock."""
+    """Return the chat template with a macro that replaces transformers' `strftime_now` and formats the date `day`."""
     values = [("%%", "\ue000"), *((f"%{sign}", day.strftime(f"%{sign}")) for sign in _STRFTIME), ("\ue000", "%")]
     filters = "".join(f" | replace({json.dumps(sign)}, {json.dumps(value)})" for sign, value in values)
     macro = f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro %}}"
@@ -389,7 +401,7 @@ def _on_day(template: str, day: datetime.datetime) -> str:
 
 
 def _with_system(messages: list[Message], text: str) -> list[Message]:
-    """Return the messages with `text` at the end of the system message, which is added where there is none."""
+    """Return the messages with `text` appended to the system message, or as a new system message."""
     if messages and messages[0]["role"] in SYSTEM_ROLES:
         return [{**messages[0], "content": f"{_content(messages[0])}\n\n{text}".strip()}, *messages[1:]]
     return [{"role": SYSTEM_ROLES[0], "content": text}, *messages]
@@ -400,10 +412,10 @@ def _content(message: Message) -> str:
 
 
 def row_tools(row: Row) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools in the row's column `tools`, a list or its JSON text; empty: there are none.
+    """Return the JSON schemas of the tools in the row's column `tools`; empty if there are none.
 
     Raises:
-        DataError: it is something else.
+        DataError: the column is neither a list of schemas nor the JSON text of one.
     """
     value = row.get("tools")
     if isinstance(value, str) and value:
@@ -413,7 +425,7 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError(
-            "column 'tools' holds no tools",
+            "column 'tools' is not a list of tools",
             where=row.where,
             found=repr(row["tools"])[:200],
             allowed="a list of JSON schemas, or its JSON text",
@@ -423,8 +435,7 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
 
 
 def _names_read(template: str) -> set[str] | None:
-    """Return the variables that a chat template reads and does not set; None: it has forms that only its own reader
-    knows."""
+    """Return the variables that a chat template reads and does not set; None if plain Jinja cannot parse it."""
     import jinja2
     from jinja2 import meta
 
@@ -436,7 +447,7 @@ def _names_read(template: str) -> set[str] | None:
 
 
 def reads_tools(template: str) -> bool:
-    """Return whether a chat template reads the variable `tools`, or has forms that only its own reader knows."""
+    """Return whether a chat template reads the variable `tools`; True if plain Jinja cannot parse the template."""
     names = _names_read(template)
     return names is None or "tools" in names
 
@@ -448,15 +459,13 @@ def chat_renderer(
     more: Mapping[str, Any] | None = None,
     date: str | None = None,
 ) -> ChatTemplate:
-    """Return the chat template in use: `override`, else the tokenizer's.
+    """Return the chat template to use: `override` (text or file name), or else the tokenizer's.
 
     Args:
-        tools: the environment's tools, which every prompt presents.
-        more: `data.chat_template_kwargs`.
-        date: `data.date`; None: today.
+        tools, more, date: as in `ChatTemplate`.
 
     Raises:
-        ConfigError: the tokenizer has no chat template and none is given, or as `ChatTemplate`.
+        ConfigError: there is no chat template, or as `ChatTemplate`.
     """
     template = read_template(override, _OVERRIDE) if override is not None else tokenizer.chat_template
     if not template:

@@ -146,7 +146,7 @@ class Turns:
                 "the chat template changes the assistant's turn, or writes no end token after it",
                 where="data.override_chat_template",
                 found=self._rendered(_TALK),
-                allowed="a template that writes the assistant's content once, unchanged, and an end token right after it",
+                allowed="a template that writes the assistant's content unchanged, and an end token right after it",
                 fix="add the token that ends a turn to rollout.sampling.stop_token_ids, or set another template",
             )
         self.end = ids[0]

@@ -57,7 +57,7 @@ def test_a_pipe_or_device_is_no_source_of_rows(tmp_path, device):
     checks = Checklist(name="data")
     check_source(source, "data.train_files", checks)
     assert [check.status for check in checks.items] == ["fail"]
-    with pytest.raises(UserError, match="this is a pipe, socket or device"):
+    with pytest.raises(UserError, match="a pipe, socket or device cannot be a source"):
         load_rows(source)
 
 

@@ -35,7 +35,7 @@ def test_whether_prompts_go_through_a_chat_template_is_told(config_of, tmp_path)
 @pytest.mark.parametrize(
     ("name", "content", "where", "words"),
     [
-        ("no.jinja", None, "data.override_chat_template", "no such template file"),
+        ("no.jinja", None, "data.override_chat_template", "the template file does not exist"),
         ("a.jinja", b"{% for m in messages %}\n{{ m.content }\n", "data.override_chat_template, line 2", "broken"),
         ("a.jinja", "{{ '\xe4' }}".encode("latin-1"), "data.override_chat_template", "not UTF-8"),
         ("a.jinja", "{{ messages }}".encode("utf-16"), "data.override_chat_template", "not UTF-8"),

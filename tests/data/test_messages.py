@@ -128,7 +128,9 @@ def test_variables_of_the_template_are_settings(prompts):
         ConfigError, match=r"chat_template_kwargs.thinking: (?s:.*)does not read this(?s:.*)enable_thinking"
     ):
         prompts("1", chat_template_kwargs={"thinking": False})
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs.add_generation_prompt: (?s:.*)given this by the run"):
+    with pytest.raises(
+        ConfigError, match=r"chat_template_kwargs.add_generation_prompt: (?s:.*)the run sets this variable"
+    ):
         prompts("1", chat_template_kwargs={"add_generation_prompt": False})
     with pytest.raises(ConfigError, match=r"chat_template_kwargs: no chat template is used"):
         prompts("1", chat_template_kwargs={"enable_thinking": False}, chat_template=False)
@@ -162,9 +164,9 @@ def test_tools_of_a_row_are_announced(tmp_path, tokenizer):
     assert texts("a calculator", chat_template=False) == ["1"]
     with pytest.raises(DataError, match="the chat template does not write them"):
         texts(add, override_chat_template="{{ messages[0].content }}")
-    with pytest.raises(DataError, match="column 'tools' holds no tools"):
+    with pytest.raises(DataError, match="column 'tools' is not a list of tools"):
         texts("a calculator")
-    with pytest.raises(DataError, match="the environment has its own"):
+    with pytest.raises(DataError, match="the environment has other tools"):
         texts(add, run=Announcement(add))
 
 

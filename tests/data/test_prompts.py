@@ -99,8 +99,8 @@ def test_templates_run_in_a_sandbox():
     ("template", "message"),
     [
         ("{{ content", "data.format_prompt, line 1: broken template"),
-        ("missing.jinja", "data.format_prompt: no such template file"),
-        ("just words", "data.format_prompt: neither a template nor a file"),
+        ("missing.jinja", "data.format_prompt: the template file does not exist"),
+        ("just words", "data.format_prompt: this is neither a template nor a file"),
     ],
 )
 def test_bad_templates_are_told(template, message):
@@ -264,7 +264,7 @@ def test_a_role_that_the_template_does_not_write_is_refused(tmp_path, tokenizer)
 def test_text_that_holds_a_token_of_the_model_is_refused(tmp_path, tokenizer, role):
     prompt = [{"role": role, "content": "a<eos>b"}, {"role": "user", "content": "b"}]
     with pytest.raises(
-        DataError, match=rf"train.jsonl:1: message 1, the {role}'s, holds '<eos>'(?s:.*)chat_template: false"
+        DataError, match=rf"train.jsonl:1: message 1, the {role}'s, contains '<eos>'(?s:.*)chat_template: false"
     ):
         dataset(tmp_path, tokenizer, [{"prompt": prompt, "answer": ""}], override_chat_template=CHAT)
 
@@ -279,14 +279,14 @@ def test_text_may_hold_special_tokens_that_are_no_end_of_a_turn(tmp_path, tokeni
         override_chat_template=template,
     )
     assert made("a\n<file>").texts == ["a\n<file><|turn|>\n"]
-    with pytest.raises(DataError, match=r"holds '<\|turn\|>', a token of the model's own"):
+    with pytest.raises(DataError, match=r"contains '<\|turn\|>', a token that begins or ends turns"):
         made("a<|turn|>")
 
 
 def test_an_environment_may_quote_the_tokens_of_the_model(tmp_path, tokenizer):
     chat = chat_renderer(tokenizer, CHAT)
     messages, row = [{"role": "user", "content": "a<eos>b"}], Row({}, "messages of the environment", 0)
-    with pytest.raises(DataError, match="a token of the model's own"):
+    with pytest.raises(DataError, match="a token that begins or ends turns"):
         chat(messages, row)
     assert "a<eos>b" in chat.observed(messages, row)
 

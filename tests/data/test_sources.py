@@ -121,7 +121,7 @@ def test_data_of_another_form_in_a_folder_is_named(tmp_path, name):
     assert load_rows(str(tmp_path)) == [{"a": 1}]
     (tmp_path / "in").mkdir()
     (tmp_path / name).touch()
-    with pytest.raises(DataError, match=rf"form that is not read(?s:.*)found: +'{name}'"):
+    with pytest.raises(DataError, match=rf"unsupported formats(?s:.*)found: +'{name}'"):
         load_rows(str(tmp_path))
     checks = Checklist(name="data")
     check_source(str(tmp_path), "data.train_files", checks)
@@ -271,20 +271,20 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
     ("name", "content", "message"),
     [
         ("d.jsonl", "[1]\n", r"d.jsonl:1: a row must be an object"),
-        ("d.jsonl", "\n\n", r"d.jsonl: there are no rows"),
-        ("d.jsonl", "", r"d.jsonl: there are no rows"),
+        ("d.jsonl", "\n\n", r"d.jsonl: the source has no rows"),
+        ("d.jsonl", "", r"d.jsonl: the source has no rows"),
         ("d.json", '[{"a": 1},\n{]', r"d.json:2: broken JSON"),
         ("d.json", '{"a": 1}\n{"a": 2}', r"d.json:2: broken JSON: Extra data; .* \.jsonl"),
-        ("d.json", '{"a": 1}', r"d.json: not a list of rows"),
+        ("d.json", '{"a": 1}', r"d.json: the JSON file is not a list of rows"),
         ("d.json", "[[]]", r"d.json row 1: a row must be an object"),
-        ("d.csv", "a,b\n1,2\n3\n", r"d.csv:3: the line does not have one value per column(?s:.*)no value for 'b'"),
+        ("d.csv", "a,b\n1,2\n3\n", r"d.csv:3: the line has too many or too few values(?s:.*)no value for 'b'"),
         ("d.csv", "a,b\n1,2,3\n", r"d.csv:2: (?s:.*)3 values"),
-        ("d.csv", "a,b\n", r"d.csv: there are no rows"),
-        ("d.csv", "a,b,a\n1,2,3\n", r"d.csv:1: the header names a column twice(?s:.*)'a'"),
+        ("d.csv", "a,b\n", r"d.csv: the source has no rows"),
+        ("d.csv", "a,b,a\n1,2,3\n", r"d.csv:1: the header repeats a column name(?s:.*)'a'"),
         ("d.csv", "\na\n1\n", r"d.csv:1: the header is empty"),
         ("d.json", b'[{"a":\n"\xff"}]', r"d.json:2: not UTF-8 text"),
-        ("d.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', r"d.jsonl:2: broken JSON: 'a' stands twice in one object"),
-        ("d.json", '[{"a": 1}, {"a": 1, "a": 2}]', r"d.json row 2: broken JSON: 'a' stands twice in one object"),
+        ("d.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', r"d.jsonl:2: broken JSON: 'a' is repeated in one object"),
+        ("d.json", '[{"a": 1}, {"a": 1, "a": 2}]', r"d.json row 2: broken JSON: 'a' is repeated in one object"),
         ("d.jsonl", '{"a": "ok"}\n{"a": "b\\ud83d"}\n', r"d.jsonl:2: column 'a' contains half of a surrogate pair"),
         ("d.jsonl", '{"a": {"b": ["\\ude00"]}}\n', r"d.jsonl:1: column 'a' contains half of a surrogate pair"),
         ("d.jsonl", '{"a\\ud83d": 1}\n', r"d.jsonl:1: a column name contains half of a surrogate pair"),
@@ -293,10 +293,10 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
         ("d.parquet", "not parquet", r"d.parquet: not a readable parquet file"),
         ("d.parquet", "PAR1 cut", r"d.parquet: not a readable parquet file(?s:.*)write the file again"),
         ("d.parquet", b"\x1f\x8b\x08", r"not a readable parquet(?s:.*)compressed with gzip"),
-        ("d.jsonl", b"PAR1\x15\x04\n\xff", r"d.jsonl: this is a parquet file, not text(?s:.*)name it .*/d.parquet"),
-        ("d.json", b"PK\x03\x04", r"d.json: this is a zip archive"),
-        ("d.csv", b"\x1f\x8b\x08", r"d.csv: this is compressed with gzip(?s:.*)d.csv > .*/d.unpacked.csv"),
-        ("d.jsonl", "version https://git-lfs.github.com/spec/v1", r"d.jsonl: this is a pointer of Git LFS"),
+        ("d.jsonl", b"PAR1\x15\x04\n\xff", r"d.jsonl: the file is a parquet file, not text(?s:.*)name it .*/d.parquet"),
+        ("d.json", b"PK\x03\x04", r"d.json: the file is a zip archive"),
+        ("d.csv", b"\x1f\x8b\x08", r"d.csv: the file is compressed with gzip(?s:.*)d.csv > .*/d.unpacked.csv"),
+        ("d.jsonl", "version https://git-lfs.github.com/spec/v1", r"d.jsonl: the file is a pointer of Git LFS"),
         ("d.jsonl.gz", b"\x1f\x8b\x08", r"unknown kind(?s:.*)gzip -dc .*/d.jsonl.gz > .*/d.jsonl$"),
         ("d.py", "x", r"unknown kind of data file(?s:.*)write d:function"),
         ("d.txt", "x", r"d.txt: unknown kind of data file(?s:.*)\.jsonl, \.json, \.csv, \.parquet"),
@@ -374,7 +374,7 @@ def test_parquet_cells_and_columns_that_cannot_be_read_are_named(tmp_path):
         load_rows(f"{tmp_path}/bytes.parquet")
     twice = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
     pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
-    with pytest.raises(DataError, match=r"twice.parquet: two columns have one name(?s:.*)'a'"):
+    with pytest.raises(DataError, match=r"twice.parquet: two columns have the same name(?s:.*)'a'"):
         load_rows(f"{tmp_path}/twice.parquet")
 
 
@@ -405,7 +405,7 @@ def test_a_missing_relative_file_is_not_taken_for_a_hub_name():
 
 
 def test_an_empty_folder_is_named(tmp_path):
-    with pytest.raises(DataError, match="holds no data file"):
+    with pytest.raises(DataError, match="has no data file"):
         load_rows(str(tmp_path))
 
 

@@ -134,7 +134,7 @@ def train(folder: Path, *arguments: str) -> Ended:
         (["cluster.nproc=two"], ["cluster.nproc has a wrong type", "'two'", "integer > 0"]),
         (["data.train_files=god.jsonl"], ["data.train_files", "no such file", "did you mean good.jsonl?"]),
         (["data.train_files=broken.jsonl"], ["broken.jsonl:2: broken JSON", '{"prompt": "1+', "repair or delete"]),
-        (["data.train_files=empty.jsonl"], ["empty.jsonl: there are no rows"]),
+        (["data.train_files=empty.jsonl"], ["empty.jsonl: the source has no rows"]),
         (["data.train_files=an_empty_folder"], ["data.train_files", "has no data file", ".jsonl"]),
         (["data.train_files=misnamed.jsonl"], ["misnamed.jsonl:1: no column 'prompt'", "data.prompt_key to 'promt'"]),
         (["data.val_files=unanswered.jsonl"], ["unanswered.jsonl:2: no column 'answer'", "data.answer_key"]),
