@@ -26,7 +26,7 @@ ATTENTION = (512, 64, 4, 3)
 WIDE_ATTENTION = (512, 32, 4, 2)  # for heads of over 256 bytes, so that reads in flight fit into shared memory
 #: Logits per program of `draw`, logits read at once, warps.
 DRAWING = (8192, 1024, 4)
-_LEAST = 16  # rows of the smallest matrix product
+_LEAST = 16  # fewest rows of a matrix product in Triton; fewer rows are padded
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -326,7 +326,7 @@ def _draw(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     RACE: tl.constexpr,
 ):
-    """Process one part of a row: blocks in turn, each lane with its best candidate so far."""
+    """Draw a token from one part of a row of logits, block by block; each lane keeps its best candidate so far."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     key = _mix64(_mix64(tl.load(seeds + row).to(tl.uint64) + 0x9E3779B97F4A7C15) + tl.load(index + row).to(tl.uint64))

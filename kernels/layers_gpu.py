@@ -36,7 +36,12 @@ def swiglu(x: Tensor, scale: Tensor | None = None, launch: tuple[int, int] = SWI
     out = x.new_empty(rows, width)
     if out.numel():
         block, warps = fitting(width, launch)
-        inputs = x, x if scale is None else scale, out, width  # x is an unused pointer
+        inputs = (
+            x,
+            x if scale is None else scale,
+            out,
+            width,
+        )  # without a scale, the kernel does not read the second pointer
         _swiglu[(rows, triton.cdiv(width, block))](*inputs, block, scale is not None, num_warps=warps)
     return out
 

@@ -413,7 +413,8 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
     if config.cluster.keep_freed_memory and not has_nvidia_device():
         chosen |= KEEP_FREED_MEMORY
     if config.cluster.nproc >= LAZY_FROM:
-        chosen["TORCH_GLOO_LAZY_INIT"] = "1"  # groups that are never used for CPU tensors then open no connections
+        # process groups open connections at their first use: many never carry CPU tensors
+        chosen["TORCH_GLOO_LAZY_INIT"] = "1"
     if config.cluster.nnodes == 1:
         # host names of laptops and containers often resolve to unreachable addresses
         chosen["GLOO_SOCKET_IFNAME"] = "lo"

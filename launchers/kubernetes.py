@@ -335,7 +335,8 @@ def _metadata(job: KubernetesJob, *, queued: bool = True) -> Manifest:
 
 
 def _arguments(job: KubernetesJob) -> list[str]:
-    """Return the command of a pod. With -P a folder `kernels` or `tests` in the current folder hides no package."""
+    """Return the command of a pod. Python's -P keeps a folder `kernels` or `tests` in the current folder from shadowing
+    a package."""
     start = ["python", "-P", "-m", "megarl", job.command, f"{RECIPE_FOLDER}/{RECIPE}"]
     return [*start, "--launcher", job.launcher, "--run-dir", str(job.run_dir)]
 

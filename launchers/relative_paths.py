@@ -13,7 +13,7 @@ from megarl.config.run import RunConfig
 from megarl.data.sources import TEXT
 from megarl.system.imports import is_file_reference, is_module_reference
 
-#: Keys that describe the job itself, or hold names of libraries that may also be names of folders.
+#: Keys whose values are not paths: they describe the job, or name libraries, and a folder may have the same name.
 _OTHERS = ("name", "launch", "cluster", "tracking", "model.hf_config")
 #: Keys of data sources, and keys that may name a folder by one word.
 _SOURCES = ("train_files", "val_files")

@@ -36,7 +36,7 @@ def with_site(config: RunConfig) -> RunConfig:
     clusters = _read(file)
     if name is None and len(clusters) == 1:
         (name,) = clusters
-    # with own settings the job may be meant without a site
+    # a recipe with keys in launch.slurm may need no cluster of the site file
     if name is None and clusters and config.launch.slurm == SlurmConfig():
         raise ConfigError(
             "the site file has several clusters, and launch.cluster chooses none",
@@ -111,7 +111,7 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
 
 
 def _cluster(file: Path, name: str, values: Any) -> SlurmConfig:
-    """Return the keys of one cluster."""
+    """Check the mapping of the cluster `name` in the site file `file`, and return it as keys of `launch.slurm`."""
     where, known = f"{file}: {name}", fields_of(SlurmConfig)
     if not isinstance(values or {}, dict):
         raise ConfigError("a cluster must be a mapping", where=where, found=values, allowed=_FORM)

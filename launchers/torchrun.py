@@ -217,7 +217,7 @@ def agent(arguments: list[str], report: Path) -> int:
     for number in CAUGHT:  # use handlers, which workers do not inherit, instead of ignoring the signals
         signal.signal(number, _left_to_launcher)
     end_workers_with(_END)
-    raise_descriptor_limit()  # every rank is a client of the agent's store
+    raise_descriptor_limit()  # every rank opens a connection to the store of torchrun's agent
     listener = given_listener()
     if listener is not None:
         serve_on(listener)

@@ -310,7 +310,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
         complete(parser)
     arguments, rest = parser.parse_known_args(argv)
-    # argparse takes overrides only where they stand together; here they may follow options as well.
+    # argparse accepts overrides only in one block and returns later ones in `rest`; megarl accepts them after options,
+    # too.
     rest = [text for text in rest if text != "--"]
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in arguments]
     if rest and not unknown:

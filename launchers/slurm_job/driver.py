@@ -42,7 +42,7 @@ class SlurmJob:
         self.guarded, self.guards = 0.0, 0  # time of the guard's last start, and number of its starts
         self.ended = False
         self.warned: float | None = None  # time of Slurm's warning
-        self.deferred = False  # the warning came before the run was started
+        self.deferred = False  # whether Slurm's warning came before the run was started
 
     def run(self) -> int:
         """Run the job; return its exit code."""

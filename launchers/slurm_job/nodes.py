@@ -17,7 +17,7 @@ from typing import Any
 
 from .files import LOOK_S, CommandFailed, Folder, answer, fields_of, read_object
 
-#: Seconds in which a step may end after its signal.
+#: Seconds in which a job step (srun) may end after the signal to end.
 STOP_S = 60.0
 #: States of nodes that can run nothing; a star marks nodes that do not reply.
 LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")

@@ -96,7 +96,8 @@ def forward_kl_topk(teacher: Tensor, policy: Tensor) -> Tensor:
 
 @KL.register("reverse_kl", settings=DivergenceSettings, distributions=True)
 def reverse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
-    """Return the terms q (log q - log p) of KL(policy || teacher); arguments as for `forward_kl`."""
+    """Return q (log q - log p) of each token of the vocabulary, with the policy's q and the teacher's p: the terms of
+    KL(policy || teacher). Arguments as for `forward_kl`."""
     return policy.exp() * (policy - teacher)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Distances whose span (or deviation) is below this value do not distinguish failures.
+#: If the range (or standard deviation) of the failed episodes' distances is below this value, all of them score alike.
 _NOTHING = 1e-6
 #: `k_distance`: distances that differ by less than this share count as equal; in many dimensions, the distances between
 #: points of one kind do.

@@ -83,7 +83,8 @@ class GroupStats:
 
     @property
     def std(self) -> Tensor:
-        """Unbiased standard deviation of the sample's group, float64 [B]; zero for groups with one live sample."""
+        """Unbiased standard deviation of the scores in the sample's group, float64 [B]; zero for groups with one live
+        sample (a sample with a valid token)."""
         return (self.sum(self.centred.square()) / (self.count - 1).clamp(min=1)).sqrt()
 
     @property

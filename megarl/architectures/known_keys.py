@@ -67,7 +67,7 @@ def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def ignored_keys(hf_config: dict[str, Any]) -> list[str]:
-    """Return the keys that only other models or programs read, as published files have some."""
+    """Return the keys that only other models or programs read; published config.json files have such keys."""
     legal, foreign = _legal(hf_config["model_type"]), _foreign(hf_config["model_type"])
     return [name for name in _not_in(hf_config, legal) if name in foreign]
 

@@ -231,7 +231,7 @@ class FolderLock:
 
 
 def join_attempt(run_dir: Path) -> None:
-    """Set this process's attempt: from the environment, else from the folder's record."""
+    """Set the id of this process's attempt in its environment from the run folder's record, if it is not set."""
     if not os.environ.get(ATTEMPT):
         os.environ[ATTEMPT] = read_record(_record_path(run_dir), tell=False).get("attempt", "")
 

@@ -32,7 +32,8 @@ class Cut(NamedTuple):
 
 
 def cuts_of(name: str, shape: tuple[int, ...], hidden: int) -> dict[str, Cut]:
-    """Return the experts' matrices in the tensor `name` of a file, by their names; empty if it is not a stack.
+    """Return the place of each expert's matrix in the tensor `name` of a weight file, by the matrix's name; empty if
+    the tensor is not a stack of experts.
 
     Args:
         hidden: hidden size of the model.

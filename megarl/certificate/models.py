@@ -94,7 +94,7 @@ def make_engine(
     layers: Form = "local",
     frozen: bool = False,
 ) -> MegatronEngine:
-    """Return an engine for one of `MODELS` under `layout`, with `layers` of this form."""
+    """Return an engine for one of `MODELS` under `layout`; `layers` is the implementation of its layers."""
     from megarl.training.engine import MegatronEngine
 
     hf = hf_config(model)

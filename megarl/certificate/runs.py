@@ -81,7 +81,7 @@ def steps_in(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def in_workers(entry: str, overrides: Sequence[str], run_dir: Path) -> list[dict[str, Any]]:
-    """Run `entry`, a `module:function` of (recipe, run folder), in workers; return the numbers that each has written.
+    """Run `entry`, a `module:function` of (recipe, run folder), in workers; return the results that each worker wrote.
 
     Raises:
         RuntimeError: a worker failed.
@@ -95,7 +95,7 @@ def in_workers(entry: str, overrides: Sequence[str], run_dir: Path) -> list[dict
 
 
 def write_numbers(run_dir: Path, rank: int, found: object) -> None:
-    """Write the numbers of this worker, which `in_workers` returns."""
+    """Write the results of this worker, which `in_workers` returns."""
     write_atomically(_numbers(run_dir, rank), json.dumps(found))
 
 

@@ -27,7 +27,7 @@ from megarl.system.machine import Machine
 
 TIGHT = 0.9
 _START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers
-_SLOW = 4  # workers per core
+_SLOW = 4  # most workers per core without a warning
 _LARGEST_GPU_GB = 288.0  # memory of the largest GPU sold
 
 
@@ -285,7 +285,7 @@ def _estimate_text(moment: Moment) -> str:
 
 
 def _first_key(moment: Moment) -> str:
-    """Return the recipe key of the largest part; a term without a key belongs to the model."""
+    """Return the first recipe key of the moment's largest memory term; `model` if the term has no key."""
     key = moment.largest()[0].keys.partition(",")[0]
     return key if "." in key else "model"
 

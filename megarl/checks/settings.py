@@ -205,7 +205,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
     """Check lengths against the model, and sampling settings that make training off-policy."""
     checks = checks.of("sampling")
     training, own = config.rollout.sampling, config.validation.sampling
-    if config.task.writes_text:  # the length of a policy call is known with the model
+    if config.task.writes_text:  # other tasks check a call's length once the model is loaded
         _check_lengths("rollout.sampling", training, config, facts, checks)
         _check_stop_tokens("rollout.sampling", training.stop_token_ids, facts, checks)
         if own.max_new_tokens is not None or own.min_new_tokens is not None:

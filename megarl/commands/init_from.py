@@ -56,7 +56,7 @@ def settings_from(
 
 
 def _place(made: Translation, gpus: int, engine: str, machine: Machine) -> None:
-    """Set devices and engine. Nothing is split over processes on a CPU."""
+    """Set the keys of devices and engine in `made`. Without GPUs, remove parallel layouts and launch keys."""
     settings = made.settings
     if gpus:
         settings |= {"cluster.nproc": gpus, "cluster.device_memory_gb": 80.0}

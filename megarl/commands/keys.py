@@ -103,7 +103,7 @@ def all_entries() -> list[KeyEntry]:
 
 
 def _component_names() -> dict[str, tuple[str, ...]]:
-    """Return the names of included components, by the key that names a component."""
+    """Return the names of the components that megarl includes, by the recipe key that names a component."""
     named = {"env.name": tuple(ENVIRONMENTS), "algorithm.pipeline": tuple(PIPELINES)}
     for path, registry in REGISTRIES.items():
         section = section_of(find_key(tuple(path.split("."))).info)  # type: ignore[union-attr]

@@ -199,7 +199,7 @@ def _of_tokens(logits: Tensor, ids: Tensor) -> Tensor:
 
 LENGTHS = (64, 17, 40, 5)
 _SERVER_TOKENS = 4096
-_DEADLINE_S = 600.0  # deadline of collectives, which never wait in a single process
+_DEADLINE_S = 600.0  # deadline of collectives; a single process never waits for one
 
 
 def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:

@@ -122,7 +122,8 @@ def tight(plan: StepPlan) -> bool:
 
 
 def misfits(plan: StepPlan) -> list[str]:
-    """Return lines on the moments that certainly do not fit into memory, with the keys that change them."""
+    """Return a line for each moment of a step whose memory certainly does not fit, with the recipe keys that change
+    it."""
     lines, limit = [], plan.hardware.memory_gb
     needed = max(plan.filled, key=lambda filled: filled.moment.least)
     if needed.moment.least > limit * 1e9:
@@ -135,8 +136,8 @@ def misfits(plan: StepPlan) -> list[str]:
 
 
 def doubts(plan: StepPlan) -> list[str]:
-    """Return lines on the moments that probably do not fit, by estimates and SGLang's own memory; a dry run warns of
-    them.
+    """Return a line for each moment of a step whose memory probably does not fit, by estimates and SGLang's own memory;
+    a dry run warns of these moments.
     """
     lines, fullest, limit = [], plan.fullest, plan.hardware.memory_gb
     if fullest.bytes > limit * 1e9:

@@ -79,10 +79,10 @@ def load_config(
     `extends:` (a file, a bare name, or a list of them; relative to the file that holds it) is merged below the file,
     key by key; `name` is not inherited and defaults to the file's stem. ConfigError lists all problems.
 
-    With `components` the own keys of the named components are validated and their defaults filled in; without it they
-    stay as given. Where a layer names another component than the layers below it (another loss, reward or environment),
-    the keys that only the former component has are dropped. `check_own=False` limits this to reward and environment,
-    for commands that do not use the others. `run_dir` is the folder of a run that may be continued; `model.dtype: auto`
+    `components` validates the keys of the named components (loss, reward, environment) and fills in their defaults;
+    without it these keys stay as given. If a file or override names another component than the files it extends, the
+    keys that only the replaced component has are dropped. `check_own=False` validates only reward and environment, for
+    commands that use no other component. `run_dir` is the folder of a run that may be continued; `model.dtype: auto`
     then keeps the precision of that run.
     """
     file = find_recipe(path)

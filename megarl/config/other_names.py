@@ -417,7 +417,8 @@ def key_of(path: tuple[str, ...]) -> str | None:
     return text if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", text) and path[-1] not in _OTHER_MEANING else None
 
 
-#: Settings whose values mean something else here: a negation, a share, a number of parts, or a function's name.
+#: Settings of other frameworks whose values cannot be copied to megarl's key: a negation, a share, a number of
+#: mini-batches or a function's name.
 _OTHER_MEANING = frozenset(
     (
         *("enforce_eager", "disable_kl", "min_lr_ratio", "num_mini_batches", "reward_manager", "use_pf_ppo"),
@@ -513,7 +514,8 @@ def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Seque
     is_prefix = any(key.startswith(".".join(path)) for key in near)
     meant = None if is_prefix else meaning_of(path)
     parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
-    # A known name needs no list of allowed keys, and the list of all sections is too long to read.
+    # Another framework's key with a known equivalent needs no list of allowed keys, and the list of all sections is too
+    # long to read.
     listed = not meant and (parent is not RunConfig or not near)
     allowed = list(fields_of(parent)) if parent and listed else None
     spelt = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above"

@@ -306,7 +306,7 @@ class RunConfig(Section):
 
     @property
     def task(self) -> Task:
-        """The policy's task: text, or what a section describes."""
+        """The policy's task: writing text, or the task whose section the recipe has."""
         return task_of(self)
 
     @property

@@ -1,4 +1,4 @@
-"""The task of a policy: it writes text, or a section of the recipe describes what it does in place of that.
+"""The task of a policy: it writes text, or a section of the recipe describes another task.
 
 `config.task` answers what differs between tasks. `Task` has the answers for text; every other task is a subclass of it
 in a package of its own, which is imported when a recipe has the task's section.
@@ -45,7 +45,7 @@ class TaskPlayer(Protocol):
     """Plays the episodes of a task on one rank, in the place of prompts, an environment and the decoding of text."""
 
     def rows(self, split: Split) -> Described:
-        """Return the data set of what is played."""
+        """Return the data set of the episodes to play."""
 
     def take_policy(self, engine: MegatronEngine, config: RunConfig, layout: Layout) -> None:
         """Play with the weights of `engine` from here on. Collective over a replica."""
@@ -86,10 +86,10 @@ class TaskScores(Protocol):
         """Return the scores, float32 [B], and count their metrics. Collective over the ranks of a team."""
 
     def files(self) -> dict[str, bytes]:
-        """Return what a checkpoint keeps, by file."""
+        """Return the contents of this object's files in a checkpoint, by name."""
 
     def load(self, folder: Path) -> None:
-        """Load what a checkpoint kept."""
+        """Load the files that `files` returned from the checkpoint `folder`."""
 
 
 class Task:
@@ -109,15 +109,17 @@ class Task:
         """Return columns and response tokens of a policy call; None: a sample is one sequence."""
 
     def update_terms(self, config: RunConfig, facts: ModelFacts, role: str, passes: Passes) -> list[Term]:
-        """Return what an update of `role` keeps on a device in addition to the language model's activations."""
+        """Return the memory terms of an update of `role` on a device, in addition to the language model's
+        activations."""
         return []
 
     def score_terms(self, config: RunConfig, *, gpu: bool) -> list[Term]:
-        """Return the model that scores episodes, and the samples that it works on; nothing without one."""
+        """Return the memory terms of the model that scores episodes and of the samples it scores; empty without a
+        model."""
         return []
 
     def host_terms(self, config: RunConfig, facts: ModelFacts, team: TeamPlan, ranks: int, job: str) -> list[Term]:
-        """Return what episodes take of the host's memory on `ranks` ranks of a machine."""
+        """Return the memory terms of episodes in host memory, for `ranks` ranks of a machine."""
         return []
 
     def pictures_per_call(self, config: RunConfig) -> int:
@@ -137,19 +139,19 @@ class Task:
         return []
 
     def place(self, config: RunConfig) -> str:
-        """Return the name of what episodes are played in."""
+        """Return the name of the simulator that plays episodes; empty if there is none."""
         return ""
 
     def sequence_layout(self, config: RunConfig, hf: PretrainedConfig) -> SequenceLayout | None:
-        """Return how samples become sequences of the model; None: as the model says."""
+        """Return how samples become sequences of the model; None: the model's own layout is used."""
 
     def open_player(
         self, config: RunConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout
     ) -> TaskPlayer | None:
-        """Start what plays episodes; None: text is decoded."""
+        """Start and return the player of episodes; None: the policy writes text."""
 
     def open_scores(self, config: RunConfig, layout: Layout) -> TaskScores | None:
-        """Make what scores episodes; None: reward functions do."""
+        """Create the model that scores episodes; None: reward functions score them."""
 
     def checkpoint_files(self, hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
         """Return the further files of a checkpoint that this rank writes."""

@@ -183,11 +183,12 @@ def selected_at_k(ranks: Sequence[float], values: Sequence[float], k: int) -> fl
 
 
 def majority(group: Sequence[Scored]) -> float:
-    """Return the value of the most frequent vote among one prompt's samples.
+    """Return the score of the most frequent vote (the answer that a sample gives) among one prompt's samples.
 
-    Samples without a vote abstain; if all abstain, their mean value counts. A tie gives the mean over the tied votes,
-    which is the expectation under a random tie break. Samples with the same vote and several values count with their
-    mean.
+    Samples without a vote abstain; if all abstain, the mean of their scores is returned. A tie gives the mean over the
+    tied votes,
+    which is the expectation under a random tie break. If samples with the same vote have different scores, the vote has
+    their mean.
     """
     votes: dict[str | None, list[float]] = defaultdict(list)
     for sample in group:

@@ -104,15 +104,17 @@ class Activations:
         return self.element * (2 * self.held * facts.hidden + t * wide) + self._scores(heads, k)
 
     def _scores(self, heads: float, k: float) -> float:
-        """Return the bytes that the attention function keeps in addition to its operands and result."""
+        """Return the bytes that the attention function keeps for the backward pass in addition to its operands and
+        result."""
         t, longest, q = self.passes.tokens, self.passes.longest, heads * self.facts.head_dim
         sums = FULL * t * heads
         if self.parallel.cp > 1 and self.gpu and self.element < FULL:
-            # Queries and context again, by chunks; keys and values up to the end of both chunks, which together are
-            # those of all ranks plus one chunk.
+            # Copies of queries and outputs, for both chunks of this rank; copies of the keys and values up to the end
+            # of each chunk: together those of all ranks plus one chunk.
             return sums + self.element * t * (q + 2 * self.parallel.cp * k)
         if self.parallel.cp > 1:
-            # Queries and context again, in buckets; keys and values of all ranks; a mask that each layer expands.
+            # Copies of queries and outputs in buckets, the keys and values of all ranks, and a mask that each layer
+            # expands.
             keys = 2 * self.parallel.cp * k - k
             return sums + self.element * t * (q + keys + longest)
         if self.gpu or longest > PROBABILITIES:
@@ -126,7 +128,8 @@ class Activations:
 
     @property
     def feed_forward(self) -> float:
-        """Bytes of one layer's feed-forward part with its norm; the mean if layers differ."""
+        """Bytes of activations that the feed-forward part of one layer keeps, with its norm; the mean if layers
+        differ."""
         facts, element, s = self.facts, self.element, self.held
         ends = 2 * element * s * facts.hidden
         dense_width = facts.dense_ffn if facts.is_moe else facts.ffn
@@ -142,7 +145,7 @@ class Activations:
 
     @property
     def route(self) -> float:
-        """Bytes of one layer's integers that map rows to tokens."""
+        """Bytes of the integers that one layer keeps to map rows to tokens."""
         # Each row's token and expert (one tensor), and the position of its router weight.
         own = 3 * INDEX
         # If ranks exchange rows: their order by expert and the inverse, which GPU kernels keep as row numbers.

@@ -167,7 +167,8 @@ class PlanAssumptions:
 
     @classmethod
     def of(cls, *, gpu: bool) -> PlanAssumptions:
-        """Return the defaults for a kind of device. Those of a CPU are fitted to measured steps (docs/planning.md)."""
+        """Return the default assumptions for GPUs or CPUs. The assumptions for CPUs are fitted to measured steps
+        (docs/planning.md)."""
         return cls() if gpu else CPU
 
 

@@ -190,8 +190,8 @@ class Space:
         return [spread for spread in found if spread.workers % hardware.nodes == 0]
 
     def _servers(self, *, ahead: bool) -> list[Spread]:
-        """Return assignments with servers that the run starts: equally many on each machine, on the trainer's or on
-        their own devices.
+        """Return the assignments of devices with servers that the run starts: equally many on each machine, on the
+        trainer's devices or on other ones.
         """
         hardware, nodes, each = self.hardware, self.hardware.nodes, self.hardware.per_node
         sizes = [tp for tp in divisors(each) if self.facts.heads % tp == 0]
@@ -354,7 +354,8 @@ class Space:
         """Return (tokens per micro-batch, offloading) to try."""
         given = self.config.actor.engine
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
-        # An actor with its own team never takes turns with another model, and a CPU has no other memory.
+        # Offloading helps models that take turns on a GPU: an actor in a team of its own does not, and a CPU has only
+        # host memory.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
         # In order, weights waiting to be published are copies of the actor's parameters, which then stay on the device.
         copied = policy_of(self.config).copies > 0

@@ -152,8 +152,8 @@ class Decoder:
         return flops / (ranks * self.hardware.peak(self.dtype) * share * filled)
 
     def _see(self, prompts: float, patches: float) -> float:
-        """Return the vision encoder's seconds for the images of prompts: each rank of an embedded engine computes all,
-        a server divides them. [G1]
+        """Return the vision encoder's seconds for the images of prompts. Each rank of an embedded engine encodes all
+        images; the ranks of an SGLang server divide them. [G1]
         """
         encoder = self.facts.encoder
         if encoder is None or not patches:

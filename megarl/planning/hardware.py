@@ -58,7 +58,8 @@ class Hardware:
 
     @property
     def pace(self) -> float:
-        """Share of a core that a process has. Fixed times grow by its inverse when processes take turns on a core."""
+        """Share of a core that a process has. Fixed costs, such as the milliseconds per decoding step, are divided by
+        it, since processes take turns on a core."""
         return min(1.0, self.cores)
 
     @property

@@ -163,8 +163,8 @@ def logit_copies(config: RunConfig) -> float:
 
 
 def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term]:
-    """Return the teacher's hidden states of a step's samples in a rank's host memory; on the teacher's ranks twice,
-    while they are reordered.
+    """Return the memory term of the teacher's hidden states of a step's samples in a rank's host memory; twice the size
+    on the teacher's ranks, which reorder them.
     """
     if "teacher_hidden" not in distillation_fields(config.algorithm) or not {Role.TEACHER, Role.ACTOR} & {*team.roles}:
         return []
@@ -340,7 +340,7 @@ def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gp
         return responses
     copies = _decoding_weights(config, _known(sizes, Role.ROLLOUT), team, job, gpu=gpu)
     row, rows = cache_bytes(config, _known(sizes, Role.ROLLOUT), team.parallel, team.replicas, job)
-    # Fewer sequences run if the cache does not fit, so only one is certain.
+    # If the cache does not fit, fewer sequences run, so only the cache of one sequence is certain.
     keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
     return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *copies, *responses]
 

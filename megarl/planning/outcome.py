@@ -78,7 +78,7 @@ class StepPlan:
         tokens: prompt and response tokens of a step. [S2]
         generated: generated tokens among them.
         flops: FLOPs of the policy in a step. [F2]
-        filled: the fullest device of each team in each of its moments. [M1]
+        filled: memory of each team's fullest device in each moment of a step. [M1]
         room: room of the engine or servers for keys and values.
         checkpoint: bytes, seconds of the machines' disks, and seconds that training waits. [C1]
         sft: costs of one step of supervised fine-tuning, with examples as long as samples; empty without such a phase.

@@ -183,7 +183,8 @@ class StepFormulas:
         return (servers.tp_size, servers.ep_size, servers.colocated, *teams)
 
     def _cache_of_servers(self) -> float:
-        """Return a server device's bytes for keys and values, which do not depend on the memory of an update."""
+        """Return a server device's bytes for keys and values; plans that differ only in the memory of an update share
+        them."""
         offloads = (self.config.actor.engine.offload, self.config.critic.engine.offload)
         key = (*self._spread, *offloads, self.config.rollout.sglang.memory_fraction)
         if key not in self.caches:
@@ -191,7 +192,8 @@ class StepFormulas:
         return self.caches[key]
 
     def _find_cache(self) -> float:
-        """Return the cache bytes of the run's own servers, or of servers that already run on their own devices."""
+        """Return a server device's bytes for keys and values: those that the memory plan leaves to servers that the run
+        starts, else those of servers that already run on other devices."""
         moments = [one for team in self.placement.teams for one in self.memory[team.name].moments]
         found = [part.bytes for moment in moments for part in moment.terms if part.what == SERVER_CACHE]
         share = self.config.rollout.sglang.memory_fraction or self.given.server_memory
@@ -230,7 +232,7 @@ class StepFormulas:
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
     def _generation(self, node: Node) -> list[Cost]:
-        # otherwise this adds one greedy response to every prompt
+        # a generating node without `resamples` adds one greedy response to every prompt
         room, all_of_them = self.room, node.declared.resamples
         decoder = self.decoder
         layout = (decoder.tp, decoder.pp, decoder.ep, decoder.etp, decoder.vpp)
@@ -431,7 +433,7 @@ class StepFormulas:
         }
 
     def filled(self) -> list[Filled]:
-        """Return the fullest device of each team in each of its moments. [M1]"""
+        """Return the memory of each team's fullest device in each moment of a step. [M1]"""
         gpu, teams = self.hardware.gpu, self.placement.teams
         return [Filled(team.name, one, gpu) for team in teams for one in self.memory[team.name].moments]
 

@@ -36,7 +36,7 @@ def term(what: str, size: float, keys: str, *, rough: bool = False) -> Term:
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory in use at the same time."""
+    """A moment of a step, such as an update or generation, and the memory in use then."""
 
     name: str
     terms: tuple[Term, ...]

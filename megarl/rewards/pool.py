@@ -42,8 +42,8 @@ class _Batch:
     Attributes:
         outcomes: outcomes by position in the batch.
         pending: positions that wait, chunk by chunk.
-        again: chunks of killed processes, which wait until no process scores.
-        killed: positions that were in such a chunk.
+        again: chunks whose process was killed; they are scored again when no process scores other chunks.
+        killed: positions whose process was killed while it scored their chunk.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -155,7 +155,8 @@ class ScorerPool:
         return [sorted(chunk) for chunk in chunks if chunk]
 
     def _collect(self, batch: _Batch, deadline: float) -> None:
-        """Wait for messages until something happens or a limit is reached, and handle it."""
+        """Wait until a process sends a message or ends, a sample exceeds its time limit, or `deadline` comes; record
+        the outcomes."""
         until = deadline
         if self._sample_limit_s is not None:
             until = min([until, *(w.since + self._sample_limit_s for w in self._workers if w.chunk)])

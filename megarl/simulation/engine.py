@@ -90,7 +90,7 @@ class Simulation:
     # -- what rules and teams ask for --------------------------------------------------------------------------------
 
     def event(self, *name: Any) -> simpy.Event:
-        """Return the event with this name, created by the first call; it happens once."""
+        """Return the event `name`, which the first call creates; an event is triggered at most once."""
         if name not in self._events:
             self._events[name] = self.env.event()
         return self._events[name]

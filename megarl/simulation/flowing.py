@@ -198,7 +198,8 @@ class _Replica:
         times += [self._scoring[0][0] - now] if self._scoring else []
         times += [self._batcher.left_s(now)] if missing or self._done else []
         seconds = max(_MOMENT, min([*times, self._failure - now]))
-        # With `partial` a waiting update wakes the replica directly: a condition on two events would dominate the cost.
+        # With `partial` a waiting update interrupts the sleeping replica: to wait for either of two simpy events would
+        # take most of the simulation's time.
         self._sleeps = True
         with contextlib.suppress(simpy.Interrupt):
             yield self._env.timeout(seconds)

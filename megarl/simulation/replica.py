@@ -53,7 +53,8 @@ class ReplicaClock:
         return max(0, self._slots - len(self._running) - len(self._queue))
 
     def add(self, group: int, tokens: Sequence[int]) -> None:
-        """Begin a group whose samples will have these numbers of tokens. Its prompt is read once."""
+        """Begin a group whose samples will have these numbers of tokens. The replica prefills the group's prompt
+        once."""
         self._left[group] = len(tokens)
         self._debt += self._prompt_s
         self._queue.extend((group, one) for one in tokens)
@@ -75,7 +76,7 @@ class ReplicaClock:
             return None
         total, clock, running = self._debt, self._clock, len(self._running)
         pace, over, left = self._pace, dict[int, int](), self._left
-        # The sample whose end makes `wanted` slots free, or the first one to end if others wait for its slot.
+        # Number of samples that must end: until `wanted` slots are free, or 1 if samples in the queue wait for a slot.
         last = 1 if self._queue else wanted - self.free
         for number, (end, group, _) in enumerate(self._running, 1):
             if end != clock:

@@ -77,29 +77,29 @@ class Table:
         return replace(self, push_s=self.push_s * times, handover_s=slower)
 
     def token(self, running: int) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.token`."""
         return self.token_s.at(running)
 
     def prefill(self, tokens: int) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.prefill`."""
         return self.prefill_s.at(tokens)
 
     def node(self, id: str, tokens: float, replicas: int) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.node`."""
         return self.nodes[id].at(tokens) if id in self.nodes else 0.0
 
     def push(self, replicas: int) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.push`."""
         return self.push_s
 
     def handover(self, tokens: float) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.handover`."""
         return self.handover_s.at(tokens)
 
     def other(self, team: str) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.other`."""
         return self.other_s.get(team, 0.0)
 
     def call(self) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.call`."""
         return self.call_s

@@ -121,7 +121,7 @@ class System:
 
 
 def read_system(config: RunConfig, graph: TaskGraph) -> System:
-    """Return the system that a recipe describes.
+    """Return what the simulation needs of a recipe: its teams, devices, servers and batch sizes.
 
     Raises:
         ConfigError: an invalid placement, or a run with environment episodes.

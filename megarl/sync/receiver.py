@@ -36,7 +36,7 @@ class UpdateStep:
 
 @dataclass(frozen=True)
 class SharedUse:
-    """How long a receiver may keep a sender's buffer mapped: until `last` in the update with this name.
+    """How long a receiver may keep a sender's buffer mapped: until the sender's last bucket of the update.
 
     Attributes:
         update: name of the update, equal for all its senders.
@@ -133,7 +133,7 @@ class Receiver(Protocol):
         ...
 
     def end(self, step: UpdateStep) -> None:
-        """Finish what is derived from the tensors, after all have arrived."""
+        """Recompute the values that the receiver derives from tensors; called after all tensors have arrived."""
         ...
 
     def set_version(self, version: str, step: UpdateStep) -> None:
@@ -183,7 +183,7 @@ class Receiver(Protocol):
         ...
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
-        """Join a sender in a process group."""
+        """Make the receiver's ranks join the process group of a sender."""
         ...
 
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
@@ -199,7 +199,7 @@ class Receiver(Protocol):
         ...
 
     def forget(self) -> None:
-        """Forget what is cached about a receiver that failed: another engine may appear at its address."""
+        """Drop cached facts about a receiver that failed: another engine may appear at its address."""
         ...
 
 

@@ -197,7 +197,7 @@ class WeightSync:
         update.begin()
 
     def _lack_something(self, numbers: list[int]) -> bool:
-        """Return whether one of these receivers may lack frozen tensors, so that all tensors must be sent."""
+        """Return whether a receiver among `numbers` may lack frozen tensors, so that all tensors must be sent."""
         if not self.plan.frozen or not self.transport.in_parts:
             return True
         targets = [self._target(number) for number in numbers if self._is_lead(number)]

@@ -235,7 +235,7 @@ def single_world(backend: str, deadline_s: float) -> WorkerGroup:
 
 
 def team_world(deadline_s: float) -> WorkerGroup:
-    """Return all ranks of this process's team; only this function uses torch's default group.
+    """Return the group of all ranks of this process's team; only this function uses torch's default group.
 
     Raises:
         RuntimeError: torch.distributed is not initialised; `megarl.system.rendezvous.join` does that.

@@ -177,7 +177,7 @@ def _is_secret(name: str, value: str = "") -> bool:
 
 
 def _plain_name(name: str) -> str:
-    """Return `--apiKey` as `api_Key`."""
+    """Return an option's name as words joined by underscores: `--apiKey` as `api_Key`."""
     return _CAMEL.sub("_", name.lstrip("-").replace("-", "_"))
 
 

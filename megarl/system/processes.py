@@ -172,7 +172,8 @@ def shared_memory_free() -> int | None:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Return how often the kernel killed a process for lack of memory, on this machine since boot and in this cgroup.
+    """Return how often the kernel killed a process for lack of memory: the machine's count since boot plus the counts
+    of this process's cgroups.
 
     Only differences are meaningful. A container's own limit may show only in the cgroup (`memory.events` of version 2,
     `memory.oom_control` of version 1). 0 if unknown.

@@ -14,7 +14,7 @@ MAX_SAMPLE_STEPS = 12
 MAX_SAMPLES_PER_STEP = 40
 MAX_TEXT = 4000
 MAX_GROUP_STEPS = 8
-_MAX_GROUP_ROWS = 64  # most rows of groups per step
+_MAX_GROUP_ROWS = 64  # most rows in the table of prompt groups, per step
 _OF_TOKENS = ("pieces", "advantages", "ratios", "ages")
 _FILM_BYTES = 8 << 20  # largest total size of a run's films in a report, in bytes; others stay in the run folder
 

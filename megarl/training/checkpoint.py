@@ -97,7 +97,7 @@ def begin(
         CheckpointError: on every rank of every team: the disk is too full, or the folder cannot be created.
     """
     world = (layout := next(iter(engines.values())).layout).world
-    refuse_if_taken(root.parent)  # half-written checkpoints there are removed below
+    refuse_if_taken(root.parent)  # the code below removes half-written checkpoints in this folder
     tag = world.broadcast_json(uuid.uuid4().hex[:8])
     folder = folder_of(root, step, tag)
     if teams is not None and world.rank == 0:

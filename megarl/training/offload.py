@@ -73,7 +73,8 @@ def park(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena: HostAr
         both = [b for c in wrapped for b in (*getattr(c, "buffers", ()), *getattr(c, "expert_parallel_buffers", ()))]
         return Parked(unkept([buffer.grad_data for buffer in (both if optimizer is not None else [])]))
     storages = {p.untyped_storage().data_ptr(): p for c in wrapped for p in c.parameters()}
-    if part != PARAMETERS:  # float32 masters of float32 parameters are views of the parameters
+    # the optimizer's state; float32 masters of float32 parameters are views of the parameters and count as these
+    if part != PARAMETERS:
         state = {tensor.untyped_storage().data_ptr(): tensor for tensor in _optimizer_tensors(optimizer)}
         storages = {pointer: tensor for pointer, tensor in state.items() if pointer not in storages}
     return Parked(kept_in(arena, [tensor for tensor in storages.values() if tensor.is_cuda]))
@@ -88,7 +89,7 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
 
 
 def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[ParkedBlock]:
-    """Return the storages of `tensors` with asynchronous copies to the host."""
+    """Start copying the storages of `tensors` to host memory of `arena`; return each storage with its copy."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     copies = arena.take([storage.nbytes() for storage in storages])
     for storage, copy in zip(storages, copies, strict=True):

@@ -50,7 +50,8 @@ class SequenceLayout(Protocol):
         """First and one past the last token over which log-probs are computed; None: the whole vocabulary."""
 
     def rows(self, samples: Batch) -> Batch:
-        """Return one row per sequence, with the response tokens of `samples` in their order."""
+        """Return one row per sequence of the model, of which a sample may have several; response tokens stay in
+        order."""
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
         """Return the number of columns of every sequence of each sample, prompt and response, to count work."""
@@ -86,12 +87,12 @@ class TextLayout:
         return samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """See `SequenceLayout`."""
+        """Implement `SequenceLayout.sample_columns`."""
         lengths = samples["prompt_ids"].lengths + samples["response_ids"].lengths
         return [[length] for length in lengths.tolist()]
 
     def lengths(self, batch: Batch) -> Tensor:
-        """See `SequenceLayout`; raises if a prompt or response is empty."""
+        """Implement `SequenceLayout.lengths`; raises if a prompt or response is empty."""
         prompts, responses = batch["prompt_ids"].lengths.cpu(), batch["response_ids"].lengths.cpu()
         if len(batch) and min(int(prompts.min()), int(responses.min())) < 1:
             bad = int(((prompts < 1) | (responses < 1)).nonzero()[0])
@@ -102,11 +103,11 @@ class TextLayout:
         return prompts + responses - 1
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """See `SequenceLayout`."""
+        """Implement `SequenceLayout.patches`."""
         return ()
 
     def pack(self, rows: Batch) -> PackedRows:
-        """See `SequenceLayout`."""
+        """Implement `SequenceLayout.pack`."""
         return self._pack(rows["prompt_ids"].to("cpu"), rows["response_ids"].to("cpu"))
 
     def filler(self) -> PackedRows:

@@ -25,7 +25,7 @@ from megarl.training.checksums import FileChecksum, opened_size, size_at
 from megarl.training.host_memory import HostArena
 from megarl.training.tensor_slices import Shape, TensorSlice, overlap
 
-#: names of dtypes in the format
+#: Names of dtypes in safetensors files.
 NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",

@@ -184,7 +184,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def of_rows(values: Jagged, micro: MicroBatch, count: int) -> Tensor:
-    """Select the values of a micro-batch's `count` rows from those of all tokens; zeros for a filler."""
+    """Return the values of a micro-batch's `count` response tokens in its order, out of all tokens' values; zeros for a
+    filler micro-batch without samples."""
     if micro.samples:
         return values.select(list(micro.samples)).values[micro.order.cpu()]
     return values.values.new_zeros(count, *values.values.shape[1:])

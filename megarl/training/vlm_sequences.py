@@ -31,7 +31,7 @@ class ImageLayout(TextLayout):
     reads_images: bool = True
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """See `SequenceLayout`."""
+        """Implement `SequenceLayout.patches`."""
         if not self.reads_images:
             return super().patches(batch)
         square = self.encoder.merge**2
@@ -45,7 +45,7 @@ class ImageLayout(TextLayout):
         ]
 
     def pack(self, rows: Batch) -> PackedRows:
-        """See `SequenceLayout`; rows without images may be among them, or be all.
+        """Implement `SequenceLayout.pack`; rows without images may be among them, or be all.
 
         A token of a response is text, whichever it is, but for the images of an environment's answers.
         """

@@ -141,7 +141,7 @@ def _factor(bag: Metrics, normaliser: Tensor, all_sum: AllSum) -> float:
 
 
 def mean_weight(total: float, count: float) -> float:
-    """Return the mean weight, by which the weights are divided; 1 when no weight is left."""
+    """Return the mean weight, by which the weights are divided; 1 when the weights' sum is 0."""
     return total / count if total > 0 else 1.0
 
 

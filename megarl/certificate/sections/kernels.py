@@ -140,10 +140,10 @@ def _head(tokens: int, vocabulary: int, dtype: torch.dtype, temperature: float =
 
 
 def _with_gradients(
-    ours: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor], nothing: float = 0.0
+    ours: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor], floor_share: float = 0.0
 ) -> float:
-    """Return the largest difference of result and gradients. `nothing` is the share of the upstream gradient's norm
-    added to the norm of each gradient.
+    """Return the largest relative difference between `ours` and `exact`, of result and gradients. `floor_share` times
+    the norm of the upstream gradient is added to the denominator.
     """
     mine = [one.clone().requires_grad_() for one in inputs]
     theirs = [one.double().requires_grad_() for one in inputs]
@@ -152,7 +152,7 @@ def _with_gradients(
     out.backward(upstream)
     wanted.backward(upstream.double())
     pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]
-    floor = nothing * float(upstream.double().norm())
+    floor = floor_share * float(upstream.double().norm())
     return worst(_difference_of(got, want, floor) for got, want in pairs)
 
 

@@ -40,7 +40,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def differences(expected: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest differences between one process and all ranks, for the numbers of samples and of steps."""
+    """Return the largest differences between the results of one process and of all ranks, for samples and for steps."""
     errors: dict[str, float] = {}
     for what, rows in expected["samples"].items():
         found = {name: row for rank in ranks for name, row in rank["samples"][what].items()}
@@ -75,7 +75,8 @@ def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
 
 
 def work(config: RunConfig, run_dir: Path) -> None:
-    """Compute the numbers of every layout and write this rank's to a file. Runs in each worker."""
+    """Compute log-probs, entropies, values and the metrics of a step under every layout, and write this rank's results
+    to a file. Runs in each worker."""
     from megarl.runtime.setup import init_processes
     from megarl.training.parallel import init_parallel
 

@@ -1,4 +1,4 @@
-"""Tests checkpoints and SIGKILL: a run that lost a worker continues with the numbers of an undisturbed run."""
+"""Tests checkpoints and SIGKILL: a run that lost a worker continues with the metrics of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def numbers_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a step that do not measure time or memory."""
+    """Return the metrics of a step that do not measure time or memory."""
     return {name: value for name, value in line.items() if name != "time" and not name.startswith(_TIMES)}
 
 

@@ -156,7 +156,7 @@ def work(config: RunConfig, run_dir: Path) -> None:
 
 
 def _update(c: RankState, version: int) -> dict[str, float]:
-    """Change all weights, equally on every rank, and publish them; return the numbers of the update."""
+    """Change all weights, equally on every rank, and publish them; return the metrics of the update."""
     from megarl.runtime.generation import publish
     from megarl.system.metrics import Metrics
 

@@ -180,7 +180,7 @@ class Tools(Environment):
         return answers
 
     def _wrong_with(self, call: Call) -> str:
-        """Return why a call cannot be made, as text for the model; empty if it can."""
+        """Return why a tool call cannot be run, as text for the policy; empty if it can."""
         if call.error:
             return f"error: {call.error}"
         if call.name not in self.shared.names:

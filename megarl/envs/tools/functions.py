@@ -69,7 +69,7 @@ def _read_part(part: Any, max_chars: int) -> dict[str, str]:
         raise Malformed(f"a part of a result that is neither text nor an image: {short(part)}")
     content = text(part[kind], max_chars if kind == "text" else _IMAGE_CHARS, f"a part of a result ({kind})")
     if kind == "image" and not content.startswith(_DATA_URL):
-        raise Malformed(f"an image that is not in the result: {short(content)}")  # never a path on this machine
+        raise Malformed(f"an image that is not in the result: {short(content)}")  # an image is never read from a path
     return {"type": kind, kind: content}
 
 

@@ -25,7 +25,7 @@ _SPECIAL = re.compile(r"<\|(?!python_tag)[^|<>]*\|>")
 
 @dataclass(frozen=True)
 class Call:
-    """One call; `error` tells the model why it cannot be made."""
+    """One tool call in the policy's text; `error` is the text for the policy if the call is malformed."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -30,7 +30,7 @@ from megarl.system.errors import ConfigError
 from megarl.system.tracing import keep_beating
 
 _COMPARED_ROWS = 4096
-#: The last one: parts of VLA policies in files of their own, see artifacts/vla_folder.py.
+#: `*_checkpoint.pt` are files with parts of VLA policies, see artifacts/vla_folder.py.
 _FETCHED, _WEIGHTS = ("*.json", "*.txt", "*.model", "*_checkpoint.pt"), ("*.safetensors",)
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}

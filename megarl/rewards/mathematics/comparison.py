@@ -108,7 +108,7 @@ def _only(node: Node) -> Node:
 
 
 def _signed(node: Node, plus: str) -> Node:
-    """Return the tree with the upper or the lower signs."""
+    """Return `node` with every plus-minus sign replaced by its upper (`plus` is pm) or lower (mp) sign."""
     made = mapped(node, lambda child: _signed(child, plus))
     if isinstance(made, Apply) and made.name in ("pm", "mp"):
         return made.args[0] if made.name == plus else Apply("neg", made.args)

@@ -60,7 +60,8 @@ def with_signs(signs: list[str], node: Node) -> Node:
 
 
 def product(factors: list[Node]) -> Node:
-    """Return a product; `x percent` and `x degrees` mean the signs, and `7 million` is a number."""
+    """Return the product of `factors`. `x percent` becomes x%, `x degrees` x with a degree sign, and `7 million` a
+    number."""
     made: list[Node] = []
     for factor in factors:
         if made and factor == Symbol("percent", "unit"):

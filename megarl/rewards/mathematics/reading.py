@@ -38,13 +38,13 @@ class TokenReader:
         return token is not None and token.kind in ("mark", "command") and token.text in texts
 
     def take(self, *texts: str) -> bool:
-        """Step over the next token if it is one of these; return whether it was."""
+        """Step over the next token if it is one of `texts`; return whether it was."""
         found = self.next_is(*texts)
         self.at += found
         return found
 
     def expect(self, *texts: str) -> None:
-        """Step over the next token, which must be one of these."""
+        """Step over the next token, which must be one of `texts`."""
         if not self.take(*texts):
             raise UnreadError(f"not {texts} at token {self.at}")
 

@@ -86,7 +86,8 @@ _unit("pence", 1, "pence", "penny", "pennies")
 #: Speeds with a name: numerator and denominator.
 SPEEDS = {"mph": ("mi", "h"), "kph": ("km", "h"), "kmh": ("km", "h"), "kmph": ("km", "h"), "fps": ("ft", "s")}
 
-#: Things that are counted: `5\text{ apples}` answers 5, but not 5 oranges. Any other word is part of the answer.
+#: Nouns of things that are counted: `5\text{ apples}` equals 5, but not 5 oranges. Any other word is part of the
+#: answer.
 COUNTED = (
     "apple animal arrangement ball bag bead bean bird block board book bottle bowl box|boxes boy brick bus|buses "
     "cake candle candy|candies car card case cat chair chicken child|children choice class|classes coin combination "
@@ -168,7 +169,7 @@ SPACES = frozenset(
 MATRICES = _words("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array")
 LINES = _words("aligned align alignedat gathered gather split equation eqnarray")
 
-#: Command -> the command or mark that means the same.
+#: LaTeX command -> the command or symbol with the same meaning.
 SAME = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
     "\\le": "<=", "\\leq": "<=", "\\leqslant": "<=", "\\ge": ">=", "\\geq": ">=", "\\geqslant": ">=", "\\lt": "<",

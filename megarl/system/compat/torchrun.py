@@ -21,7 +21,8 @@ def end_workers_with(number: signal.Signals) -> None:
 
 
 def serve_on(handle: int) -> None:
-    """Make the agent of the first machine, in this process, put its store on the listening socket `handle`."""
+    """Make torchrun's agent in this process, if it is the first machine's, serve its TCPStore on the listening socket
+    with the file descriptor `handle`."""
     rendezvous: Any = static_tcp_rendezvous
     make = rendezvous.TCPStore
 

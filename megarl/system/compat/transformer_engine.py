@@ -31,7 +31,8 @@ _PACKED = (
     *("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("max_seqlen_q", "max_seqlen_kv", "attn_mask_type"),
 )
-#: Module and name of each called function -> arguments by position, and by name. Methods have `self` first.
+#: Module and name of each function of Transformer Engine that megarl calls -> number of positional arguments (with
+#: `self`), and the names of keyword arguments.
 CALLS: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("", "Linear"): (0, ("in_features", "out_features", *_LINEAR, "rng_tracker_name")),
     ("", "Linear.forward"): (2, ("is_first_microbatch",)),
