@@ -1,6 +1,6 @@
-"""The generation engines, as everything below `megarl/rollout` needs to know them: names and a few facts.
+"""Names of the generation engines, and the few facts about them that packages below `megarl/rollout` need.
 
-What an engine does is answered by its `EngineFamily` (`megarl/rollout/<engine>/family.py`), which imports more.
+Everything else about an engine is in its `EngineFamily` (`megarl/rollout/<engine>/family.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ KEY = "rollout.engine"
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The facts of an engine that need no import of it.
+    """Facts about an engine that are known without importing it.
 
     Attributes:
         holds_model: the workers of a rollout team hold the model, split by the team's layout.
-        servers: name of the section of `rollout` that describes its servers, processes of their own to which weights
-            are sent; None: it generates in the workers.
+        servers: the section of `rollout` that configures the engine's server processes; None: it generates in workers.
     """
 
     holds_model: bool = False
@@ -31,10 +30,10 @@ ENGINES = {DEFAULT: EngineFacts(holds_model=True), "sglang": EngineFacts(servers
 
 
 def engine_facts(engine: str) -> EngineFacts:
-    """Return the facts of an included engine, or of a user's `file.py:Family`.
+    """Return the facts of a built-in engine, or of a user's `file.py:Family`.
 
     Raises:
-        UserError: the user's class does not import.
+        UserError: the user's class cannot be imported.
     """
     if engine in ENGINES:
         return ENGINES[engine]

@@ -1,7 +1,7 @@
 """The task of a policy: it writes text, or a section of the recipe describes another task.
 
-`config.task` answers what differs between tasks. `Task` has the answers for text; every other task is a subclass of it
-in a package of its own, which is imported when a recipe has the task's section.
+Whatever differs between tasks is a method of `Task`. `Task` implements writing text; every other task is a subclass in
+its own package, which is imported when a recipe has the task's section.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from megarl.training.parallel import Layout
     from megarl.training.sequence_layout import SequenceLayout
 
-#: Section of the recipe -> class of its task.
+#: Recipe section -> class of the task that it describes.
 SECTIONS = {"robot": "megarl.robots.task:RobotTask"}
 
 
 class TaskPlayer(Protocol):
-    """Plays the episodes of a task on one rank, in the place of prompts, an environment and the decoding of text."""
+    """Generates the episodes of a task on one rank; replaces prompts, environment and text decoding."""
 
     def rows(self, split: Split) -> Described:
         """Return the data set of the episodes to play."""
 
     def take_policy(self, engine: MegatronEngine, config: RunConfig, layout: Layout) -> None:
-        """Play with the weights of `engine` from here on. Collective over a replica."""
+        """Use the weights of `engine` for all further episodes. Collective over a replica."""
 
     def generate(
         self,
@@ -60,30 +60,35 @@ class TaskPlayer(Protocol):
         *,
         scored: bool,
     ) -> Batch:
-        """Play `sampling.n` episodes of each of B prompts; `scored`: with everything that the scores read."""
+        """Play `sampling.n` episodes for each of B prompts; return B * `sampling.n` samples.
+
+        Args:
+            advance: is called with the number of newly finished episodes.
+            scored: the samples get the fields that `TaskScores.score` needs.
+        """
 
     def record(self, c: StepContext, samples: Batch) -> None:
-        """Count the metrics of the episodes that `generate` returned last."""
+        """Record the metrics of the episodes that the last `generate` returned."""
 
     def report_rows(self, run_dir: Path, step: int, samples: Batch, count: int) -> list[dict[str, Any]]:
-        """Return the first `count` episodes for the report's table of samples of `step`."""
+        """Return the first `count` episodes as rows of the report's sample table for `step`."""
 
     def load_examples(self, c: RankState) -> PromptLoader:
-        """Load the examples of a cold start. Collective over the ranks of a team."""
+        """Return the loader of the demonstrations for a cold start (SFT). Collective over the ranks of a team."""
 
     def close(self) -> None:
-        """End what `generate` plays in."""
+        """End the processes in which `generate` plays, such as simulators."""
 
 
 class TaskScores(Protocol):
-    """Scores of a step's episodes, in the team that plays them."""
+    """Scores episodes in the team that plays them."""
 
     @property
     def encoder(self) -> tuple[str, str] | None:
-        """Key and value of the recipe that name a published encoder; None: there is none."""
+        """Recipe key and value that name the published encoder used for scores; None: there is none."""
 
     def score(self, samples: Batch, step: int, metrics: Metrics) -> Tensor:
-        """Return the scores, float32 [B], and count their metrics. Collective over the ranks of a team."""
+        """Return the scores of B episodes, float32 [B], and record their metrics. Collective over a team."""
 
     def files(self) -> dict[str, bytes]:
         """Return the contents of this object's files in a checkpoint, by name."""
@@ -96,17 +101,17 @@ class Task:
     """The task of a policy that writes text."""
 
     writes_text = True
-    #: Why `data.val_split` holds no rows out; None: it does.
+    #: Why this task cannot hold rows out by `data.val_split`; None: it can.
     split_problem: str | None = None
 
     def check(self, config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool) -> None:
-        """Check the task's section, and keys that only make sense with it. `starts`: the run starts here."""
+        """Check the task's section, and keys that need this section. `starts`: the run starts on this machine now."""
 
     def plan_problem(self) -> ConfigError | None:
-        """Return the error that says why no formulas plan a step; None: they do."""
+        """Return an error with the reason why `megarl plan` cannot handle this task; None: it can."""
 
     def call_tokens(self, config: RunConfig, facts: ModelFacts) -> tuple[int, int] | None:
-        """Return columns and response tokens of a policy call; None: a sample is one sequence."""
+        """Return the longest sequence and the response tokens of one policy call; None: a sample is one sequence."""
 
     def update_terms(self, config: RunConfig, facts: ModelFacts, role: str, passes: Passes) -> list[Term]:
         """Return the memory terms of an update of `role` on a device, in addition to the language model's
@@ -123,19 +128,19 @@ class Task:
         return []
 
     def pictures_per_call(self, config: RunConfig) -> int:
-        """Return the number of pictures that a policy call sees."""
+        """Return the number of pictures in the input of one policy call."""
         return 0
 
     def prompt_fields(self, config: RunConfig) -> list[str]:
-        """Return the columns of a prompt that episodes read."""
+        """Return the fields of a prompt that episodes need."""
         return []
 
     def sample_fields(self, config: RunConfig) -> list[str]:
-        """Return the fields that episodes have in addition to those of every sample."""
+        """Return the sample fields that only episodes of this task have."""
         return []
 
     def model_fields(self, config: RunConfig) -> list[str]:
-        """Return the fields that a model reads in addition to tokens."""
+        """Return the sample fields that the model's forward pass needs in addition to tokens."""
         return []
 
     def place(self, config: RunConfig) -> str:
@@ -154,14 +159,14 @@ class Task:
         """Create the model that scores episodes; None: reward functions score them."""
 
     def checkpoint_files(self, hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
-        """Return the further files of a checkpoint that this rank writes."""
+        """Return the task's own checkpoint files that this rank writes, by name."""
         return {}
 
     def check_checkpoint(self, hf: PretrainedConfig, folder: Path) -> None:
-        """Refuse a checkpoint whose further files differ from this run's."""
+        """Raise if the task's own files in a checkpoint do not match this run."""
 
     def complete_export(self, config: RunConfig, hf: PretrainedConfig, checkpoint: Path) -> None:
-        """Put on `hf` what an export of a checkpoint writes in addition."""
+        """Set the task's values of `checkpoint` on the config `hf`, so that an export writes them."""
 
 
 TEXT = Task()
@@ -178,6 +183,10 @@ def task_of(config: RunConfig) -> Task:
 
 
 def check_tasks(config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool) -> None:
-    """Check the sections of all tasks, also of those that the recipe leaves out. `starts`: the run starts here."""
+    """Run the checks of all tasks, even if the recipe has no section for them.
+
+    Args:
+        starts: the run starts on this machine now.
+    """
     for section in SECTIONS:
         _load(section).check(config, placement, checks, starts=starts)

@@ -1,6 +1,6 @@
-"""The messages between the teams of a run: one class for each, and who sends it, who reads it and when.
+"""The messages between the teams of a run: one class for each, with who sends it, who reads it, and when.
 
-A team holds one or more roles. The actor's team leads. Samples do not go by message (megarl/disaggregated/buffer).
+A team holds one or more roles. The actor's team leads. Samples are no messages (megarl/disaggregated/buffer).
 
     actor's team                               rollout's team                               critic's, reference's ...
 
@@ -16,7 +16,7 @@ A team holds one or more roles. The actor's team leads. Samples do not go by mes
     step t, in order, k = async.max_staleness (here 1)
     train t                                    generate t + 1 with weights t - 1            walk their nodes of t
                      <- LoaderPlace(t + 1) ---
-                     <- StepGenerated(t + 1) -  weights t - 1 are not needed any more
+                     <- StepGenerated(t + 1) -  no longer needs weights t - 1
                      <- ServerStates(t) ------  servers only
     WeightsPushed(t) or ServersFilled(t) --->  generate t + 2 with weights t
     StepIsLast(t) -------------------------->  only with trainer.early_stop
@@ -27,18 +27,18 @@ A team holds one or more roles. The actor's team leads. Samples do not go by mes
     SavesStep(t), UpdateWanted(n) ---------->  finish or interrupt what is in flight
                      <- ReplicasOpen(n) ------  no replica generates
     UpdateSent(n), WeightsPushed(v) -------->  generate with weights v
-                     <- StepMetrics(n) -------  what the replicas measured between two updates
-    log t            <- StepFormed(t), by the buffer: the metrics of its samples
+                     <- StepMetrics(n) -------  metrics of the replicas between two updates
+    log t            <- StepFormed(t), by the buffer: the metrics of the step's samples
 
     checkpoint of step t (megarl/training/multi_team_commit.py)
     CheckpointTag(t) ----------------------->  -------------------------------------------> copy to host memory
                      <- PartCopied(t) --------  <------------------------------------------
     CheckpointFolder(t) -------------------->  -------------------------------------------> write their files
 
-No wait closes a circle: weights t wait for the samples of step t + k, which wait for weights t - 1 and no others.
+The waits cannot deadlock: weights t wait for the samples of step t + k, which wait for weights t - 1 and nothing later.
 
-The first rank of a team posts, and every rank that needs a message reads it by itself. A message is posted once under
-its name and stays: anybody may read it at any time. Only the last ones of a series (`buffer.core.KEPT`) are kept.
+The first rank of a team posts a message, and every rank that needs it reads it. A message is posted once under its name
+and may be read any number of times. Of a series (`name/1`, `name/2`, ...) only the last `buffer.core.KEPT` are kept.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from pydantic.dataclasses import dataclass
 from megarl.system.errors import WorkerError
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
-#: `Metrics.to_json`
+#: Metrics as `Metrics.to_json` returns them.
 MetricsJson: TypeAlias = dict[str, list[Any]]
 
 
@@ -61,7 +61,7 @@ class Mail(Protocol):
     """The mailbox between the teams of a run: texts by name."""
 
     def post(self, name: str, text: str) -> None:
-        """Leave a text, once."""
+        """Keep a text under a name that has none yet."""
 
     def read(self, name: str) -> str:
         """Wait until a text is posted under this name, and return it."""
@@ -71,16 +71,16 @@ class NoMail:
     """The mailbox of a run with one team: nobody else posts or reads."""
 
     def post(self, name: str, text: str) -> None:
-        """Drop the text."""
+        """Drop the text, since there is no other team."""
 
     def read(self, name: str) -> str:
-        """Fail: the message would never come."""
-        raise AssertionError(f"a run of one team waits for {name!r}")
+        """Raise, because the message would never arrive."""
+        raise AssertionError(f"the run has one team, which waits for message {name!r} of another team")
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Message:
-    """A message between teams, posted as JSON under a name: its topic and its first `keys` fields.
+    """A message between teams, posted as JSON under a name, which is its topic and its first `keys` fields.
 
     >>> StepIsLast(7, last=True).name
     'last/7'
@@ -94,7 +94,7 @@ class Message:
 
     @classmethod
     def name_of(cls, *keys: str | int) -> str:
-        """Return the name of the message with these keys."""
+        """Return the name of the message of this class with these values of its first fields."""
         assert len(keys) == cls.keys, f"{cls.__name__} has {cls.keys} keys, found {keys}"
         return "/".join([cls.topic, *map(str, keys)])
 
@@ -109,7 +109,7 @@ class Message:
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """Return the message of a JSON text.
+        """Return the message that `encode` made this JSON text of.
 
         Raises:
             WorkerError: a field is missing, unknown or of another type.
@@ -126,7 +126,7 @@ class Message:
 
     @classmethod
     def read(cls, mail: Mail, *keys: str | int) -> Self:
-        """Wait for the message with these keys, and return it."""
+        """Wait for the message with these values of its first fields, and return it."""
         return cls.decode(mail.read(cls.name_of(*keys)))
 
 
@@ -135,7 +135,7 @@ class Message:
 
 @dataclass(frozen=True, config=_STRICT)
 class LoaderAtStart(Message):
-    """Rollout's team to actor's team, before a checkpoint is looked for: the data and the place of the loader.
+    """Rollout's team to actor's team, before it chooses a checkpoint: the data, and the loader's place at the start.
 
     Attributes:
         state: `PromptLoader.state_dict`.
@@ -150,11 +150,11 @@ class RunStart(Message):
     """Actor's team to all teams, as soon as it has the actor that RL starts from: where the run begins.
 
     Attributes:
-        resumed_at: step of the checkpoint that it resumes from; None: from none.
-        source: that checkpoint, RUN_DIR/checkpoints/step_N.
-        reference: where the weights of the reference are; None: there is no reference.
-        reference_key: of the recipe, that names them; empty: the run keeps them.
-        critic: where those of a critic are that begins in another team; None: at `critic.path`, or in a checkpoint.
+        resumed_at: step of the checkpoint that the run resumes from; None: it starts without a checkpoint.
+        source: folder of this checkpoint, RUN_DIR/checkpoints/step_N.
+        reference: folder of the reference's weights; None: there is no reference.
+        critic: folder of the weights that a critic of another team starts from; None: `critic.path` or `source`.
+        reference_key: the recipe key that names the reference's weights; empty: they are in the run's folder.
     """
 
     topic = "start"
@@ -166,12 +166,12 @@ class RunStart(Message):
 
     @property
     def begun(self) -> bool:
-        """Whether it resumes from a step of RL: the actor of step 0 is where RL starts."""
+        """Whether the run resumes after a step of RL; a checkpoint of step 0 has the actor that RL starts from."""
         return bool(self.resumed_at)
 
     @property
     def shown_from(self) -> int | None:
-        """The step that the record continues after; step 0 is measured again. None: there is no record yet."""
+        """The step after which the run's record continues; -1: record step 0 again; None: there is no record yet."""
         return -1 if self.resumed_at == 0 else self.resumed_at
 
 
@@ -180,7 +180,7 @@ class EngineAddresses(Message):
     """Rollout's team to actor's team, when its embedded engines wait for weights.
 
     Attributes:
-        engines: for each engine, host and port of the inbox of each of its ranks.
+        engines: for each engine, the host and port at which each of its ranks receives weights.
     """
 
     topic = "engines"
@@ -189,7 +189,7 @@ class EngineAddresses(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class ServersStarted(Message):
-    """Rollout's team to actor's team, when its servers answer: `Fleet.reports`."""
+    """Rollout's team to actor's team, when its servers answer: their addresses and states (`Fleet.reports`)."""
 
     topic = "servers_started"
     servers: list[dict[str, Any]]
@@ -206,10 +206,10 @@ class WeightsName(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class TeamReady(Message):
-    """Every other team to the actor's team, when it has its models; no step begins before that.
+    """Every other team to the actor's team, when it has loaded its models; no step begins before that.
 
     Attributes:
-        frozen: checksums of its models that do not learn, for checkpoints.
+        frozen: checksums of its frozen models, for checkpoints.
     """
 
     topic, keys = "ready", 1
@@ -230,7 +230,11 @@ class WeightsPushed(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class ServerStates(Message):
-    """Rollout's team to actor's team, before each push to servers: `Fleet.reports`, with failed ones restarted."""
+    """Rollout's team to actor's team, before each push to servers: their states, after it has restarted failed servers.
+
+    Attributes:
+        servers: `Fleet.reports`.
+    """
 
     topic, keys = "servers", 1
     version: int
@@ -239,11 +243,11 @@ class ServerStates(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class ServersFilled(Message):
-    """Actor's team to rollout's team, after each push to servers; only servers with the version get requests.
+    """Actor's team to rollout's team, after each push to servers; only servers with this version get requests.
 
     Attributes:
-        updated: numbers of the servers that hold the version.
-        failed: why others failed, by their number.
+        updated: numbers of the servers that have the version.
+        failed: why each other server failed, by its number.
     """
 
     topic, keys = "servers_filled", 1
@@ -262,7 +266,7 @@ class StepGenerated(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class UpdateWanted(Message):
-    """Actor's team to rollout's team (as ready), after a step, when the next weights cannot wait.
+    """Actor's team to rollout's team (as ready), after a step: stop generating, so that an update can be sent.
 
     Attributes:
         update: number of the weight update since the start of the processes.
@@ -282,7 +286,7 @@ class ReplicasOpen(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class UpdateSent(Message):
-    """Actor's team to rollout's team (as ready), before it pushes: which version update number `update` brings."""
+    """Actor's team to rollout's team (as ready), before it pushes: the weight version of update number `update`."""
 
     topic, keys = "update", 1
     update: int
@@ -294,8 +298,8 @@ class UpdateSent(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class LoaderPlace(Message):
-    """Rollout's team to actor's team, for the checkpoint: the state of the loader after it has generated `step`, or as
-    ready before the first group with the weights of `step`."""
+    """Rollout's team to actor's team, for a checkpoint: the loader's state after it has generated `step`; as ready,
+    before it generates with the weights of `step`."""
 
     topic, keys = "loader", 1
     step: int
@@ -307,8 +311,9 @@ class Validated(Message):
     """Rollout's team to actor's team, after it has evaluated the weights of `step`.
 
     Attributes:
+        accuracy: of the held-out rows, 0 to 1.
         metrics: reduced over its ranks.
-        rows: generations for the report.
+        rows: generated samples for the report.
     """
 
     topic, keys = "validation", 1
@@ -320,8 +325,8 @@ class Validated(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class StepIsLast(Message):
-    """Actor's team to rollout's team, after a step that `trainer.early_stop` may end the run with by a metric of
-    training: whether it does, so that the last weights are validated."""
+    """Actor's team to rollout's team, after a step at which `trainer.early_stop` may end the run by a training metric:
+    whether it does, because the last weights are validated."""
 
     topic, keys = "last", 1
     step: int
@@ -333,7 +338,7 @@ class StepMetrics(Message):
     """Every other team to the actor's team, at the end of its step.
 
     Attributes:
-        step: as ready, of the rollout's team the number of the weight update that ends what it measured.
+        step: the training step; from the rollout's team as ready, the number of the weight update that ended it.
         metrics: reduced over its ranks.
     """
 
@@ -357,7 +362,8 @@ class StepFormed(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class SavesStep(Message):
-    """Actor's team to rollout's team (as ready), before the weights of `step` go: whether a checkpoint may follow."""
+    """Actor's team to rollout's team (as ready), before it sends the weights of `step`: whether it may save a
+    checkpoint."""
 
     topic, keys = "saves", 1
     step: int
@@ -369,7 +375,7 @@ class CheckpointTag(Message):
     """Actor's team to all teams with a part in checkpoints, after each step.
 
     Attributes:
-        tag: of the folder in which the checkpoint is written; None: the step has no checkpoint.
+        tag: part of the name of the checkpoint's temporary folder; None: the step has no checkpoint.
     """
 
     topic, keys = "checkpoint", 1
@@ -379,12 +385,12 @@ class CheckpointTag(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class PartCopied(Message):
-    """Every other team with a part to the actor's team, when its part of the checkpoint is in host memory.
+    """Every other team that writes into checkpoints to the actor's team, when it has copied its part to host memory.
 
     Attributes:
-        workers: number of its first worker, and how many there are.
-        layout: sizes of the layout of its engines.
-        optimizer_steps, vocab_sizes: of its engines, by their names.
+        workers: number of the team's first worker, and how many workers it has.
+        layout: sizes of the parallel layout of its models.
+        optimizer_steps, vocab_sizes: of its models, by name.
         nbytes: bytes of all its files.
     """
 
@@ -400,11 +406,11 @@ class PartCopied(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class CheckpointFolder(Message):
-    """Actor's team to all teams with a part, when the folder of the checkpoint is there.
+    """Actor's team to all teams that write into a checkpoint, when it has made the folder, or failed to.
 
     Attributes:
-        problem: why there is no folder; None: there is one.
-        fix: for the user's error.
+        problem: why the folder could not be made; None: it exists.
+        fix: what the user can do about the problem.
     """
 
     topic, keys = "checkpoint_folder", 1

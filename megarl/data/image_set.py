@@ -1,6 +1,6 @@
-"""Images on their way from the data, or an environment, to the model: patches with places and digests, as ImageSet.
+"""`ImageSet`: the images of a sequence as the model reads them: patches, places among the tokens, and digests.
 
-In a batch they are the fields of `megarl.data.fields.IMAGES`.
+A batch has them as the fields of `megarl.data.fields.IMAGES`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ImageSet:
     """The images of a sequence, or one image by itself, which is at place 0.
 
     Attributes:
-        patches: uint8 [P, 3 * patch * patch], of all of them.
-        places: of each the place of its first feature among the tokens, and rows and columns of features.
-        sizes: number of patches of each.
-        digests: hash of the pixels of each.
+        patches: uint8 [P, 3 * patch * patch], the patches of all images, one image after the other.
+        places: for each image the position of its first feature among the tokens, and its rows and columns of features.
+        sizes: for each image the number of its patches.
+        digests: for each image a hash of its pixels.
     """
 
     patches: Tensor
@@ -46,7 +46,7 @@ class ImageSet:
 
     @classmethod
     def joined(cls, images: Sequence[ImageSet], shifts: Sequence[int]) -> ImageSet | None:
-        """Return all of these images, each part as many tokens further on as `shifts` has; None: there are none."""
+        """Join sets of images into one; `shifts`: tokens by which each set's places move. None: there are no sets."""
         if not images:
             return None
         return cls(
@@ -67,8 +67,9 @@ class ImageSet:
         return replace(self, places=places)
 
     def between(self, first: int, end: int) -> ImageSet | None:
-        """Return the images that begin at the tokens first..end - 1, with places counted from `first`; None: there are
-        none."""
+        """Return the images that begin at tokens `first` to `end` - 1, with places counted from `first`; None: none
+        begins there.
+        """
         kept = [number for number, (start, *_) in enumerate(self.places) if first <= start < end]
         if not kept:
             return None
@@ -87,7 +88,7 @@ class ImageSet:
         return self.patches.split(self.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the images as JSON values, with the patches in base64."""
+        """Return the images as a JSON object, with the patches in base64."""
         encoded = base64.b64encode(self.patches.numpy().tobytes()).decode("ascii")
         return {"patches": encoded, "places": self.places, "sizes": self.sizes, "digests": self.digests}
 
@@ -100,7 +101,7 @@ class ImageSet:
 
 
 def image_sets(samples: Batch) -> list[ImageSet | None]:
-    """Return the images of each sample of a batch with image fields; None: the sample has no images."""
+    """Return each sample's images from the image fields of a batch; None for a sample without images."""
     parts = zip(*(samples[name].to("cpu").unbind() for name in (PATCHES, GRIDS, DIGESTS)), strict=True)
     return [
         _image_set(patches, grids.tolist(), digests.tolist()) if len(grids) else None
@@ -123,7 +124,7 @@ def _image_set(patches: Tensor, grids: list[list[int]], digests: list[int]) -> I
 
 
 def pixels_of(images: ImageSet) -> list[tuple[int, npt.NDArray[np.uint8]]]:
-    """Return the hash and the pixels [height, width, 3] of each image, resized as the model sees it."""
+    """Return the hash and the pixels, uint8 [height, width, 3], of each image in the size that the model sees."""
     found, start = [], 0
     for (_, rows, columns), size, digest in zip(images.places, images.sizes, images.digests, strict=True):
         merge = math.isqrt(size // (rows * columns))
@@ -134,7 +135,7 @@ def pixels_of(images: ImageSet) -> list[tuple[int, npt.NDArray[np.uint8]]]:
 
 
 def pil_images(images: ImageSet) -> list[Image]:
-    """Return the images, resized as the model sees them."""
+    """Return the images as PIL images, in the size that the model sees."""
     from PIL import Image
 
     return [Image.fromarray(pixels) for _, pixels in pixels_of(images)]
@@ -143,13 +144,17 @@ def pil_images(images: ImageSet) -> list[Image]:
 def image_fields(
     images: Sequence[Sequence[ImageSet]], starts: Sequence[Sequence[int]], settings: ImageSettings
 ) -> dict[str, Jagged]:
-    """Return the image fields of samples; `starts`: place of each image's first feature in its sample."""
+    """Return the image fields of a batch from each sample's images.
+
+    Args:
+        starts: for each image the position of its first feature among the tokens of its sample.
+    """
     sets = [ImageSet.joined(own, places) for own, places in zip(images, starts, strict=True)]
     return fields_of_sets(sets, 3 * settings.patch**2)
 
 
 def fields_of_sets(sets: Sequence[ImageSet | None], patch_values: int) -> dict[str, Jagged]:
-    """Return the image fields of samples, each with its `ImageSet`; `patch_values`: numbers per patch."""
+    """Return the image fields of a batch from one `ImageSet` per sample; `patch_values`: values per patch."""
     given = [one for one in sets if one is not None]
     numbers = [0 if one is None else len(one.places) for one in sets]
     whole = torch.cat([torch.zeros(0, patch_values, dtype=torch.uint8), *(one.patches for one in given)])
@@ -163,16 +168,16 @@ def fields_of_sets(sets: Sequence[ImageSet | None], patch_values: int) -> dict[s
 
 
 def patches_of(value: Any, settings: ImageSettings, folder: Path | None, where: str) -> ImageSet:
-    """Return an image of a row in patches.
+    """Read an image of a data row, resize it for the model, and return it as an `ImageSet` of one image.
 
     Args:
-        value: the image, see `megarl.data.images`.
-        settings: sizes of patches, and limits of the number of pixels.
+        value: the image, in a form that `megarl.data.images` reads.
+        settings: sizes of patches, and limits for the number of pixels.
         folder: `data.image_dir`.
         where: row and column, for errors.
 
     Raises:
-        DataError: it cannot be read, or has a size that no encoder takes.
+        DataError: the image cannot be read, or its size is not supported.
     """
     pixels = resized(open_image(value, folder, where), settings)
     values = patchify(pixels, settings.patch, settings.merge)

@@ -1,11 +1,11 @@
 """The part of a checkpoint that holds groups on which no step was trained (`async.order=as_ready`).
 
-Each replica writes its groups; a run that resumes shares all groups out by their prompts' numbers:
+Each replica writes its groups; a run that resumes distributes them over its replicas by the numbers of their prompts:
 
     flow_0.safetensors    finished groups: their number, uid, sample_id, fields as node/field; one row per sample
-    flow_0.json           weight versions of all groups by number; samples and metrics of finished groups; partial
+    flow_0.json           weight versions of all groups by number; ids and metrics of finished groups; partial
                           trajectories of the others; prompts to be generated again; metrics of rejected groups
-    flow_0_images.safetensors    patches of the images of partial trajectories, each image once; only if there are some
+    flow_0_images.safetensors    patches of the images of partial trajectories, each image once; missing without images
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def files_of_flow(
     partials: Mapping[int, Sequence[Trajectory]],
     carried: Metrics,
 ) -> dict[str, bytes]:
-    """Return name and content of the files that this rank adds to the checkpoint of step `version`.
+    """Return this rank's files for the checkpoint of step `version`, by name.
 
-    The buffer has the finished groups. No group may have begun with the weights of `version`.
+    Finished groups are read from the buffer. No group may have begun with the weights of `version`.
 
     Args:
         in_flight: weight versions of the groups that are not finished, by number.
-        partials, carried: as in `flow_files`.
+        partials, carried: see `flow_files`.
     """
     buffer, layout = c.buffer, c.layout
     if not layout.is_lead:
@@ -67,14 +67,13 @@ def flow_files(
     again: Sequence[int],
     carried: Metrics,
 ) -> dict[str, bytes]:
-    """Return name and content of this replica's files; only its first rank writes them.
+    """Return this replica's files by name; empty on all ranks but its first.
 
     Args:
-        layout: layout of this rank.
         ready: finished groups.
         versions: version of the weights that generated the first tokens of each group, by number.
         partials: partial trajectories of groups in flight, by number.
-        again: numbers of prompts that must be generated again and are not in flight; the team's first rank has them.
+        again: numbers of prompts to generate again that are not in flight; empty but on the team's first rank.
         carried: metrics of rejected groups, which count with the next finished group.
     """
     if not layout.is_lead:
@@ -95,7 +94,7 @@ def flow_files(
 
 
 def _patches_of(partials: Mapping[int, Sequence[Trajectory]]) -> dict[int, Tensor]:
-    """Return the patches of the images of partial trajectories by their digests; samples of a group share images."""
+    """Return the patches of each image of partial trajectories, by digest; samples of a group share images."""
     patches: dict[int, Tensor] = {}
     for partial in (one for some in partials.values() for one in some):
         if partial.images is not None:
@@ -108,7 +107,7 @@ def _images_file(part: int) -> str:
 
 
 def _batch(ready: FinishedGroups) -> Batch:
-    """Return one row per sample, with all fields that were handed over."""
+    """Return the samples as one batch with all handed over fields, and the number of each sample's group."""
     batch = merge_handovers(ready.samples)
     number = torch.zeros(len(batch), dtype=torch.int64)
     for own, places in zip(ready.numbers, group_places(batch["uid"]), strict=True):
@@ -123,8 +122,8 @@ class BufferedGroups:
 
     Attributes:
         versions: version of the weights that generated the first tokens of each group, by number.
-        finished: samples and metrics of finished groups, by number.
-        partials: partial trajectories of the others, by number.
+        finished: fields of the `GroupInfo`, and the metrics, of finished groups, by number.
+        partials: partial trajectories of the other groups, by number.
         again: numbers of prompts that must be generated again and were not in flight.
         carried: metrics of rejected groups, which count with the next finished group.
     """
@@ -137,11 +136,11 @@ class BufferedGroups:
     _batch: Batch | None
 
     def share_of(self, rank: int, size: int, without: Collection[int]) -> list[int]:
-        """Return the numbers of the groups of replica `rank` of `size`."""
+        """Return the numbers of the groups that replica `rank` of `size` continues, leaving out those in `without`."""
         return [number for number in sorted(self.versions) if number not in without][rank::size]
 
     def finished_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[FinishedGroups]:
-        """Return the finished groups among `numbers`, one by one, as a team hands them over."""
+        """Return the finished groups among `numbers`, with the fields of `handovers`."""
         groups = []
         for number in numbers:
             if number not in self.finished:
@@ -181,7 +180,7 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
 
 
 def _read_patches(file: Path) -> dict[int, Tensor]:
-    """Return the patches of the images of partial trajectories by their digests."""
+    """Return the patches of each image in a checkpoint's file, by digest; empty if there is no such file."""
     return {int(digest): patches for digest, patches in load(file.read_bytes()).items()} if file.is_file() else {}
 
 

@@ -1,16 +1,17 @@
-"""The team of the rollout when samples go to training as they get ready (`async.order=as_ready`).
+"""The loop of a rollout team whose finished groups go to training one by one (`async.order=as_ready`).
 
 megarl/dag/messages.py shows the messages of a weight update. Between two updates a replica generates with one version
-of the weights. With `async.partial` the actor's team requests an update after every step: groups in flight stop, and
-continue with the new weights. Without it, a replica is open for new weights when everything is generated that may begin
-with this version, and the actor's team checks that between two steps. It requests an update and waits only where it has
-to: at a validation, where a save may be due, at the end, and when these weights are too old for the next step.
+of the weights; this time is a segment. With `async.partial` the actor's team requests an update after every step:
+groups in flight stop, and continue with the new weights. Without `async.partial`, a replica accepts new weights when
+it has finished all groups that may begin with the current version; the actor's team checks this between two steps. It
+requests an update and waits only at a validation, when a save may be due, at the end of the run, and when the current
+weights are too old for the next step.
 
-A group whose rewards are being computed is put aside at the node that waits for them, and generation goes on. With
+A group whose rewards are being computed is put aside at the node that waits for them, and generation continues. With
 `async.partial` the weights may change meanwhile; a checkpoint waits for these rewards.
 
-Metrics of samples travel with them. What a replica measures of itself is counted in the step whose weights end its
-segment. What is finished is in the buffer: a checkpoint takes it from there.
+The metrics of samples are sent with the samples. Metrics of a replica count in the step whose weights end its segment.
+Finished groups are in the buffer, and a checkpoint reads them from there.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
-_LOOK_S = 0.1  # seconds between two checks for a requested weight update
+_LOOK_S = 0.1  # seconds between two checks whether a weight update is requested
 
 
 def find_buffered_groups(source: Path) -> BufferedGroups | None:
-    """Return the groups of a checkpoint on which no step was trained; None when it has none."""
+    """Return a checkpoint's groups on which no step was trained; None: the checkpoint has no such groups."""
     saved = read_state(source).get("drawn")
     return None if saved is None else read_buffered_groups(source, saved["parts"])
 
 
 def post_flow_place(c: RankState) -> None:
-    """Report where prompts stand, for the checkpoint of the context's step; no group begins meanwhile."""
+    """Post the loader's place for the checkpoint of the current step; no group may begin meanwhile."""
     assert c.loader is not None, "checks refuse a training run without data"
     c.loader.go_to(c.buffer.flow_state()["next"])
     post_loader_place(c)
@@ -69,9 +70,11 @@ def post_flow_place(c: RankState) -> None:
 
 @dataclass(frozen=True)
 class PendingGroup:
-    """Groups that wait for their rewards at the node that uses these.
+    """Generated groups whose rewards are still being computed.
 
     Attributes:
+        numbers: the numbers of their prompts.
+        batch: their samples.
         metrics: metrics of these samples so far.
         aside: fields for other teams (`GroupChannel.aside`).
     """
@@ -84,12 +87,12 @@ class PendingGroup:
 
 @dataclass
 class AsReadyLoop:
-    """The loop of a rollout team until the last weights have arrived. All ranks of a replica make the same calls.
+    """Generates groups until the weights of the last step have arrived. All ranks of a replica make the same calls.
 
     Attributes:
-        executor: walks this team's nodes after generation, up to the first node that waits for rewards.
-        scored: walks the nodes after that.
-        held: groups from a checkpoint that are not handed over yet; None: no groups.
+        executor: runs this team's nodes after generation, up to the first node that waits for rewards.
+        scored: runs the remaining nodes.
+        held: groups of a checkpoint that are not in the buffer yet; None: there are none.
     """
 
     c: RankState
@@ -104,18 +107,18 @@ class AsReadyLoop:
     _looked: float = 0.0
     _wanted: bool = False
     _prompts: dict[int, Batch] = field(default_factory=dict)  # prompts of groups in flight, by number
-    # weight version of the first tokens of each unfinished group
+    # weight version that generated the first tokens of each unfinished group, by the number of its prompt
     _versions: dict[int, int] = field(default_factory=dict)
-    _waiting: list[int] = field(default_factory=list)  # prompts to begin as soon as there is room
-    _partials: dict[int, list[Trajectory]] = field(default_factory=dict)  # partial trajectories of these prompts
-    _scoring: deque[PendingGroup] = field(default_factory=deque)  # in the order in which rewards arrive
-    _carried: Metrics = field(default_factory=Metrics)  # metrics of rejected samples
+    _waiting: list[int] = field(default_factory=list)  # numbers of prompts to begin as soon as there is room
+    _partials: dict[int, list[Trajectory]] = field(default_factory=dict)  # partial trajectories of waiting prompts
+    _scoring: deque[PendingGroup] = field(default_factory=deque)  # oldest first; rewards arrive in this order
+    _carried: Metrics = field(default_factory=Metrics)  # metrics of rejected samples, added to the next accepted group
     # scores of groups rejected since the last accepted group
     _rejected: list[list[float]] = field(default_factory=list)
     _batcher: CallBatcher = field(init=False)
     _over: int = 0  # number of finished groups that were not reported to the buffer yet
-    _unsent: list[FinishedGroups] = field(default_factory=list)  # accepted ones among them, if this rank sends them
-    _refused: list[int] = field(default_factory=list)  # rejected ones among them
+    _unsent: list[FinishedGroups] = field(default_factory=list)  # accepted groups to report, if this rank sends them
+    _refused: list[int] = field(default_factory=list)  # numbers of rejected groups to report
 
     def run(self) -> None:
         """Generate until the weights of the last step have arrived."""
@@ -140,14 +143,14 @@ class AsReadyLoop:
     def _make_groups(self) -> GroupGenerator:
         c, config = self.c, self.c.config
         sampling = config.rollout.sampling
-        fair = -(-policy_of(config).capacity // c.layout.dp_size)  # the others have room, too
+        fair = -(-policy_of(config).capacity // c.layout.dp_size)  # an equal share leaves room for other replicas
         most = family_of(config).most_in_flight(config, c.layout.dp_size)
         groups = fair if most is None else min(max(1, most // sampling.n), fair)
         self._batcher = CallBatcher(groups, fair)
         return open_groups(c.context, c.rollout, sampling, groups * sampling.n)
 
     def _open(self) -> None:
-        """Tell the buffer where prompts begin, and hand it what a checkpoint has."""
+        """Open the buffer at the loader's place, and hand over the finished groups of a checkpoint."""
         c, buffer, held = self.c, self.c.buffer, self.held
         assert c.loader is not None, "checks refuse a training run without data"
         late = None
@@ -171,10 +174,10 @@ class AsReadyLoop:
                 self.channel.swap(c.context, [ready], [], c.context.step, 0)
         self._waiting = [number for number in mine if number not in held.finished]
         self._versions = {number: held.versions[number] for number in self._waiting}
-        # Groups that are too old begin again with their first token, and so do all groups if n changed.
+        # Only groups that are young enough and have n partial trajectories continue; the others start over.
         n, found = c.config.rollout.sampling.n, held.partials
         self._partials = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
-        self.held = None  # the buffer has its samples now
+        self.held = None  # free the memory: the buffer has these samples now
 
     # -- one segment -------------------------------------------------------------------------------------------------
 
@@ -202,13 +205,13 @@ class AsReadyLoop:
         self._swap(version, 0)
 
     def _admit(self, producer: GroupGenerator, version: int) -> None:
-        """Begin groups while there is room; from time to time exchange groups with the buffer."""
+        """Begin groups while there is room; call the buffer when a call is due."""
         room, most = 0, 0
         if not self._wanted:
             self._begin_waiting(producer)
             room = producer.free // self.c.config.rollout.sampling.n
             most = self._batcher.missing(room, len(self._waiting))
-        if self._dry:  # then groups may begin only in place of rejected ones
+        if self._dry:  # new groups may only replace rejected groups
             most = min(most, len(self._refused))
         idle = not producer.busy and not self._next_is_scored()
         if self._is_due(most, empty=idle or min(room, most) > 0):
@@ -221,7 +224,7 @@ class AsReadyLoop:
             self._begin(producer, self._waiting.pop(0))
 
     def _is_due(self, most: int, *, empty: bool = False) -> bool:
-        """Return whether the buffer should be called now. Collective over the replica."""
+        """Return whether to call the buffer now, to request `most` prompts. Collective over the replica."""
         if not (most or self._over):
             return False
         lead, finished = self.c.layout.is_lead, self._over > 0
@@ -229,7 +232,7 @@ class AsReadyLoop:
         return bool(self.c.layout.mp_group.broadcast_json(due))
 
     def _swap(self, version: int, most: int) -> None:
-        """Hand over finished groups, and take up to `most` prompts. Collective over the replica."""
+        """Hand over finished groups to the buffer, and request up to `most` prompts. Collective over the replica."""
         if not (most or self._over):
             return
         c, numbers = self.c, None
@@ -250,11 +253,11 @@ class AsReadyLoop:
         [group] = groups_of_prompts(c.context, prompt, c.config.rollout.sampling.n, [number])
         again = producer.add(group, self._partials.pop(number, None))
         if again and c.layout.is_lead:
-            why = "are beyond the current limits, or were begun with another environment"
-            print(f"group {group.uid}: {again} of its samples {why}, and begin again")
+            why = "exceed the current limits or come from another environment"
+            print(f"group {group.uid}: restarting {again} of its samples, which {why}")
 
     def _is_called(self) -> bool:
-        """Return whether generation must be interrupted for other work. Collective over the replica."""
+        """Return whether to pause generation for rewards, a buffer call or new weights. Collective over the replica."""
         group = self.c.layout.mp_group
         if self._next_is_scored() or self._is_due(0):
             return True
@@ -265,9 +268,7 @@ class AsReadyLoop:
         return self._wanted
 
     def _look(self) -> bool:
-        """Return whether the actor's team wants to send weights, by this rank's last check; only the first rank
-        checks.
-        """
+        """Return whether the actor's team has requested a weight update; only a replica's first rank checks."""
         now = time.monotonic()
         if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
@@ -275,7 +276,7 @@ class AsReadyLoop:
         return self.c.buffer.has_come(UpdateWanted.name_of(self._update_number))
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
-        """Walk the nodes after generation, up to the first node that waits for rewards."""
+        """Make samples of generated groups, and run this team's nodes up to the first that waits for rewards."""
         c, numbers = self.c, [number for number, _ in groups]
         with self._measuring(Metrics()) as metrics:
             prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
@@ -307,13 +308,13 @@ class AsReadyLoop:
         return bool(self.c.layout.mp_group.broadcast_json(is_scored(self._scoring[0].batch) if lead else None))
 
     def _finish_scored(self, *, least: int) -> None:
-        """Finish groups whose rewards have arrived, and wait for the rewards of the `least` first groups."""
+        """Finish groups whose rewards have arrived; wait for rewards until at least `least` entries are finished."""
         while self._scoring and (least > 0 or self._next_is_scored()):
             self._finish(self._scoring.popleft())
             least -= 1
 
     def _finish(self, groups: PendingGroup) -> None:
-        """Walk the remaining nodes, and queue the groups for handover with all their metrics."""
+        """Run the remaining nodes on scored groups, and queue the accepted groups for handover with their metrics."""
         c, numbers = self.c, groups.numbers
         self.channel.aside = groups.aside
         with self._measuring(self._carried.merge(groups.metrics)):
@@ -326,16 +327,16 @@ class AsReadyLoop:
         self._over += len(numbers)
         self._refused += sorted(useless)  # other groups may begin in their place
         if not wanted:
-            return  # the metrics count with the next groups
+            return  # `_carried` keeps the metrics for the next accepted group
         self._carried = Metrics()
         if ready is not None:
             self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
 
     def _useless(self, numbers: Sequence[int], batch: Batch) -> set[int]:
-        """Return the groups that dynamic sampling or the filter rejects; the same on all ranks of a replica.
+        """Return the numbers of the groups that dynamic sampling or `algorithm.filter` rejects.
 
         Raises:
-            NoSignalError: as many groups in a row were rejected as `max_rounds` rounds of a step generate.
+            NoSignalError: `max_rounds` * `data.batch_size` groups in a row were rejected.
         """
         config, seen = self.c.config, list[list[float]]()
         asked = sampling.asked_of_groups(config)
@@ -354,7 +355,7 @@ class AsReadyLoop:
     # -- between two segments ----------------------------------------------------------------------------------------
 
     def _update_weights(self) -> int:
-        """Let the actor's team replace the weights; return the version of the new ones."""
+        """Let the actor's team replace the weights; return the version of the new weights."""
         c, number = self.c, self._update_number
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
@@ -382,7 +383,7 @@ class AsReadyLoop:
             return
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
-        post_flow_place(c)  # nobody begins anything before the next segment
+        post_flow_place(c)  # no group begins before the next segment
         partials = producer.partial() | self._partials
         files = partial(self._files, version, partials)
         self.checkpoints.write_part(version, last=version == c.config.trainer.steps, files=files)

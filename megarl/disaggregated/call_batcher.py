@@ -1,18 +1,17 @@
-"""When a replica calls the buffer if groups are handed over when they are ready.
+"""Decides when a replica calls the buffer, for runs that hand over each group when it is ready.
 
-    groups are finished, or prompts are missing    a slot is empty, or would soon be    call at once
+    groups are finished, or prompts are missing    a slot is empty, or soon will be     call at once
                                                    else                                 delay the call
 
-A call takes about a millisecond in the buffer's process, whatever it carries. A delayed group arrives later at a step
-that waits for it, so the delay is short compared with the time between two weight versions. No slot stays empty
-meanwhile: a replica keeps some prompts in reserve and begins them as soon as a slot is free. It builds this reserve
-after its first call of a segment: by then the other replicas have called too, and none of their slots lacks a prompt
-that is reserved here.
+A call costs the buffer's process about a millisecond, however many groups it has. A step may wait for a delayed group,
+so the delay is short compared with a segment (the time between two weight versions). No slot stays empty meanwhile: a
+replica keeps some prompts in reserve, and begins one as soon as a slot is free. It requests this reserve after its
+first call of a segment, when the other replicas have filled their slots too.
 """
 
 from __future__ import annotations
 
-_PART = 8  # one prompt in reserve for this many slots
+_PART = 8  # a replica reserves one prompt for this many slots
 _SHARE = 32  # a call is delayed by at most this fraction of a segment
 _LONGEST_S = 2.0  # longest delay of a call
 
@@ -21,11 +20,11 @@ class CallBatcher:
     """Decides when one replica calls the buffer, and how many prompts it requests.
 
     Args:
-        places: groups that the replica generates at a time.
-        most: groups that it may hold, with the reserve, so that other replicas get their share.
+        places: how many groups the replica generates at a time.
+        most: how many groups it may have, with the reserve, so that other replicas get their share.
 
     Attributes:
-        in_hand: prompts that it keeps in reserve.
+        in_hand: how many prompts it keeps in reserve.
     """
 
     def __init__(self, places: int, most: int) -> None:
@@ -36,13 +35,13 @@ class CallBatcher:
         self._since: float | None = None
 
     def begin(self, now: float) -> None:
-        """Begin a segment with one weight version; no call is delayed before the second segment."""
+        """Begin a segment at time `now` in seconds; calls are delayed from the second segment on."""
         if self._began is not None:
             self._delay_s = min(_LONGEST_S, (now - self._began) / _SHARE)
         self._began, self._is_first = now, True
 
     def missing(self, room: int, held: int) -> int:
-        """Return how many prompts to request: `room` for new groups plus the reserve, minus those already `held`."""
+        """Return how many prompts to request: `room` for new groups plus the reserve, minus `held` waiting prompts."""
         return max(0, room + (0 if self._is_first else self.in_hand) - held)
 
     def is_due(self, now: float, missing: int, *, finished: bool, empty: bool) -> bool:

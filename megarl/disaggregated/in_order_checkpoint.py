@@ -1,12 +1,12 @@
 """The part of a checkpoint with samples of steps that are not trained yet (`async.order=in_order`).
 
 When step t is trained, the weights that generated step t + 1 are gone, so it could not be generated again. A checkpoint
-keeps what the team handed over for later steps, and its metrics. Each replica writes its groups; in a run that resumes,
-group k goes to replica k modulo the number of replicas:
+keeps the samples and metrics that the team handed over for later steps. Each replica writes its groups; in a run that
+resumes, group k goes to replica k modulo the number of replicas:
 
     drawn_0.safetensors    uid, sample_id, number and tokens of the group, fields as node/field; one row per sample
-    drawn_0.json           metrics of the walk
-    drawn_0_2...           the same of the step after that, where generation runs two steps ahead
+    drawn_0.json           metrics of generating the step
+    drawn_0_2...           the same for step t + 2, if generation runs two steps ahead
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ class BufferedStep:
     """The samples of a step that this rank's replica generated.
 
     Attributes:
-        given: what its first rank handed over, by handover; empty on other ranks.
-        metrics: metrics of this rank's walk.
-        step: number of the step.
+        given: the samples that the replica's first rank handed over, by key of handover; empty on other ranks.
+        metrics: this rank's metrics of generating the step.
     """
 
     given: Mapping[str, SentSamples]
@@ -47,7 +46,7 @@ class BufferedStep:
     step: int
 
     def files(self, layout: Layout, saved: int) -> dict[str, bytes]:
-        """Return name and content of this replica's files in the checkpoint of step `saved`; its first rank writes."""
+        """Return this replica's files for the checkpoint of step `saved`, by name; empty on all ranks but its first."""
         if not layout.is_lead:
             return {}
         batch = merge_handovers({key: sent.samples for key, sent in self.given.items()})
@@ -62,7 +61,7 @@ class BufferedStep:
 
 
 def files_ahead(layout: Layout, version: int, generated: Iterable[BufferedStep]) -> dict[str, bytes]:
-    """Return name and content of the files with samples of later steps, for the checkpoint of step `version`."""
+    """Return the files with samples of later steps for the checkpoint of step `version`, by name."""
     files: dict[str, bytes] = {}
     for one in generated:
         files |= one.files(layout, version)
@@ -72,10 +71,12 @@ def files_ahead(layout: Layout, version: int, generated: Iterable[BufferedStep])
 def read_buffered_step(
     folder: Path, saved: int, step: int, parts: int, layout: Layout, handovers: Sequence[Handover]
 ) -> BufferedStep:
-    """Return this replica's share of what `parts` replicas wrote for `step`, split by the `handovers` of its team.
+    """Read this replica's share of the samples of `step`, which `parts` replicas wrote into the checkpoint of step
+    `saved`.
 
     Args:
-        folder: folder of the checkpoint of step `saved`.
+        folder: the checkpoint.
+        handovers: what this replica's team hands over.
     """
     stems, metrics = [_stem(part, step - saved) for part in range(parts)], Metrics()
     if not layout.is_lead:
@@ -101,5 +102,5 @@ def read_buffered_step(
 
 
 def _stem(part: int, ahead: int) -> str:
-    """Return the name of a part's files, without suffix; `ahead` is the number of steps after the checkpoint's step."""
+    """Return the name without suffix of replica `part`'s files, `ahead` steps after the checkpoint's step."""
     return f"drawn_{part}" if ahead == 1 else f"drawn_{part}_{ahead}"

@@ -1,8 +1,8 @@
-"""The loop of a rollout's team of its own: it generates `async.max_staleness` steps ahead of training.
+"""The loop of a separate rollout team that generates step by step, up to `async.max_staleness` steps before training.
 
 megarl/dag/messages.py shows the messages of a step, with k = `async.max_staleness`. With k = 0 this team generates step
 t + 1 after weights t have arrived, and no checkpoint contains its samples. In a run of T steps nothing is generated
-with weights T - k to T - 1: the actor's team sends them only if they are validated.
+with weights T - k to T - 1: the actor's team sends these weights only if they are validated.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class InOrderLoop:
-    """The steps of a rollout team. All methods are collective over the team.
+    """Generates the steps of a run in a rollout team. All methods are collective over the team.
 
     Attributes:
-        held: samples of the first steps, from a checkpoint.
+        held: samples of the first steps, from a checkpoint; they are handed over instead of generated ones.
     """
 
     c: RankState
@@ -45,10 +45,10 @@ class InOrderLoop:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: list[BufferedStep]
-    _ahead: list[BufferedStep] = field(default_factory=list)  # steps that the newest checkpoint does not have
+    _ahead: list[BufferedStep] = field(default_factory=list)  # generated steps that may not be trained yet
 
     def run(self) -> None:
-        """Generate all remaining steps, and take the weights after the last ones."""
+        """Generate all remaining steps, then follow the weights until the last training step."""
         c, policy = self.c, self._policy
         first, steps = c.context.step, policy.steps
         for step in range(first + 1, steps + 1):
@@ -78,7 +78,7 @@ class InOrderLoop:
         return policy_of(self.c.config)
 
     def _generate(self) -> BufferedStep | None:
-        """Walk this team's nodes, and return what they handed over if a checkpoint may have to keep it."""
+        """Run this team's nodes on the next prompts; return the samples if a checkpoint may need them."""
         c = self.c
         assert c.loader is not None, "the checks require training data"
         with phase("load"):
@@ -89,7 +89,7 @@ class InOrderLoop:
         return BufferedStep(self.channel.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
 
     def _give_held(self) -> BufferedStep:
-        """Hand over samples of a checkpoint in place of a walk."""
+        """Hand over the next step's samples from the checkpoint instead of generating them, and return them."""
         c, generated = self.c, self.held.pop(0)
         c.context.metrics.merge(generated.metrics)
         with phase("give"):
@@ -97,7 +97,7 @@ class InOrderLoop:
         return generated
 
     def _tell(self) -> None:
-        """Report the loader's place, and that this replica has generated the step."""
+        """Post the loader's place, and report that this replica has generated the current step."""
         c = self.c
         post_loader_place(c)
         # Replicas report one by one, because a collective has a deadline and one of them may take much longer.
@@ -125,7 +125,7 @@ class InOrderLoop:
 
 
 def find_buffered_steps(c: RankState, source: Path, step: int) -> list[BufferedStep]:
-    """Return this replica's share of the steps after `step` in its checkpoint, in a team that generates ahead."""
+    """Return this replica's share of the generated steps after `step` that the checkpoint at `source` contains."""
     saved = read_state(source).get("drawn")
     if saved is None:
         return []

@@ -1,6 +1,6 @@
-"""The training loop around a task graph. Every rank of every team runs it by itself.
+"""The training loop around a task graph. Every rank of every team runs it.
 
-    actor's team                                    other teams, where there are some
+    actor's team                                    other teams, if there are any
     resume, or cold start                           the same start (`RunStart`)
     make models, open the engine                    make models, open the engine
     wait until all teams are ready
@@ -10,10 +10,10 @@
       -> [validate] -> [checkpoint] -> log            -> [part of the checkpoint] -> send metrics
     export, report
 
-A run with one team has no other team to message, and walks the whole graph. A rollout's team of its own generates in
-another loop (in_order_loop.py, as_ready_loop.py). megarl/dag/messages.py shows the messages between teams, and who
-waits for whom. A team that is restarted because one of its processes died (`TeamContext.restarts`) reads the same
-`RunStart` and continues after the last finished step; no other team waits for it to be ready.
+A run with one team walks the whole graph and sends no messages. A separate rollout team runs another loop
+(in_order_loop.py, as_ready_loop.py). megarl/dag/messages.py shows the messages between teams, and who waits for whom. A
+team that is restarted because one of its processes died (`TeamContext.restarts`) reads the same `RunStart` and
+continues after the last finished step; no other team waits until it is ready.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 
 
 def join_run(config: RunConfig, graph: TaskGraph) -> TeamContext:
-    """Return this worker's team, connected to the others that the launcher has started.
+    """Return this worker's team; if the run has several teams, connect to the buffer.
 
     Raises:
-        ConfigError: the run has several teams, and the launcher started one.
+        ConfigError: the run has several teams, but the launcher started only one.
         HandoverError: the buffer of the run does not answer.
     """
     placement = place(graph, config)
@@ -97,7 +97,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             resume(c, checkpoints, Path(start.source), begun=start.begun)
         all_ready(c)
         accept_start(c, graph, checkpoints)
-        # opened last, so that a refused start leaves the run's record as it was
+        # opened after all checks, so that a start that fails them does not change the run's record
         part: Part = "second" if config.sft.steps else "whole"
         with Recorder(c, "train", config.trainer.steps, start.shown_from, part) as recorder:
             publish(c, c.context.step)
@@ -120,7 +120,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
 
 
 def follow_start(c: RankState) -> RunStart:
-    """Wait for the start that the actor's team has posted, and return it."""
+    """Wait until the actor's team has posted where the run begins, and return its message."""
     with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
         start = RunStart.read(c.mail)
     c.context.step = max(start.resumed_at or 0, c.team.finished)
@@ -128,9 +128,9 @@ def follow_start(c: RankState) -> RunStart:
 
 
 def all_ready(c: RankState) -> None:
-    """Wait until every team has its models. Collective over a team.
+    """Wait until every team has loaded its models. Collective over a team.
 
-    The actor's team reads a `TeamReady` of each other team, with the checksums of its models that do not learn.
+    The actor's team reads `TeamReady` from each other team, with the checksums of its frozen models.
     """
     c.layout.world.barrier()
     if not c.team.leads:
@@ -143,7 +143,7 @@ def all_ready(c: RankState) -> None:
 
 
 def resume(c: RankState, checkpoints: CheckpointPart, source: Path, *, begun: bool) -> None:
-    """Restore this team's part of the checkpoint at `source`; unless `begun`, it has only the actor of a cold start."""
+    """Restore this team's part of the checkpoint at `source`; without `begun` only the loader, as RL starts there."""
     with phase("resume"):
         if begun:
             checkpoints.load(source)
@@ -152,7 +152,7 @@ def resume(c: RankState, checkpoints: CheckpointPart, source: Path, *, begun: bo
 
 
 def _validate_first(c: RankState, recorder: Recorder) -> dict[str, float]:
-    """Record the validation of the model with which RL begins, as step 0."""
+    """Validate the model with which RL begins, record this as step 0, and return the metrics."""
     set_step(0)
     recorder.start_step()
     with phase("step"):
@@ -161,7 +161,7 @@ def _validate_first(c: RankState, recorder: Recorder) -> dict[str, float]:
 
 
 def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart) -> None:
-    """Train all steps, in a team that does not generate for another one."""
+    """Run this team's nodes for all remaining steps, in any team that is not a separate rollout team."""
     config, weights = c.config, WeightUpdates()
     recorder.channel = channel = _open_channel(c, graph)
     executor = Executor(graph, c.roles, c.team.plan.nodes, channel, token_exchange(c, graph))
@@ -200,10 +200,10 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
 
 
 def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel | NoChannel:
-    """Open the channel through which this rank exchanges samples with other teams."""
+    """Return the channel through which this rank exchanges samples with other teams."""
     if not c.team.others:
         return NoChannel()
-    keeps = c.team.generates_apart and c.config.async_.max_staleness > 0  # for checkpoints
+    keeps = c.team.generates_apart and c.config.async_.max_staleness > 0  # checkpoints contain samples of later steps
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
     return TeamChannel(
         graph, c.team.placement, c.buffer, *place, keeps=keeps, dealt=dealt, stays=c.team.plan.may_restart
@@ -213,7 +213,7 @@ def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel | NoChannel:
 def _generate_apart(
     c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart
 ) -> None:
-    """Generate in a rollout team of its own until the weights of the last step have arrived."""
+    """Run the loop of a separate rollout team until the weights of the last step have arrived."""
     source, team = None if start.source is None else Path(start.source), c.team
     if c.config.async_.in_order:
         channel = _open_channel(c, graph)

@@ -1,6 +1,6 @@
-"""The rollout role in a team of its own: the loader's place and held-out evaluation (megarl/dag/messages.py).
+"""Messages of a separate rollout team about the loader's place and validation (megarl/dag/messages.py).
 
-Weights come to it by the links of its engine (megarl/rollout/<engine>/links.py).
+The links of its engine receive the weights (megarl/rollout/<engine>/links.py).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
 
 
-# -- the loader, as the team sees it that keeps checkpoints -----------------------------------------------------------
+# -- the loader, which the actor's team writes into checkpoints ------------------------------------------------------
 
 
 class RemoteLoader:
     """The rollout team's loader, whose position is part of the actor team's checkpoints.
 
     Args:
-        context: of this rank; `state_dict` returns the state for its step.
-        policy: how far generation runs ahead, in order; None: as ready, the loader's place comes for saved steps only.
+        context: `state_dict` returns the loader's state for its current step.
+        team: name of the rollout team.
+        policy: how many steps generation runs ahead (in order); None: as ready, where only saved steps have a state.
     """
 
     def __init__(self, context: StepContext, mail: Mail, team: str, policy: StalenessPolicy | None = None) -> None:
@@ -42,7 +43,7 @@ class RemoteLoader:
         self._state = LoaderAtStart.read(mail).state
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the state after the last step that is generated before this one is trained, and return it."""
+        """Wait for the loader's state that belongs into the checkpoint of the current step, and return it."""
         if self._context.step != self._step:
             self._step = self._context.step
             generated = self._step + (0 if self._policy is None else self._policy.steps_ahead(self._step))
@@ -51,19 +52,19 @@ class RemoteLoader:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the loader's state, from which the rollout's team begins; as `PromptLoader.load_state_dict`."""
+        """Set the state that `state_dict` returns until the next step; see `PromptLoader.load_state_dict`."""
         self.check_state(state)
         self._step, self._state = self._context.step, state
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Check the loader's state; as `PromptLoader.check_state`."""
+        """Check that a state belongs to this run's data; see `PromptLoader.check_state`."""
         refuse_other_data(self._state, state)
 
 
 def share_loader(c: RankState) -> None:
-    """Send the loader's state from a rollout's team of its own to the actor's team, before a checkpoint is looked for.
+    """Send the loader's state from a separate rollout team to the actor's team, which needs it to choose a checkpoint.
 
-    Every team calls.
+    Every team calls this.
     """
     if c.team.generates_apart and c.layout.rank == 0:
         LoaderAtStart(_loader_state(c)).post(c.mail)
@@ -74,13 +75,13 @@ def share_loader(c: RankState) -> None:
 
 
 def post_loader_place(c: RankState) -> None:
-    """Post the loader's place after the context's step, for a checkpoint. The rollout's team calls."""
+    """Post the loader's place after the current step, for a checkpoint. Only the rollout team calls this."""
     if c.layout.rank == 0:
         LoaderPlace(c.context.step, _loader_state(c)).post(c.mail)
 
 
 def resume_loader(c: RankState, checkpoint: Path) -> None:
-    """Restore the loader from `checkpoint` in a rollout's team of its own; do nothing in other teams."""
+    """Restore the loader from `checkpoint` in a separate rollout team; do nothing in other teams."""
     if c.team.generates_apart:
         assert c.loader is not None, "the team that generates has the data"
         c.loader.load_state_dict(read_state(checkpoint)["loader"])
@@ -95,7 +96,7 @@ def _loader_state(c: RankState) -> dict[str, Any]:
 
 
 def evaluate_step(c: RankState, recorder: Recorder, step: int) -> float | None:
-    """Evaluate in the team that generates, and return the accuracy there and in the actor's team.
+    """Validate in the team that generates; return the accuracy there and in the actor's team, None in other teams.
 
     Every team calls this at a validation step.
     """
@@ -122,15 +123,15 @@ def evaluate_step(c: RankState, recorder: Recorder, step: int) -> float | None:
 
 
 def post_last(c: RankState, step: int, early: bool) -> None:
-    """Post whether `step` is the last one, for a rollout's team of its own. The actor's team calls after its walk."""
+    """Post for a separate rollout team whether `early_stop` ends the run at `step`. The actor's team calls this."""
     if c.layout.rank == 0 and c.team.generates_elsewhere and may_be_last(c.config, step):
         StepIsLast(step, early).post(c.mail)
 
 
 def evaluate_last(c: RankState, recorder: Recorder, step: int) -> None:
-    """Validate after `step` in a rollout team of its own, if a training metric makes it the last step.
+    """Validate after `step` in a separate rollout team, if `trainer.early_stop` ends the run there.
 
-    Call it after this team's record of the step: the actor's team decides by these metrics.
+    Call this after the team has sent its metrics of the step: the actor's team needs them to decide.
     """
     if not may_be_last(c.config, step):
         return

@@ -1,4 +1,4 @@
-"""When the actor's team sends its weights to where samples are generated, in order and as ready."""
+"""When the actor's team sends its weights to the rollout team, for `async.order` in_order and as_ready."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ if TYPE_CHECKING:
 
 
 class WeightUpdates:
-    """The weight updates of a team without the actor: it has no weights to send."""
+    """Sends no weights: for teams without the actor, and the base of the other classes."""
 
     def before_step(self, step: int) -> None:
         """Send the weights that must be sent before `step` is trained."""
 
     def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
-        """Send the weights after `step`, or queue them; `saves` returns whether a checkpoint of a step may be
-        written.
-        """
+        """Send the weights of `step`, or queue them; `saves(step)`: whether a checkpoint of it may be written."""
 
 
 class InOrderUpdates(WeightUpdates):
-    """Sends every version of the weights, one after the other. Collective over the actor's team.
+    """Sends every version of the weights in order (`async.order=in_order`). Collective over the actor's team.
 
-    With k > 1 the rollout's team may still generate with an older version. Then training continues, and a copy of the
-    new weights waits in host memory; there are at most k copies.
+    With `async.max_staleness` > 1 the rollout team may still generate with an older version. Then training continues,
+    and a copy of the new weights waits in host memory; there are at most `async.max_staleness` copies.
     """
 
     def __init__(self, c: RankState) -> None:
@@ -53,15 +51,15 @@ class InOrderUpdates(WeightUpdates):
         self._waiting: deque[tuple[int, list[Tensor]]] = deque()
 
     def before_step(self, step: int) -> None:
-        """Push waiting versions that may go now, and those that may go when `step` is generated.
+        """Send the queued versions that the rollout team can accept by the time it has generated `step`.
 
-        Training of `step` waits for its samples anyway. Where generation takes longer than training, the rollout's team
-        would otherwise have nothing to do while `step` is trained.
+        Training of `step` waits for its samples anyway. If the weights were sent after training instead, a rollout team
+        that is slower than training would be idle while `step` is trained.
         """
         self._push_waiting(lambda version: self._policy.weights_must_go(version - 1, step))
 
     def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
-        """See `WeightUpdates`; the current weights are version `step`."""
+        """Send or queue the current weights, which are version `step`; see `WeightUpdates`."""
         version, validated = step, validates(self._c.config, step)
         now = validated or self._policy.weights_must_go(version - 1, version + 1) or saves(step)
         none_waits = self._push_waiting(lambda _: now)
@@ -73,7 +71,10 @@ class InOrderUpdates(WeightUpdates):
             self._waiting.append((version, ParameterCopies(self._c.actor.chunks).take()))
 
     def _push_waiting(self, must_go: Callable[[int], bool]) -> bool:
-        """Push waiting versions that may go, wait for those that `must_go`, and return whether none is left."""
+        """Send queued versions in order while the rollout team accepts them; return whether the queue is empty.
+
+        For versions that `must_go`, wait until it accepts them.
+        """
         while self._waiting:
             version, values = self._waiting[0]
             if not self._may_go(version, wait=must_go(version)):
@@ -84,9 +85,9 @@ class InOrderUpdates(WeightUpdates):
         return True
 
     def _may_go(self, version: int, *, wait: bool) -> bool:
-        """Return whether generation with the weights that `version` replaces is over; with `wait`, wait for it.
+        """Return whether the rollout team has finished generating with `version` - 1; with `wait`, wait until it has.
 
-        Without staleness all samples of these weights have been trained on.
+        With `async.max_staleness=0` it has: training of `version` needed all samples of `version` - 1.
         """
         c, step = self._c, self._policy.last_step(version - 1)
         if not self._policy.max_staleness:
@@ -102,17 +103,20 @@ class InOrderUpdates(WeightUpdates):
 
 
 class AsReadyUpdates(WeightUpdates):
-    """Sends the newest weights when the rollout's team is ready for them (as_ready_loop.py). Collective."""
+    """Sends the newest weights when the rollout team is ready (as_ready_loop.py). Collective over the actor's team."""
 
     def __init__(self, c: RankState) -> None:
         self._c, self._update_number, self._version, self._policy = c, 1, c.context.step, policy_of(c.config)
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run generates samples"
         self._team = team
-        self._ended: list[int] = []  # updates that ended a segment of the rollout's team in this step
+        self._ended: list[int] = []  # numbers of the weight updates sent in this step
 
     def before_step(self, step: int) -> None:
-        """Wait for the samples of `step`; send the weights if nothing more may be generated with the old ones."""
+        """Wait for the samples of `step`; then send the newest weights if all replicas have finished generating.
+
+        With `async.partial` do nothing.
+        """
         c = self._c
         if self._policy.partial:
             return
@@ -123,7 +127,7 @@ class AsReadyUpdates(WeightUpdates):
             self._push(step - 1)
 
     def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
-        """Send the weights after `step` if they are due, or if the rollout's team is ready for them."""
+        """Send the weights of `step` if they are due, or if all replicas have finished generating."""
         c, saved = self._c, saves(step)
         if c.layout.rank == 0:
             SavesStep(step, saved).post(c.mail)
@@ -136,10 +140,10 @@ class AsReadyUpdates(WeightUpdates):
             self._push(step)
 
     def _is_open(self) -> bool:
-        """Return whether no replica generates any more. Collective.
+        """Return whether all replicas have finished generating with the current weights. Collective.
 
-        When the buffer is drained, the replicas are open for weights within milliseconds. This waits for them: else
-        they would have nothing to do for a step of training.
+        When the buffer is drained, the replicas accept weights within milliseconds. This waits until they do, because
+        they would be idle for a whole training step otherwise.
         """
         world, buffer = self._c.layout.world, self._c.buffer
         drained = bool(world.broadcast_json(buffer.drained(self._version) if world.rank == 0 else None))
@@ -160,7 +164,7 @@ class AsReadyUpdates(WeightUpdates):
         self._update_number, self._version = self._update_number + 1, version
 
     def metrics(self, step: int) -> list[MetricsJson]:
-        """Return the metrics of the rollout team's segments that ended in `step`, and of the step's samples."""
+        """Return the metrics of the rollout team's segments that ended in `step`, and of the samples of `step`."""
         mail, ended, self._ended = self._c.mail, self._ended, []
         segments = [StepMetrics.read(mail, self._team.name, number).metrics for number in ended]
         return [*segments, StepFormed.read(mail, step).metrics]

@@ -18,7 +18,7 @@ FAMILIES: Mapping[str, EngineFamily] = {"embedded": EmbeddedFamily(), "sglang": 
 
 
 def family_of(config: RunConfig) -> EngineFamily:
-    """Return the family of the engine that a recipe names: an included one, or a user's `file.py:Family`."""
+    """Return the family of a recipe's engine: a built-in one, or a user's `file.py:Family`."""
     engine = config.rollout.engine
     if engine in FAMILIES:
         return FAMILIES[engine]

@@ -1,13 +1,13 @@
-"""A family of generation engines: everything that the rest of megarl asks of an engine before and around generation.
+"""The interface of a kind of generation engine: checks, opening, and how weights reach it.
 
-    megarl/config/engines.py           name -> EngineFacts, which the layers below know it by
+    megarl/config/engines.py           name -> EngineFacts, for lower layers
     megarl/rollout/families.py         name -> EngineFamily
-    megarl/rollout/<engine>/family.py  the family; imports nothing heavy before it is used
+    megarl/rollout/<engine>/family.py  the family; heavy packages are imported in its methods
 
-A team opens the engine once its models are loaded, and gets its end of the way that weights take to the engine:
+A team opens the engine once its models are loaded, and gets a `WeightLink`:
 
     one team            open           engine, link     publish(t): the engine generates with the weights after step t
-    rollout's team      open_receiver  engine, link     publish(t): takes weights t, and generates with them
+    rollout's team      open_receiver  engine, link     publish(t): receives weights t, and generates with them
     actor's team        open_sender            link     publish(t): sends weights t
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class EngineHost(Protocol):
-    """The parts of a rank that an engine works with; `RankState` has them."""
+    """The attributes of `RankState` that an engine uses."""
 
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
@@ -63,26 +63,26 @@ class EngineHost(Protocol):
 
     @property
     def offload(self) -> OffloadSchedule:
-        """Moves models, and servers that share their devices, between device and host."""
+        """Moves models, and servers on the same devices, between device and host memory."""
         ...
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics of the running step."""
+        """The metrics of the current step."""
         ...
 
     @property
     def policy(self) -> Sequence[PolicyModel]:
-        """The trained policy's chunks; only in the actor's team."""
+        """This rank's pipeline chunks of the trained policy; only in the actor's team."""
         ...
 
     @property
     def mail(self) -> Mail:
-        """The mail between teams; only where there are several."""
+        """The mailbox between teams; only in runs of several teams."""
         ...
 
     def policy_logprobs(self, samples: Batch) -> Jagged:
-        """Return the trained policy's log-probs of responses; only in the actor's team. Collective."""
+        """Return the trained policy's log-probs of all response tokens; only in the actor's team. Collective."""
         ...
 
     def team_of(self, role: Role) -> str:
@@ -91,13 +91,16 @@ class EngineHost(Protocol):
 
 
 class WeightLink:
-    """One team's end of the way that weights take from the actor to the engine. This one has nothing to do."""
+    """One team's end of the connection that brings the actor's weights to the engine. The base class does nothing."""
 
     def publish(self, version: int) -> None:
-        """Generate with the weights after step `version` from here on. Every team calls; collective over its ranks."""
+        """Send or receive the weights after step `version`; the engine then generates with them.
+
+        Every team calls this; collective over its ranks.
+        """
 
     def held(self) -> AbstractContextManager[None]:
-        """Return a block in which no new weights come to the engine of this process."""
+        """Return a context in which this process's engine receives no new weights."""
         return nullcontext()
 
     def close(self) -> None:
@@ -105,41 +108,40 @@ class WeightLink:
 
 
 class EngineFamily:
-    """One kind of generation engine. A recipe makes one without arguments; checks that a family leaves out pass."""
+    """One kind of generation engine. Constructed without arguments; checks that a subclass does not override pass."""
 
     facts: ClassVar[EngineFacts]
 
     # -- the engine, and weights -------------------------------------------------------------------------------------
 
     def open(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Return the engine that generates, and the way of weights to it, in a team that trains and generates.
+        """Return the engine and its weight link, in a team that trains and generates.
 
-        The engine has no usable weights before the first `publish`. Collective over the team.
+        The engine may not generate before the first `publish`. Collective over the team.
 
         Args:
-            engine: an embedded engine on the trained policy, which has generated so far.
+            engine: an embedded engine that decodes with the trained policy's parameters.
         """
         raise NotImplementedError
 
     def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Do as `open`, in a rollout's team that does not train.
+        """Return the engine and its weight link, in a rollout team that does not train. Collective over the team.
 
         Args:
-            engine: where the family's workers hold the model (`EngineFacts.holds_model`) an embedded engine on it,
-                whose weights are to come; else a stand-in.
+            engine: with `EngineFacts.holds_model` an embedded engine, which has no weights yet; else a placeholder.
         """
         raise NotImplementedError
 
     def open_sender(self, host: EngineHost) -> WeightLink:
-        """Return the way of weights to the engine of another team, in the actor's team. Collective over the team."""
+        """Return the actor team's link, which sends weights to another team's engine. Collective over the team."""
         raise NotImplementedError
 
     def most_in_flight(self, config: RunConfig, replicas: int) -> int | None:
-        """Return how many sequences each of a team's replicas may have in flight; None: as many as there are."""
+        """Return how many sequences each of a team's `replicas` may have in flight; None: there is no limit."""
         return None
 
     def meeting(self, layout: Layout) -> WorkerGroup:
-        """Return the ranks that generate together: those of a replica, or more."""
+        """Return the group of ranks that generate together: a replica's ranks, or more."""
         return layout.mp_group
 
     # -- checks before a start ---------------------------------------------------------------------------------------
@@ -154,27 +156,27 @@ class EngineFamily:
         *,
         here: bool = True,
     ) -> None:
-        """Check that the engine can do what the recipe asks of it: lengths, sampling, log-probs, partial samples.
+        """Check that the engine supports the recipe: lengths, sampling, log-probs, partial trajectories.
 
         Args:
-            placement: the teams; None: they are not known.
-            facts: sizes of the policy; None: they are not known here.
-            here: the run may be on this machine, whose GPUs and packages count.
+            placement: the teams; None: not known.
+            facts: sizes of the policy; None: not known.
+            here: the run may be on this machine, so check its GPUs and packages too.
         """
 
     def check_images(self, config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
-        """Check that the engine takes the images of this vision encoder."""
+        """Check that the engine supports images with this vision encoder."""
 
     def check_receiver(self, config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
-        """Check that the engine of a rollout's team that does not train can receive the actor's weights."""
+        """Check that the engine of a separate rollout team can receive the actor's weights."""
 
     def check_as_ready(self, config: RunConfig, team: TeamPlan, facts: ModelFacts | None, checks: Checklist) -> None:
-        """Check that groups of a rollout's team can finish one by one (`async.order=as_ready`)."""
+        """Check that the rollout team can finish groups one by one (`async.order=as_ready`)."""
 
     def experts_problems(self, config: RunConfig) -> list[ConfigError]:
-        """Return the problems of a policy with experts, which may be known only when it is loaded."""
+        """Return the problems with a mixture-of-experts policy, which may be known only after the model is loaded."""
         return []
 
     def silent_servers(self, config: RunConfig) -> str | None:
-        """Return a warning about servers that run already and do not answer now; None: there are none."""
+        """Return a warning if servers that the user has started do not answer now; None: there are none."""
         return None

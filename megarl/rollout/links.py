@@ -1,4 +1,4 @@
-"""Shared by the links of several engines: the metrics of a weight update, the address of a worker."""
+"""Helpers that the weight links of several engines share."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def record_update(host: EngineHost, report: SyncReport) -> None:
     m.max("sync/verified_tensors", report.verified)
     if report.failed and host.layout.rank == 0:
         for number, why in sorted(report.failed.items()):
-            print(f"server {number} did not take version {report.version}: {why}", flush=True)
+            print(f"server {number} did not receive weights {report.version}: {why}", flush=True)
 
 
 def address_of_worker(config: RunConfig) -> str:
-    """Return the address at which the other teams' workers reach this one."""
+    """Return the network address at which workers of other teams reach this worker."""
     if config.cluster.nnodes == 1:
         return LOOPBACK[0]
     import ray

@@ -197,7 +197,7 @@ def test_an_engine_in_another_team_takes_no_fp8(failures):
 def test_an_engine_in_another_team_takes_weights_in_its_own_dtype(failures, held, sent, refused):
     found = failures(*DRAWS, f"model.dtype={held}", f"sync.dtype={sent}")
     assert [check.key for check in found] == (["sync.dtype"] if refused else [])
-    assert all(f"has weights in {held}" in str(check.problem()) for check in found)
+    assert all(f"whose weights are {held}" in str(check.problem()) for check in found)
 
 
 LENT = (

@@ -1,4 +1,4 @@
-"""Checks of recipes whose samples an embedded engine generates."""
+"""Checks of recipes that use the embedded engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_as_ready(config: RunConfig, team: TeamPlan, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check an embedded engine with context parallelism: it generates in rounds, so that no group finishes early."""
+    """Check that groups can finish one by one: not with context parallelism or experts, which generate in batches."""
     if team.parallel.cp > 1:
         key = f"{layout_key(config, Role.ROLLOUT, team)}.cp"
         checks.fail(
@@ -35,8 +35,7 @@ def check_as_ready(config: RunConfig, team: TeamPlan, facts: ModelFacts | None, 
 
 
 def experts_problems(config: RunConfig) -> list[ConfigError]:
-    """Return the problems of `async` if the policy is a mixture of experts, which may be known only when it is
-    loaded."""
+    """Return the problem of `async.order=as_ready` with a mixture-of-experts policy; empty for in_order."""
     if config.async_.in_order:
         return []
     problem = ConfigError(
@@ -51,7 +50,7 @@ def experts_problems(config: RunConfig) -> list[ConfigError]:
 
 
 def check_receiver(config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
-    """Check that the engine of a rollout's team can receive the actor's weights."""
+    """Check that the embedded engine of a separate rollout team can receive the actor's weights."""
     if config.sync.fp8:
         checks.fail(
             "sync.fp8",
@@ -64,8 +63,8 @@ def check_receiver(config: RunConfig, team: TeamPlan, checks: Checklist) -> None
     if config.sync.dtype not in ("model", held):
         checks.fail(
             "sync.dtype",
-            f"the team {team.name} decodes with an embedded engine, which has weights in {held} (model.dtype): sent "
-            f"in {config.sync.dtype} they would be rounded, or take more bytes for the same values",
+            f"the team {team.name} decodes with an embedded engine, whose weights are {held} (model.dtype): sending "
+            f"{config.sync.dtype} would round them, or send more bytes for the same values",
             found=config.sync.dtype,
             allowed=f"model or {held}, or another with rollout.engine=sglang",
             fix="set sync.dtype=model",
@@ -75,8 +74,8 @@ def check_receiver(config: RunConfig, team: TeamPlan, checks: Checklist) -> None
     if team.devices > here and spread:
         checks.fail(
             devices_key(config, team),
-            f"a replica of the team {team.name}, and replicas that share experts, can receive weights on one machine "
-            f"only, but the ranks of this layout are spread over several machines of {here} workers each",
+            f"an embedded engine can receive weights only if each replica, and replicas that share experts, are on one "
+            f"machine, but team {team.name} spreads them over several machines of {here} workers each",
             found=team.devices,
             allowed=f"at most {here}, or a layout with pp 1, ep 1 and tp * cp of at most {here}",
             fix=f"set {devices_key(config, team)}={here}, or rollout.parallel={{pp: 1, ep: 1}}",

@@ -23,7 +23,7 @@ class EmbeddedFamily(EngineFamily):
     facts: ClassVar[EngineFacts] = ENGINES["embedded"]
 
     def open(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Return the engine as it is: training changes the parameters that it decodes with."""
+        """Return the same engine: it decodes with the parameters that are trained."""
         from megarl.rollout.embedded.links import SharedWeights
 
         return engine, SharedWeights(engine)
@@ -41,7 +41,7 @@ class EmbeddedFamily(EngineFamily):
         return SentWeights(host)
 
     def most_in_flight(self, config: RunConfig, replicas: int) -> int | None:
-        """Return the rows of the cache."""
+        """Return the number of rows in the KV cache."""
         return config.rollout.max_running
 
     def check_receiver(self, config: RunConfig, team: TeamPlan, checks: Checklist) -> None:

@@ -1,7 +1,7 @@
-"""How weights come to embedded engines.
+"""How embedded engines get weights.
 
-One team: the engine decodes with the parameters that are trained. In a team of its own it has parameters of its own,
-which the actor's team pushes. It posts `WeightsPushed` afterwards, so who reads the message finds them in the inbox.
+In a run of one team the engine decodes with the parameters that are trained. In a separate rollout team it has its own
+copy: the actor's team sends weights to an inbox, and then posts `WeightsPushed`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEY = "weights of engines"
 
 
 class SharedWeights(WeightLink):
-    """The parameters that are trained are those that the engine decodes with."""
+    """The link of an engine that decodes with the trained parameters: there is nothing to send."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -41,9 +41,9 @@ class SharedWeights(WeightLink):
 
 
 class ReceivedWeights(WeightLink):
-    """The rollout's end: takes weights for the team's engine, and posts where. Collective over the rollout's team.
+    """The rollout team's end: receives weights for its engine. Collective over the rollout team.
 
-    Each replica is a receiver of its own; replicas that share experts are one.
+    It posts the addresses of its inboxes. Each replica is one receiver; replicas that share experts are one together.
 
     Raises:
         ConfigError: replicas that share experts are on several machines.
@@ -60,7 +60,7 @@ class ReceivedWeights(WeightLink):
         apart = next((ranks for ranks in engines if len({address for address, _ in ranks}) > 1), None)
         if apart is not None:
             raise ConfigError(
-                "the ranks of a replica, and replicas that share experts, have to be on one machine to take weights",
+                "the ranks of a replica, and replicas that share experts, must be on one machine to receive weights",
                 where="placement.teams",
                 found=", ".join(sorted({address for address, _ in apart})),
                 fix="set rollout.parallel so that a replica fits on one machine, with ep=1",
@@ -70,7 +70,7 @@ class ReceivedWeights(WeightLink):
         self._host, self._pushed = host, PushedWeights(engine, inbox, config.sync.timeout_s)
 
     def publish(self, version: int) -> None:
-        """Wait until the actor's team has pushed `version`, and generate with it."""
+        """Wait until the actor's team has sent weights `version`, and load them into the engine."""
         with phase("await_weights", waits_for=self._host.team_of(Role.ACTOR)):
             WeightsPushed.read(self._host.mail, version)
             self._pushed.follow(version)
@@ -80,15 +80,15 @@ class ReceivedWeights(WeightLink):
         return self._pushed.held()
 
     def close(self) -> None:
-        """Take no more weights."""
+        """Stop receiving weights."""
         self._pushed.close()
 
 
 class SentWeights(WeightLink):
-    """The actor's end: connects to the engines of the rollout's team, and sends them weights. Collective.
+    """The actor team's end: connects to the rollout team's engines, and sends them weights. Collective.
 
     Raises:
-        WorkerError: on every rank alike: an engine does not answer.
+        WorkerError: an engine does not answer; raised on every rank.
     """
 
     def __init__(self, host: EngineHost) -> None:
@@ -111,15 +111,15 @@ class SentWeights(WeightLink):
         self._host = host
 
     def publish(self, version: int) -> None:
-        """Push the weights to the engines, and tell the rollout's team.
+        """Send the weights to the engines, and post `WeightsPushed`.
 
         Raises:
-            WorkerError: an engine did not take them: the rollout's team can generate nothing, and with it the run ends.
+            WorkerError: an engine did not receive them; the run ends, because the rollout team cannot generate.
         """
         report = self._sync.push(version)
         if report.failed:
             raise WorkerError(
-                f"the team of the rollout did not take version {version} of the weights:\n"
+                f"the rollout team did not receive version {version} of the weights:\n"
                 + "\n".join(why for _, why in sorted(report.failed.items()))
             )
         if self._host.layout.rank == 0:
@@ -127,5 +127,5 @@ class SentWeights(WeightLink):
         record_update(self._host, report)
 
     def close(self) -> None:
-        """Send no more weights."""
+        """Stop sending weights."""
         self._sync.close()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SglangFamily(EngineFamily):
-    """See `EngineFamily`. The engine on the trained policy makes way for servers, which start here."""
+    """Generation on SGLang servers, which `open` starts; the embedded engine that it gets is not used."""
 
     facts: ClassVar[EngineFacts] = ENGINES["sglang"]
 
@@ -45,12 +45,12 @@ class SglangFamily(EngineFamily):
         return FilledServers(host)
 
     def most_in_flight(self, config: RunConfig, replicas: int) -> int | None:
-        """Return a replica's share of the requests that the servers take."""
+        """Return a replica's share of the requests that all servers accept at a time."""
         servers = config.rollout.sglang
         return None if servers.max_concurrency is None else servers.max_concurrency * servers.count // replicas
 
     def meeting(self, layout: Layout) -> WorkerGroup:
-        """Return all ranks of the team: replicas that ask the same servers do so together."""
+        """Return all ranks of the team, because all replicas send requests to the same servers."""
         return layout.world
 
     def check(
@@ -75,7 +75,7 @@ class SglangFamily(EngineFamily):
         check_images(config, encoder, checks)
 
     def silent_servers(self, config: RunConfig) -> str | None:
-        """Return a warning about addresses of `rollout.sglang.urls` that take no connection now."""
+        """Return a warning about addresses of `rollout.sglang.urls` that accept no connection now."""
         from megarl.rollout.sglang.checks import silent_servers
 
         return silent_servers(config)

@@ -1,9 +1,10 @@
-"""How weights come to SGLang servers, from the team that starts the servers or from another one.
+"""How SGLang servers get weights, from the team that starts the servers or from another team.
 
-One team starts its servers, looks after them and fills them. In runs of several teams the rollout's team, the pump,
-looks after them, and the actor's team fills them (megarl/dag/messages.py). Both have a `Fleet` of the same servers. The
-pump's has the processes; the other one takes their states from it before every push (`ServerStates`). A server that
-comes back during a walk is filled at the next push, because nobody pushes in between.
+In a run of one team, the team starts its servers, restarts failed servers, and sends them weights. In runs of several
+teams the rollout team starts and restarts the servers, and the actor's team sends them weights
+(megarl/dag/messages.py). Both have a `Fleet` of the same servers: the rollout team's has the processes, and the actor
+team's copies the states of the servers before every push (`ServerStates`). A server that is back between two pushes
+gets weights at the next push.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
 
 
 class OwnServers(WeightLink):
-    """Servers of a team that trains and generates. Collective over the team.
+    """The servers of a team that trains and generates. Collective over the team.
 
     Attributes:
-        engine: generates on the servers.
+        engine: generates with the servers.
         fleet: the servers.
-        sync: sends them weights.
+        sync: sends weights to the servers.
     """
 
     def __init__(self, host: EngineHost) -> None:
@@ -54,11 +55,11 @@ class OwnServers(WeightLink):
         show_servers(host, self.fleet, self.sync)
 
     def catch_up(self) -> None:
-        """Bring the servers that came back to the current weights. Collective."""
+        """Send the current weights to servers that were restarted. Collective."""
         self._account(self.sync.catch_up())
 
     def publish(self, version: int) -> None:
-        """Restart failed servers, send all of them the weights, and generate with these."""
+        """Restart failed servers, and send weights `version` to all servers."""
         self._look_after()
         with on_shared_devices(self._host, "publish"):
             report = self.sync.push(version)
@@ -66,10 +67,10 @@ class OwnServers(WeightLink):
         self.engine.weight_version = version
 
     def _look_after(self) -> None:
-        """Restart failed servers; those that came back since the last time get the weights with the others. Collective.
+        """Restart failed servers. Collective.
 
-        A colocated one starts while the actor's gradients and optimizer state are away: it takes its share of the
-        memory that is free when it starts.
+        A colocated server starts while the actor's gradients and optimizer state are offloaded, because it allocates a
+        share of the memory that is free when it starts.
         """
         with on_shared_devices(self._host, "start_servers"):
             self.fleet.refresh()
@@ -79,7 +80,7 @@ class OwnServers(WeightLink):
         record_servers(self._host, self.fleet, self.engine)
 
     def _account(self, report: SyncReport) -> None:
-        # An idle server answers a probe as fast as any call that moves no weights.
+        # The servers are idle, so a probe takes no longer than other calls without weights.
         limit = min(self._host.config.sync.timeout_s, self.fleet.answer_s)
         account_update(self._host, self.fleet, self.sync.run, report, limit)
 
@@ -91,9 +92,9 @@ class OwnServers(WeightLink):
 
 
 class PumpedServers(WeightLink):
-    """The rollout's end: starts servers and looks after them; the actor's team fills them. Collective over the team.
+    """The rollout team's end: starts and restarts the servers, to which the actor's team sends weights.
 
-    Every replica of the layout sends its own requests.
+    Collective over the team. Every replica of the team's layout sends its own requests.
     """
 
     def __init__(self, host: EngineHost) -> None:
@@ -103,7 +104,7 @@ class PumpedServers(WeightLink):
             self.engine = self._connect()
 
     def _connect(self) -> SglangEngine:
-        """Post the servers, and return their engine as soon as the actor's team has named its weights."""
+        """Post the servers' states, wait for the name of the weights from the actor's team, and return the engine."""
         if self._host.layout.rank == 0:
             ServersStarted(self.fleet.reports()).post(self._host.mail)
         with phase("await_trainer", waits_for=self._host.team_of(Role.ACTOR)):
@@ -111,7 +112,9 @@ class PumpedServers(WeightLink):
         return engine_of(self._host, self.fleet, run, None)
 
     def publish(self, version: int) -> None:
-        """Restart failed servers, and generate with `version` on those that the actor's team has filled with it."""
+        """Restart failed servers; then wait until the actor's team has sent weights `version`, and generate with the
+        servers that have it.
+        """
         mail, fleet = self._host.mail, self.fleet
         with phase("start_servers"):
             fleet.refresh()
@@ -132,10 +135,10 @@ class PumpedServers(WeightLink):
 
 
 class FilledServers(WeightLink):
-    """The actor's end: sends weights to the servers that the rollout's team looks after. Collective over the team.
+    """The actor team's end: sends weights to the servers that the rollout team has started. Collective over the team.
 
     Raises:
-        ConfigError: as `servers_key`.
+        ConfigError: see `servers_key`.
     """
 
     def __init__(self, host: EngineHost) -> None:
@@ -152,24 +155,24 @@ class FilledServers(WeightLink):
         show_servers(host, self.fleet, self.sync)
 
     def publish(self, version: int) -> None:
-        """Send the weights to the servers that the pump has, and tell it which servers hold them."""
+        """Send weights `version` to the servers, and post which servers have them."""
         self.adopt(version)
         with on_shared_devices(self._host, "publish"):
             report = self.sync.push(version)
-        # A probe waits until the server has room beside what it generates.
+        # A server that is generating answers a probe only when it has room for another request.
         account_update(self._host, self.fleet, self.sync.run, report, self._host.config.sync.timeout_s)
         self.announce(version)
 
     def adopt(self, version: int) -> None:
-        """Learn before the push of `version` which servers the pump has."""
+        """Copy the states of the servers from the rollout team, before weights `version` are sent."""
         with phase("await_servers", waits_for=self._pump):
             self.fleet.adopt(ServerStates.read(self._host.mail, version).servers)
 
     def announce(self, version: int) -> None:
-        """Tell the pump which servers hold this version.
+        """Post which servers have weights `version`, and which failed.
 
         Raises:
-            ServerError: none does.
+            ServerError: no server is usable.
         """
         self.fleet.need_one()
         if self._host.layout.rank == 0:
@@ -178,7 +181,7 @@ class FilledServers(WeightLink):
             ServersFilled(version, updated, failed).post(self._host.mail)
 
     def close(self) -> None:
-        """Send no more weights."""
+        """Stop sending weights."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.fleet.close)
             stack.callback(self.sync.close)
@@ -194,32 +197,32 @@ def _closed_on_error(fleet: Fleet) -> Iterator[None]:
 
 
 def engine_of(host: EngineHost, fleet: Fleet, run: str, catch_up: Callable[[], None] | None) -> SglangEngine:
-    """Return the engine that generates on `fleet`; see `SglangEngine`."""
+    """Return the engine that generates with the servers of `fleet`; see `SglangEngine` for the arguments."""
     layout = host.layout
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
     return SglangEngine(host.config.rollout.sglang, fleet, replica, catch_up, run, host.tokenizer)
 
 
 def send_weights_to(host: EngineHost, fleet: Fleet) -> WeightSync:
-    """Return what sends the actor's weights to these servers. Collective over the actor's team."""
+    """Return the `WeightSync` that sends the actor's weights to these servers. Collective over the actor's team."""
     config, servers = host.config, host.config.rollout.sglang
     if servers.colocated:
         host.offload.add_servers(ServerMemory(fleet, servers.health_timeout_s, host.layout.world))
     layout = ServerLayout.of(host.hf_config, servers.tp_size, servers.ep_size, on_gpu=has_cuda())
-    # Weights of servers that share the trainer's GPUs leave them in the update, and nobody keeps them.
+    # Servers on the trainer's GPUs drop all weights before an update, so frozen weights must be sent again too.
     stays = () if servers.colocated and has_cuda() else config.model.freeze
     return WeightSync(host.policy, SglangReceivers(fleet, layout), config.sync, host.run_dir, host.layout.world, stays)
 
 
 def show_servers(host: EngineHost, fleet: Fleet, sync: WeightSync) -> None:
-    """Print where the run generates."""
+    """Print the servers' addresses, and how weights are sent to them."""
     if host.layout.rank == 0:
         where = ", ".join(server.api.url for server in fleet.servers)
         print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
 
 
 def record_servers(host: EngineHost, fleet: Fleet, engine: SglangEngine) -> None:
-    """Record how many servers were replaced, and how many drafted tokens were accepted since the last time."""
+    """Record how many servers were replaced, and the share of drafted tokens accepted since the last call."""
     host.metrics.max("rollout/servers_replaced", fleet.replaced)
     proposed, taken = engine.pop_drafts()
     if host.config.rollout.sglang.speculative is not None:
@@ -227,11 +230,12 @@ def record_servers(host: EngineHost, fleet: Fleet, engine: SglangEngine) -> None
 
 
 def account_update(host: EngineHost, fleet: Fleet, run: str, report: SyncReport, limit_s: float) -> None:
-    """Record the metrics of a weight update, and of the log-probs of servers that `sync.verify` selects. Collective.
+    """Record the metrics of a weight update, and how far log-probs of probed servers differ from ours. Collective.
 
     Args:
-        run: name of the run in the weights' versions.
-        limit_s: seconds that the answer of a server may take.
+        run: the first part of the names of weight versions.
+        report: the update; `sync.verify` selects the servers to probe.
+        limit_s: seconds that a server may take to answer a probe.
     """
     record_update(host, report)
     if not report.to_probe:

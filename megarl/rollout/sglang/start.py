@@ -1,4 +1,4 @@
-"""The start of a run's servers: the model folder that they read, their key, and the wait until they answer."""
+"""Starts a run's SGLang servers: writes the model folder that they read, chooses their API key, waits for them."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ MODEL_FOLDER = "servers/model"
 
 
 def servers_key(config: RunConfig, run_dir: Path) -> str | None:
-    """Return the API key of servers that two teams know; None: servers that run already have none.
+    """Return the servers' API key, the same in every team; None: servers that the user has started need no key.
 
     Raises:
-        ConfigError: the variable that holds it is not set.
+        ConfigError: the environment variable that should contain the key is not set.
     """
     settings = config.rollout.sglang
     return settings.external_key() if settings.urls else run_key(run_dir, "requests to servers")
 
 
 def start_servers(host: EngineHost, key: str | None = None, address: str | None = None) -> Fleet:
-    """Start the servers of the run, and wait until they answer. Collective.
+    """Start the servers of the run, wait until they answer, and return them. Collective.
 
     Args:
-        key: their API key, which another team knows, too; None: they get one of their own.
-        address: the address at which workers of other teams reach them; None: loopback.
+        key: their API key, if another team uses it too; None: a new key is made.
+        address: the address at which workers of other teams reach the servers; None: loopback.
     """
     config, layout, servers = host.config, host.layout, host.config.rollout.sglang
     if layout.rank == 0:
         logs = host.run_dir / "servers"
-        # The figure of docs/servers.md.
+        # docs/servers.md has the measurement of these 17 s.
         where = (
             f" at {', '.join(servers.urls)}" if servers.urls else f": about 17 s on two free cores; their logs: {logs}"
         )
         print(f"waiting for SGLang servers{where}", flush=True)
     with (
-        on_shared_devices(host, "start_servers"),  # a starting server takes its share of what is free then
+        on_shared_devices(host, "start_servers"),  # a starting server allocates a share of the free memory
         phase("start_servers"),
         keep_beating(),
         _addresses_are_the_users(servers.urls),
@@ -74,17 +74,13 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
 
 
 def on_shared_devices(host: EngineHost, name: str) -> contextlib.AbstractContextManager[None]:
-    """Enter a phase of the offload schedule if the servers share the trainer's devices; else nothing has to leave."""
+    """Enter phase `name` of the offload schedule if the servers share the trainer's devices; else do nothing."""
     return host.offload.phase(name) if host.config.rollout.colocated else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
-    """Servers that run already and are not there when the run begins: most often an address is wrong.
-
-    Raises:
-        ConfigError: in the place of the ServerError.
-    """
+    """Turn a ServerError into a ConfigError if the user gave the addresses in `urls`, which are probably wrong."""
     try:
         yield
     except ServerError as error:
@@ -100,8 +96,10 @@ def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
 
 
 def _write_model_config(host: EngineHost) -> Path:
-    """Return a folder with the model's config and no weights, readable on every machine; with the processor of a model
-    that sees images."""
+    """Write the model's config, without weights, into a folder that every machine can read, and return the folder.
+
+    For a vision-language model it also has the image processor.
+    """
     folder = host.run_dir / MODEL_FOLDER
     if host.layout.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
