@@ -1,4 +1,4 @@
-"""The examples of a cold start: policy calls of demonstrations, which experts may play first."""
+"""The training examples of a cold start (SFT): policy calls of demonstrations, which scripted experts may play."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEMONSTRATIONS = "demonstrations"  # folder
 
 
 def load_calls(c: RankState, robots: Robots) -> PromptLoader:
-    """Policy calls of the demonstrations that `sft.train_files` names. Collective over the ranks of a team.
+    """Return the loader of policy calls from the demonstrations in `sft.train_files`. Collective over a team.
 
     What experts show is written to RUN_DIR/demonstrations by one rank, and read by all.
     """
@@ -49,7 +49,7 @@ def load_calls(c: RankState, robots: Robots) -> PromptLoader:
 
 
 def _show(c: RankState, robots: Robots, folder: Path) -> int:
-    """Let experts play start states that are trained on, and write what they did; the first rank does it."""
+    """Let experts play training start states, write their demonstrations to `folder`, and return how many there are."""
     robot, seed, counts = c.config.robot, c.config.trainer.seed, ExpertCounts()
     assert robot is not None
     assert robots.pool is not None, "the first rank of a replica has the simulators"
@@ -67,7 +67,7 @@ def _show(c: RankState, robots: Robots, folder: Path) -> int:
     print(counts.describe(), flush=True)
     if not written:
         raise ConfigError(
-            "there is nothing to clone: experts solved none of the episodes",
+            "there is nothing to clone: the experts solved no episode",
             where="sft.train_files",
             found=counts.describe(),
             fix="raise the simulator's limit of environment steps, lower robot.expert_noise, or name folders of "

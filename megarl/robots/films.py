@@ -28,7 +28,7 @@ _FRAME_MS, _LAST_MS = 250, 1500
 def film_rows(run_dir: Path, step: int, episodes: Batch, count: int) -> list[dict[str, Any]]:
     """Write films of the first `count` episodes, and return their rows for the report's table of samples.
 
-    Films of a repeated step replace the earlier ones.
+    If a step is repeated, its new films replace the old ones.
 
     Args:
         episodes: with the fields of megarl/robots/rollout/episode.py.

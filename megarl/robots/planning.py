@@ -16,7 +16,7 @@ from megarl.system.errors import ConfigError
 
 #: Defaults for tokens of an instruction, environment steps and pixels, from LIBERO, if the recipe does not set them.
 PROMPT, _STEPS, _SIDE = 32, 512, 256
-_HELD_CLIPS = 4  # frames that a simulator's process holds per frame of a clip
+_HELD_CLIPS = 4  # frames that a simulator's process keeps for each frame of a clip
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class _Encoder:
 
 
 def call_columns(robot: RobotConfig, vision: VisionShape) -> int:
-    """Return the tokens of a policy call in the language model, with an instruction of usual length."""
+    """Return the sequence length of a policy call in the language model, for an instruction of `PROMPT` tokens."""
     actions = robot.chunk * robot.dim + (robot.family != "openvla")
     return PROMPT + vision.patches * len(robot.cameras) + bool(vision.state) + actions
 
 
 def tower_bytes(vision: VisionShape, element: int) -> float:
-    """Return the bytes that vision towers keep of one image until its gradients are computed.
+    """Return the bytes of the vision towers' activations for one image, which are kept for the backward pass.
 
-    Per block: inputs of both norms and of the four linear maps, queries, keys and values, the input of the scale, and
-    the wide layer before and after its activation.
+    Per block: inputs of both norms and of the four linear layers, queries, keys and values, the input of the layer
+    scale, and the MLP's hidden layer before and after its activation. `element`: bytes of a number.
     """
     total = 0.0
     for tower in vision.towers:
@@ -61,15 +61,13 @@ def encoder_bytes(config: RunConfig, *, gpu: bool) -> tuple[float, float]:
     if wanted is None or wanted.name != "vjepa2":
         return 0.0, 0.0
     encoder, element = _encoder(wanted.path), 2 if gpu else 4
-    # Per token: residual, queries, keys and values, and the wide layer; pixels in float32.
+    # Per token: residual, queries, keys and values, and the MLP's hidden layer.
     token = (6 * encoder.width + 2 * encoder.mlp) * element
     return encoder.parameters * element, wanted.batch_size * encoder.tokens * token
 
 
 def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]:
-    """Return the bytes of the images of a full-length episode and of its shortest form (one policy call), with its
-    clip.
-    """
+    """Return the bytes of pictures of an episode of maximum length, with its clip, and of one with one policy call."""
     robot = config.robot
     assert robot is not None, "a recipe with the section `robot`"
     picture = len(robot.cameras) * vision.towers[0].image ** 2 * 3
@@ -78,7 +76,7 @@ def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]
 
 
 def recorder_bytes(config: RunConfig) -> float:
-    """Return the most bytes of frames that one simulator's process holds for a clip."""
+    """Return the most bytes of frames that one simulator's process keeps for a clip."""
     return _HELD_CLIPS * _clip_bytes(config)
 
 
@@ -101,7 +99,7 @@ def _embedding(config: RunConfig) -> EmbeddingSettings | None:
 
 
 def _encoder(path: str | None) -> _Encoder:
-    """Return the sizes of a checkpoint on this machine, or else those of the largest published model."""
+    """Return the encoder's sizes from its folder on this machine; without one, those of the largest published model."""
     folder = None if path is None else local_folder(path)
     try:
         raw: dict[str, Any] = {} if folder is None else json.loads((folder / "config.json").read_text(encoding="utf-8"))

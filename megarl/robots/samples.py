@@ -1,4 +1,4 @@
-"""From start states to samples: the fields and metrics of episodes that a rank played."""
+"""Plays episodes from start states, and turns them into samples and metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ def play_robots(
     advance: Callable[[int], None],
     record: Recording | None = None,
 ) -> Batch:
-    """`sampling.n` episodes of each of `prompts`, with the fields of EPISODE_FIELDS, and clips as `record` says."""
+    """Play `sampling.n` episodes for each of B prompts; return B * `sampling.n` samples with EPISODE_FIELDS.
+
+    Args:
+        advance: is called with the number of newly finished episodes.
+        record: which clips the simulators record; None: no clips.
+    """
     assert robots.player is not None, "`take_policy` comes first"
     assert robots.policy is not None, "with the player"
     robots.policy.temperature = sampling.temperature
@@ -69,7 +74,7 @@ def _told(success: bool, steps: int, failure: str) -> str:
 
 
 def record_robots(c: StepContext, samples: Batch, counts: PlayCounts) -> None:
-    """Metrics `env/...` of what `play_robots` made. Episodes whose simulator failed are only counted."""
+    """Record the metrics `env/...` of samples from `play_robots`; failed simulators only count as errors."""
     m = c.metrics
     m.sum("env/errors", sum(counts.failures.values()))
     for kind, number in counts.failures.items():

@@ -1,4 +1,4 @@
-"""Scores of robots' episodes: of each by itself (success), or by how near it came to successes of its task (SRPO)."""
+"""Scores of robots' episodes: 1 for success, or for failures how close they came to successes of the task (SRPO)."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _BINS = 10
 
 
 class EpisodeScores:
-    """The scores of episodes in the training steps of a run. Collective over the ranks of a team.
+    """Scores the episodes of training steps. Collective over the ranks of a team.
 
     Args:
-        embedder: what episodes are compared by; None: success counts.
-        coef: what they are multiplied by.
-        compared: keys of the embedding, as the recipe has them.
+        embedder: makes the embeddings by which episodes are compared; None: an episode's score is its success.
+        coef: factor of the scores.
+        compared: the recipe's mapping `robot.reward.embedding`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EpisodeScores:
     ) -> None:
         self._embedder, self._scorer, self._coef, self._layout = embedder, scorer, coef, layout
         self._compared = _with_defaults(compared)
-        self._learned = -1  # the step in which the embedder learned; in a later round of it embeddings must stay
+        self._learned = -1  # the last step in which the embedder was trained: once per step, not in each of its rounds
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> EpisodeScores:
@@ -70,17 +70,17 @@ class EpisodeScores:
 
     @property
     def encoder(self) -> tuple[str, str] | None:
-        """Key and value of the recipe that name a published encoder; None: there is none."""
+        """Recipe key and value that name the published encoder; None: there is none."""
         path = json.loads(self._compared)["path"]
         return None if path is None else ("robot.reward.embedding.path", path)
 
     @property
     def recording(self) -> Recording | None:
-        """Return what simulators have to keep of each episode for its score; None: nothing."""
+        """The clips that simulators must record for scores; None: no clips."""
         return None if self._embedder is None else self._embedder.recording
 
     def score(self, samples: Batch, step: int, metrics: Metrics) -> Tensor:
-        """Scores float32 [B] of this replica's episodes, and their metrics."""
+        """Return the scores of this replica's B episodes, float32 [B], and record their metrics."""
         if self._embedder is None:
             return samples["success"].float() * self._coef
         if step != self._learned:
@@ -101,7 +101,7 @@ class EpisodeScores:
         parts = [Batch.from_bytes(data) for data in self._layout.dp_group.all_gather_bytes(told.to_bytes())]
         every = Batch.concat(parts)
         report = self._scorer.score(every["embedding"], every["success"], every["task"], step=step)
-        if self._layout.rank == 0:  # of all ranks
+        if self._layout.rank == 0:  # `report` is about the episodes of all ranks
             played = torch.tensor([not error for error in every["env_error"]], dtype=torch.bool)
             _record(metrics, report, every["progress"], played, every["uid"])
         first = sum(map(len, parts[: self._layout.dp_rank]))
@@ -110,7 +110,7 @@ class EpisodeScores:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that a checkpoint keeps, by name; the first rank's is that of all."""
+        """Return the file for a checkpoint by name; only on the first rank, since all ranks have the same state."""
         state: dict[str, Any] = {"scorer": self._scorer.state()}
         if self._embedder is not None:
             state["embedder"] = self._embedder.state()
@@ -132,11 +132,11 @@ class EpisodeScores:
         before = _with_defaults(json.loads(told["compared"]))
         if before != self._compared:
             raise ConfigError(
-                "the checkpoint's encoder or bank of successes is of another embedding",
+                "the checkpoint's encoder or bank of successes was made with another embedding",
                 where="robot.reward.embedding",
                 found=self._compared,
                 allowed=before,
-                fix="set it as it was, or start with trainer.resume=never",
+                fix="set robot.reward.embedding to the checkpoint's value, or start with trainer.resume=never",
             )
         state: dict[str, Any] = {}
         for path, value in found.items():
@@ -151,12 +151,12 @@ class EpisodeScores:
 
 
 def _with_defaults(compared: Mapping[str, Any]) -> str:
-    """Return `robot.reward.embedding` with its defaults: one that is written out is the same embedding."""
+    """Return `robot.reward.embedding` as JSON with all defaults, so that equal settings compare as equal."""
     return json.dumps(EmbeddingSettings(**compared).model_dump(), sort_keys=True)
 
 
 def _flatten(state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
-    """Tensors, and everything else, by their path."""
+    """Add the tensors of a nested state to `tensors`, and all other values to `plain`, by path (`outer/inner`)."""
     for name, value in state.items():
         if isinstance(value, Mapping):
             _flatten(value, f"{prefix}{name}/", tensors, plain)
@@ -167,7 +167,13 @@ def _flatten(state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], 
 
 
 def _record(m: Metrics, report: ProgressReport, progress: Tensor, played: Tensor, uid: Sequence[str]) -> None:
-    """Metrics `srpo/...` of a global batch; `played`: bool [B], false where the simulator failed."""
+    """Record the metrics `srpo/...` of a global batch of B episodes.
+
+    Args:
+        progress: float32 [B], the simulator's measure of progress, 0 to 1.
+        played: bool [B], False where the simulator failed.
+        uid: the group of each episode.
+    """
     failures = int((report.failed & played).sum())
     if failures:
         m.mean("srpo/shaped_share", float(report.shaped.sum()), failures)

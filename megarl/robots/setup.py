@@ -1,4 +1,4 @@
-"""Episodes of robots: what a run with the section `robot` has in the place of prompts, responses and rewards.
+"""Builds everything that plays robots' episodes in a run with the section `robot`.
 
 simulators (processes)  --> View --> Player <-- SamplingPolicy <-- the actor's own parameters
                                        |
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
     from megarl.training.parallel import Layout
 
 
-#: Beside the statistics in a checkpoint.
+#: File of a checkpoint with the bounds of the action statistics.
 BOUNDS = "action_bounds.json"
 
 
 @dataclass(frozen=True)
 class Body:
-    """How the policy of a recipe acts, whatever simulator it is in."""
+    """How the recipe's policy sees and acts, in any simulator."""
 
     codec: ActionCodec
     family: PolicyFamily
@@ -82,10 +82,10 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
     assert robot is not None, "a recipe with the section `robot`"
     if shape is None:
         raise ConfigError(
-            "the section `robot` is there, and the model sees nothing",
+            "the recipe has a section `robot`, but the model has no vision part",
             where="model",
             allowed="a model of model_type openvla",
-            fix="name a robot policy, or leave the section out",
+            fix="set model.path to a robot policy, or remove the section `robot`",
         )
     columns = _tokens(hf).columns(hf.vocab_size)
     return VLALayout(
@@ -106,7 +106,7 @@ def body_of(config: RunConfig, sequences: VLALayout, hf: PretrainedConfig, data:
     assert robot is not None, "a recipe with the section `robot`"
     codec = ActionCodec(_tokens(hf), data.action, gripper_rule(robot.gripper, "robot.gripper"))
     _refuse_other_sizes(robot, codec, sequences.shape, data)
-    pipeline = choose(PIPELINES, robot.pictures, "there is no such way of pictures", where="robot.pictures")
+    pipeline = choose(PIPELINES, robot.pictures, "unknown image preparation", where="robot.pictures")
     view = View(tuple(robot.cameras), replace(pipeline, size=sequences.shape.towers[0].image), data.state)
     return Body(codec, sequences.family, view, sequences)
 
@@ -116,9 +116,9 @@ def _tokens(hf: PretrainedConfig) -> ActionTokens:
 
 
 def _statistics(config: RunConfig, layout: Layout, tasks: Mapping[str, TaskSpec]) -> tuple[str, DatasetStatistics]:
-    """Name and statistics of the data that the policy acts like.
+    """Return the name and the statistics of the data set that scales the policy's actions.
 
-    Collective over the ranks of a team where they are those of the demonstrations: one rank reads these.
+    Collective over a team with `robot.statistics=demonstrations`, which one rank reads.
     """
     robot = config.robot
     assert robot is not None, "a recipe with the section `robot`"
@@ -130,7 +130,7 @@ def _statistics(config: RunConfig, layout: Layout, tasks: Mapping[str, TaskSpec]
 
 
 def model_statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStatistics]:
-    """Those beside the model; a fresh one acts in the units of its simulator."""
+    """Return the name and the statistics in the model's folder; a new model's statistics scale nothing."""
     found = None if config.model.path is None else policy_statistics(resolve_folder(config.model.path), robot.bounds)
     if found is not None:
         known, where = found
@@ -146,7 +146,7 @@ def _own_name(robot: RobotConfig) -> str:
 
 
 def statistics_file(hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
-    """Names and contents of what a checkpoint keeps of the scale of actions; one rank of a team writes them."""
+    """Return the checkpoint files with the action statistics, by name; empty on all ranks of a team but its first."""
     known = getattr(hf, "action_statistics", None)
     return (
         {FILE: statistics_text(known).encode(), BOUNDS: _bounds(known).encode()} if known and layout.rank == 0 else {}
@@ -154,7 +154,7 @@ def statistics_file(hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
 
 
 def _bounds(known: Mapping[str, DatasetStatistics]) -> str:
-    """Return which statistics become -1 and 1, which dataset_statistics.json does not say."""
+    """Return as JSON which statistics are mapped to -1 and 1; dataset_statistics.json does not contain this."""
     return json.dumps({name: entry.action.bounds for name, entry in known.items()})
 
 
@@ -167,12 +167,11 @@ def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
         file = folder / name
         if file.is_file() and file.read_text(encoding="utf-8") != mine:
             raise ConfigError(
-                "the checkpoint's policy was trained with other statistics of actions",
+                "the checkpoint's policy was trained with other action statistics",
                 where=f"robot.{key}",
-                found="those of this run differ",
-                allowed=f"the ones in {file}",
-                fix="set it as it was, name the model or the demonstrations of before, or start with "
-                "trainer.resume=never",
+                found="other statistics in this run",
+                allowed=f"the statistics in {file}",
+                fix=f"restore the earlier robot.{key}, model or demonstrations, or start with trainer.resume=never",
             )
 
 
@@ -184,7 +183,7 @@ def _of_demonstrations(config: RunConfig, robot: RobotConfig, tasks: Mapping[str
 def _refuse_other_sizes(robot: RobotConfig, codec: ActionCodec, shape: VisionShape, data: DatasetStatistics) -> None:
     if codec.dim != robot.dim:
         raise ConfigError(
-            "the statistics are of actions of another size",
+            "the action statistics have another number of action values",
             where="robot.dim",
             found=robot.dim,
             allowed=str(codec.dim),
@@ -207,7 +206,7 @@ class Robots:
     counts: PlayCounts = field(default_factory=PlayCounts)  # what was played last
 
     def take_policy(self, engine: MegatronEngine, config: RunConfig, layout: Layout) -> None:
-        """Play with the weights of `engine`. Collective over a replica."""
+        """Use the weights of `engine` for all further episodes. Collective over a replica."""
         body, robot = self.body, config.robot
         assert robot is not None, "a recipe with the section `robot`"
         self.policy = SamplingPolicy(
@@ -237,14 +236,14 @@ class Robots:
         *,
         scored: bool,
     ) -> Batch:
-        """Play `sampling.n` episodes of each of B start states; `scored`: with the clips that scores read."""
+        """Play `sampling.n` episodes from each of B start states; `scored`: record the clips that scores need."""
         from megarl.robots.samples import play_robots
 
         record = c.scores.recording if scored and isinstance(c.scores, EpisodeScores) else None
         return play_robots(c, self, rollout, prompts, sampling, advance, record)
 
     def record(self, c: StepContext, samples: Batch) -> None:
-        """Count the metrics `env/...` of the episodes that were played last."""
+        """Record the metrics `env/...` of the episodes that the last `generate` returned."""
         from megarl.robots.samples import record_robots
 
         record_robots(c, samples, self.counts)
@@ -254,7 +253,7 @@ class Robots:
         return film_rows(run_dir, step, samples, count)
 
     def load_examples(self, c: RankState) -> PromptLoader:
-        """Load the policy calls of demonstrations. Collective over the ranks of a team."""
+        """Return the loader of policy calls from demonstrations. Collective over the ranks of a team."""
         from megarl.robots.cold_start import load_calls
 
         return load_calls(c, self)
@@ -272,7 +271,7 @@ def open_robots(
     robot = config.robot
     if robot is None:
         return None
-    sequences, pool = vla_layout(config, hf), None  # a model that does not fit is refused before simulators are started
+    sequences, pool = vla_layout(config, hf), None  # checks the model before simulators start, which takes long
     if layout.is_lead:
         settings = settings_at("robot.simulator", robot.simulator, SimulatorSettings)
         cuda = device().index if has_cuda() else None
@@ -282,7 +281,7 @@ def open_robots(
     for task in tasks.values():
         _refuse_other_task(robot, sequences.shape, task)
     name, data = _statistics(config, layout, tasks)
-    hf.action_statistics = {name: data}  # exports of the model bring them
+    hf.action_statistics = {name: data}  # exports of the model contain them
     body = body_of(config, sequences, hf, data)
     split_handovers = part_trials(
         tasks.values(),
@@ -307,7 +306,7 @@ def open_robots(
 def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -> None:
     if task.action_dim != robot.dim:
         raise ConfigError(
-            f"actions of {task.name} have another size",
+            f"actions of {task.name} have another number of values",
             where="robot.dim",
             found=robot.dim,
             allowed=str(task.action_dim),
@@ -315,9 +314,9 @@ def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -
         )
     if shape.state and task.state_dim != shape.state:
         raise ConfigError(
-            f"the model takes another state than that of {task.name}",
+            f"the model needs a robot state of another size than {task.name} has",
             where="model: proprio_dim or state_dim",
             found=shape.state,
             allowed=str(task.state_dim),
-            fix="take a policy of this robot, or set state_dim of a fresh one (0: it sees pictures only)",
+            fix="use a policy of this robot, or set state_dim of a new policy (0: pictures only)",
         )

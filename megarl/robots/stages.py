@@ -1,4 +1,4 @@
-"""Scores of robots' episodes, as a node of the task graph."""
+"""The stage that scores robots' episodes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     role=Role.REWARD,
 )
 def episode_reward(c: StepContext, samples: Batch) -> Batch:
-    """Score episodes as `robot.reward` says; the score sits on the last action that was executed.
+    """Score episodes by `robot.reward`; the score is the reward of the last executed action token.
 
-    With `progress` they are compared over all ranks of the team: it is collective.
+    Collective over the team, because `progress` compares the episodes of all ranks.
     """
     import torch
 
@@ -32,7 +32,7 @@ def episode_reward(c: StepContext, samples: Batch) -> Batch:
     mask = samples["response_mask"]
     place = torch.arange(len(mask.values))
     rows = torch.repeat_interleave(torch.arange(len(samples)), mask.lengths)
-    # Of an episode that nothing is trained of, it does not matter where.
+    # An episode without executed actions is not trained on, so any place will do.
     last = mask.offsets[1:] - 1
     last = torch.where(
         torch.zeros(len(samples), dtype=torch.bool).index_put((rows[mask.values],), torch.tensor(True)),

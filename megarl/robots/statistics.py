@@ -1,4 +1,4 @@
-"""The statistics of actions and states in a policy's folder, and the policies that they do not suit."""
+"""Reads the statistics of actions and states in a policy's folder, and checks that they fit the policy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megarl.artifacts.action_statistics import FILE, Bounds, DatasetStatistics, 
 from megarl.artifacts.vla_folder import read_mapping
 from megarl.system.errors import ConfigError
 
-#: Key of config.json with the content of dataset_statistics.json, which takes precedence where both exist.
+#: Key of config.json with the same content as dataset_statistics.json; if both exist, the file is used.
 NORM_STATS = "norm_stats"
 
 
 def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, DatasetStatistics], str] | None:
-    """Return the statistics of a policy's training data sets by name, and their source; None if there are none.
+    """Return the statistics of a policy's training data sets by name, and where they are; None if there are none.
 
     They come from dataset_statistics.json, else from `norm_stats` of config.json, as in OpenVLA-OFT and SimpleVLA-RL.
     """
@@ -28,7 +28,7 @@ def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, D
 
 
 def refuse_other_state(data: DatasetStatistics, state: int) -> None:
-    """Check that statistics scale a robot's state of `state` numbers (0: no state).
+    """Check that the statistics fit a policy whose input has `state` numbers of the robot's state (0: no state).
 
     Statistics of a new policy scale neither actions nor states.
     """
@@ -36,7 +36,7 @@ def refuse_other_state(data: DatasetStatistics, state: int) -> None:
         return
     if data.state is None and data.action.mask.any():
         raise ConfigError(
-            "the model takes the robot's state, and its statistics are of actions only",
+            "the model needs the robot's state, but the statistics cover only actions",
             where="robot.unnorm_key",
             found="no 'proprio'",
             allowed=f"a data set with 'proprio' of {state} numbers",
@@ -44,7 +44,7 @@ def refuse_other_state(data: DatasetStatistics, state: int) -> None:
         )
     if data.state is not None and data.state.dim != state:
         raise ConfigError(
-            "the model takes another robot's state than the statistics are of",
+            "the model needs a robot state of another size than the statistics have",
             where="model: proprio_dim or state_dim",
             found=state,
             allowed=str(data.state.dim),
@@ -52,11 +52,11 @@ def refuse_other_state(data: DatasetStatistics, state: int) -> None:
 
 
 def no_statistics(path: object) -> ConfigError:
-    """Return the error for a policy without statistics of its actions."""
+    """Return the error for a policy at `path` without action statistics."""
     return ConfigError(
-        "the statistics of its actions are not beside the model",
+        "the model's folder has no action statistics",
         where="model.path",
         found=path,
         allowed=f"a folder with {FILE}, or with {NORM_STATS} in config.json",
-        fix="take the file from where the model comes from, or set robot.statistics=demonstrations",
+        fix=f"download {FILE} from the model's source, or set robot.statistics=demonstrations",
     )

@@ -1,4 +1,4 @@
-"""The task of a recipe with the section `robot`: the policy acts, in episodes of a simulator."""
+"""The task of a recipe with the section `robot`: the policy acts in episodes of a simulator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megarl.training.parallel import Layout
     from megarl.training.sequence_layout import SequenceLayout
 
-#: What episodes have beside their pictures.
+#: Sample fields of episodes, except pictures.
 EPISODE_FIELDS = (
     *("turn_starts", "turn_ends", "turn_rewards", "env_error", "task", "trial", "success", "finish_step", "max_steps"),
     *("progress", "states", "end_state"),
@@ -48,11 +48,11 @@ class RobotTask(Task):
     split_problem = "start states are held out of a simulator's by robot.held_out"
 
     def check(self, config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool) -> None:
-        """Check the section `robot`, and what it cannot be combined with."""
+        """Check the section `robot`, and that no other setting conflicts with it."""
         check_robot(config, placement, checks, starts=starts)
 
     def plan_problem(self) -> ConfigError | None:
-        """Return the error: no formula knows simulators."""
+        """Return the error that `megarl plan` cannot handle recipes with simulators."""
         return ConfigError(
             "the formulas cover language models, but most of a robot's step is spent in simulators and vision towers",
             where="robot",
@@ -62,12 +62,12 @@ class RobotTask(Task):
         )
 
     def call_tokens(self, config: RunConfig, facts: ModelFacts) -> tuple[int, int] | None:
-        """Return columns and action tokens of a policy call; None without a vision part."""
+        """Return the sequence length and the action tokens of one policy call; None without a vision model."""
         robot = section_of(config)
         return None if facts.vision is None else (call_columns(robot, facts.vision), robot.chunk * robot.dim)
 
     def update_terms(self, config: RunConfig, facts: ModelFacts, role: str, passes: Passes) -> list[Term]:
-        """Return what vision towers keep of the pictures of a micro-batch."""
+        """Return the device memory of the vision towers' activations for a micro-batch's pictures."""
         if facts.vision is None:
             return []
         pictures = passes.tokens // passes.longest * self.pictures_per_call(config)
@@ -76,7 +76,7 @@ class RobotTask(Task):
         return [term("vision towers at work", seen, keys, rough=True)]
 
     def score_terms(self, config: RunConfig, *, gpu: bool) -> list[Term]:
-        """Return the encoder of videos, and the clips in it."""
+        """Return the device memory of the video encoder's parameters and of a batch of clips; empty without one."""
         held, passing = encoder_bytes(config, gpu=gpu)
         if not held:
             return []
@@ -87,7 +87,7 @@ class RobotTask(Task):
         ]
 
     def host_terms(self, config: RunConfig, facts: ModelFacts, team: TeamPlan, ranks: int, job: str) -> list[Term]:
-        """Return terms for the pictures of a step's episodes, on every rank that has them, and the frames for clips."""
+        """Return the host memory of a step's pictures, on every rank that has them, and of frames kept for clips."""
         if facts.vision is None:
             return []
         rows = config.data.batch_size * config.rollout.sampling.n
@@ -106,21 +106,21 @@ class RobotTask(Task):
         return terms
 
     def pictures_per_call(self, config: RunConfig) -> int:
-        """Return the number of cameras."""
+        """Return the number of cameras, each of which takes one picture per policy call."""
         return len(section_of(config).cameras)
 
     def prompt_fields(self, config: RunConfig) -> list[str]:
-        """Return the columns that name a start state."""
+        """Return the fields with the start state and the instruction."""
         return ["row", "prompt_text"]
 
     def sample_fields(self, config: RunConfig) -> list[str]:
-        """Return the fields of episodes, with their pictures and clips."""
+        """Return the sample fields of episodes, including pictures and clips."""
         cameras = section_of(config).cameras
         pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in cameras]
         return [*EPISODE_FIELDS, *pictures, *clip_fields(config)]
 
     def model_fields(self, config: RunConfig) -> list[str]:
-        """Return pictures, states, and the borders of policy calls."""
+        """Return the fields with pictures, states, and where each policy call starts and ends."""
         cameras = section_of(config).cameras
         return ["turn_starts", "turn_ends", "states", *(FRAMES + camera for camera in cameras)]
 
@@ -143,25 +143,25 @@ class RobotTask(Task):
         return open_robots(config, hf, tokenizer, layout)
 
     def open_scores(self, config: RunConfig, layout: Layout) -> TaskScores | None:
-        """Make the scores that `robot.reward` asks for."""
+        """Return the scorer that `robot.reward` configures."""
         from megarl.robots.scores import EpisodeScores
 
         return EpisodeScores.of(config, layout)
 
     def checkpoint_files(self, hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
-        """Return the statistics of actions."""
+        """Return the file with the action statistics."""
         from megarl.robots.setup import statistics_file
 
         return statistics_file(hf, layout)
 
     def check_checkpoint(self, hf: PretrainedConfig, folder: Path) -> None:
-        """Refuse a checkpoint with other statistics of actions."""
+        """Raise if a checkpoint has other action statistics than this run."""
         from megarl.robots.setup import check_same_statistics
 
         check_same_statistics(hf, folder)
 
     def complete_export(self, config: RunConfig, hf: PretrainedConfig, checkpoint: Path) -> None:
-        """Put the statistics of actions on `hf`."""
+        """Set the checkpoint's action statistics on the config `hf`."""
         from megarl.artifacts.action_statistics import FILE, read_statistics
         from megarl.robots.setup import model_statistics
 

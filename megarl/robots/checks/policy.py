@@ -1,4 +1,4 @@
-"""Checks of a robot policy's own files: the statistics of its actions, and the length of a policy call."""
+"""Checks of a robot policy's folder: action statistics, image normalisation, and the length of a policy call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
 
 
 def check_policy(config: RunConfig, checks: Checklist) -> None:
-    """Check the folder of a policy on this machine; a model that cannot be read is left to another check."""
+    """Check a policy's folder on this machine; if its config cannot be read, another check reports that."""
     checks = checks.of("robot")
     robot, data = config.robot, None
     assert robot is not None, "a recipe with the section `robot`"
@@ -54,7 +54,10 @@ def _check_pictures(config: RunConfig, shape: VisionShape) -> None:
 
 
 def _check_statistics(config: RunConfig, robot: RobotConfig) -> DatasetStatistics | None:
-    """Check the statistics beside the model: readable, with `robot.unnorm_key`, for actions of `robot.dim` numbers."""
+    """Check that the model's folder has action statistics for `robot.unnorm_key` and `robot.dim`, and return them.
+
+    None: they are not known yet, because they come from demonstrations or the folder is not on this machine.
+    """
     path = config.model.path
     if robot.statistics == "demonstrations":
         _check_shown(config.sft.train_files or [], robot)
@@ -69,7 +72,7 @@ def _check_statistics(config: RunConfig, robot: RobotConfig) -> DatasetStatistic
     dim = data.action.dim
     if dim != robot.dim:
         raise ConfigError(
-            "the statistics are of actions of another size",
+            "the action statistics have another number of action values",
             where="robot.dim",
             found=robot.dim,
             allowed=str(dim),
@@ -79,18 +82,18 @@ def _check_statistics(config: RunConfig, robot: RobotConfig) -> DatasetStatistic
 
 
 def _check_shown(files: list[str], robot: RobotConfig) -> None:
-    """Check that statistics of demonstrations have their files; experts' actions are in the simulator's own units."""
+    """Check that `robot.statistics=demonstrations` has files: experts' actions need no statistics."""
     if not files or EXPERTS in files:
         raise ConfigError(
-            "statistics of demonstrations, and not only files of them",
+            "robot.statistics=demonstrations needs files of demonstrations, and no experts",
             where="sft.train_files",
             found=files,
             allowed=f"folders and files of demonstrations, without {EXPERTS!r}",
-            fix="name them, also for a run that goes on, or set robot.statistics=model",
+            fix="list the files, also in a run that resumes, or set robot.statistics=model",
         )
     if robot.unnorm_key is not None:
         raise ConfigError(
-            "statistics of demonstrations have no such key",
+            "robot.unnorm_key chooses among the model's statistics, but robot.statistics is demonstrations",
             where="robot.unnorm_key",
             found=robot.unnorm_key,
             allowed="null with robot.statistics=demonstrations",
@@ -99,7 +102,7 @@ def _check_shown(files: list[str], robot: RobotConfig) -> None:
 
 
 def _check_columns(robot: RobotConfig, shape: VisionShape, limit: int) -> None:
-    """Check the length of a call with the shortest prompt; instructions are known once the simulator has started."""
+    """Check that a policy call with the shortest prompt fits `limit` positions; instructions are not known yet."""
     pictures, actions = shape.patches * len(robot.cameras), robot.chunk * robot.dim
     columns = _LEAST_PROMPT + pictures + bool(shape.state) + actions + (robot.family != "openvla")
     if columns > limit:
@@ -109,5 +112,5 @@ def _check_columns(robot: RobotConfig, shape: VisionShape, limit: int) -> None:
             where="robot.chunk",
             found=f"at least {columns} columns",
             allowed=f"at most {limit}",
-            fix="lower robot.chunk, name fewer robot.cameras, or take a model of more positions",
+            fix="lower robot.chunk, use fewer robot.cameras, or a model with more positions",
         )

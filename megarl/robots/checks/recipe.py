@@ -1,4 +1,4 @@
-"""Checks of the section `robot`: settings that a policy acting in a simulator can be trained with."""
+"""Checks of the section `robot`, and of other settings that conflict with it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from megarl.robots.envs.settings import SimulatorSettings
 if TYPE_CHECKING:
     from megarl.checks.checklist import Checklist
 
-#: Losses with one term per token, independent of the token's sequence.
+#: Losses whose term for a token does not depend on other tokens of the sequence.
 TOKEN_LOSSES = ("ppo", "cispo", "dro", "gpg", "pg_is", "sapo")
 
 
 def check_robot(config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool = False) -> None:
-    """Check a recipe with the section `robot`, or simulator data without it. `starts`: the run starts here."""
+    """Check a recipe with the section `robot`, or that other recipes use no simulator data.
+
+    Args:
+        starts: the run starts on this machine now.
+    """
     checks = checks.of("robot")
     data = config.data
     wanted = {"data.train_files": data.train_files, "data.val_files": data.val_files}
@@ -36,10 +40,10 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
             if SIMULATOR in sources:
                 checks.fail(
                     "robot",
-                    f"{key} asks for start states of a simulator, and no simulator is named",
+                    f"{key} contains {SIMULATOR!r}, but the recipe has no simulator",
                     found="null",
                     allowed="the section `robot`",
-                    fix="name it in robot.simulator, or name files",
+                    fix=f"add robot.simulator, or list files in {key}",
                 )
         return
     before = len(checks.items)
@@ -49,7 +53,7 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
     if config.model.lora is not None:
         checks.fail(
             "model.lora",
-            "adapters are for policies that write text",
+            "LoRA is not supported for robot policies",
             found="set, with a section `robot`",
             allowed="null",
             fix="remove model.lora: all weights of a robot's policy are trained",
@@ -59,7 +63,7 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
         if sources not in ([SIMULATOR], []) or (key == "data.train_files" and not sources):
             checks.fail(
                 key,
-                "the rows of a robot's run are start states of its simulator",
+                "a recipe with the section `robot` takes its rows from the simulator's start states",
                 found=sources,
                 allowed=f"[{SIMULATOR}]",
                 fix=(
@@ -71,7 +75,7 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
     if config.sft.steps and SIMULATOR in (config.sft.train_files or [SIMULATOR]):
         checks.fail(
             "sft.train_files",
-            "a robot's policy learns from demonstrations before it learns by itself",
+            "the cold start of a robot policy needs demonstrations",
             found=config.sft.train_files or "null",
             allowed="[experts], folders of demonstrations, or TASK=FILE.hdf5",
             fix="set sft.train_files=[experts], or sft.steps=0",
@@ -86,8 +90,8 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
     robot = config.robot
     assert robot is not None
     if not robot.cameras:
-        fix = "name those that the policy was trained with, in their order"
-        checks.fail("robot.cameras", "the policy sees nothing", found=[], allowed="cameras", fix=fix)
+        fix = "list the cameras that the policy was trained with, in their order"
+        checks.fail("robot.cameras", "the policy has no camera", found=[], allowed="names of cameras", fix=fix)
     for where, own, model in (
         ("robot.simulator", robot.simulator, SimulatorSettings),
         ("robot.reward.srpo", robot.reward.srpo, ProgressSettings),
@@ -103,7 +107,7 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
     if robot.reward.name == "progress" and bank and name == "own":
         checks.fail(
             "robot.reward.srpo.bank",
-            "an encoder that learns makes other embeddings in each step, and kept ones cannot be compared with them",
+            "the encoder `own` changes in each step, so stored embeddings cannot be compared with new ones",
             found=bank,
             allowed="0 with the embedding `own`",
             fix="set robot.reward.srpo.bank=0, or another robot.reward.embedding.name",
@@ -111,12 +115,12 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_interpreter(config: RunConfig, checks: Checklist, starts: bool) -> None:
-    """Check the simulator's interpreter, which may be on another machine."""
+    """Check that the simulator's interpreter exists; if the run does not start here, skip the check."""
     assert config.robot is not None
     python, key = config.robot.simulator.get("python"), "robot.simulator.python"
     if not isinstance(python, str) or shutil.which(os.path.expanduser(python)):
         return
-    what = "there is no such interpreter here"
+    what = "interpreter not found on this machine"
     fix = "make the simulator's environment (docs/embodied.md), and name its bin/python"
     if starts:
         checks.fail(key, what, found=python, allowed="a program that may be run", fix=fix)
@@ -125,14 +129,14 @@ def _check_interpreter(config: RunConfig, checks: Checklist, starts: bool) -> No
 
 
 def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Checklist) -> None:
-    """Check the simulator's deadline: while one rank waits for it, the others wait, up to `cluster.timeout_s`."""
+    """Check that simulators' deadlines, with retries, are within `cluster.timeout_s`, for which other ranks wait."""
     limit = config.cluster.timeout_s
     for name in ("construct_s", "answer_s") if config.cluster.nproc > 1 else ():
         waits = getattr(settings, name) * (settings.retries + 1)
         if waits > limit:
             checks.fail(
                 f"robot.simulator.{name}",
-                f"the other processes give up after cluster.timeout_s = {limit:g} s, before the simulators do",
+                f"other ranks time out after cluster.timeout_s = {limit:g} s, before the simulator has no retries left",
                 found=f"{getattr(settings, name):g}, and {settings.retries} retries",
                 allowed=f"at most {limit / (settings.retries + 1):g}",
                 fix=f"set cluster.timeout_s={2 * waits:g}, or a lower robot.simulator.{name}",
@@ -140,7 +144,7 @@ def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Che
 
 
 def _check_surroundings(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
-    """Refuse settings that a robot's policy cannot be combined with, each with its reason."""
+    """Report every setting that conflicts with the section `robot`, with the reason."""
     rollout, loss = config.rollout, config.algorithm.loss.name
     team = None if placement is None else placement.of_role(Role.ROLLOUT)
     apart = team is not None and placement is not None and team != placement.of_role(Role.ACTOR)
@@ -149,11 +153,11 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
         (
             config.algorithm.pipeline in ("grpo", "ppo", "dapo"),
             "algorithm.pipeline",
-            "its nodes score texts, and a robot's policy is scored by its episodes",
+            "it scores texts, not episodes",
             config.algorithm.pipeline,
             "srpo",
         ),
-        (rollout.servers is not None, KEY, "servers write texts", rollout.engine, DEFAULT),
+        (rollout.servers is not None, KEY, "servers generate only text", rollout.engine, DEFAULT),
         (
             rollout.stale_steps > 0,
             "rollout.stale_steps",
@@ -163,18 +167,18 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
         ),
         (apart, "placement", "a robot's policy acts with the trainer's own weights", "a team of its own", "null"),
         (config.has_turns, "env.name", "a robot's environment is its simulator", config.env.get("name"), "single_turn"),
-        (parallel.cp > 1, "actor.parallel.cp", "the tokens of a policy call see all of it", parallel.cp, 1),
+        (parallel.cp > 1, "actor.parallel.cp", "policy calls attend in both directions", parallel.cp, 1),
         (
             loss not in TOKEN_LOSSES,
             "algorithm.loss.name",
-            "it takes whole responses, and episodes go through the model call by call",
+            "it needs whole responses, but the model gets episodes one policy call at a time",
             loss,
             ", ".join(TOKEN_LOSSES),
         ),
         (
             config.algorithm.advantage.name in ("gae", "remax"),
             "algorithm.advantage.name",
-            "there is no critic, and no greedy episode, to compare with",
+            "robot policies have neither a critic nor greedy episodes",
             config.algorithm.advantage.name,
             "an estimator of groups",
         ),
@@ -184,7 +188,7 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
         for name in ("top_p", "top_k", "min_p", "min_new_tokens", "stop_token_ids", "stop"):
             kept = getattr(plain, name)
             value = kept if getattr(sampling, name) is None else getattr(sampling, name)
-            why = "an action is as many tokens as it has numbers, sampled from all of their values"
+            why = "every value of an action is one token, sampled from all action tokens"
             refused.append((value != kept, f"{section}.sampling.{name}", why, value, kept))
     for wrong, key, why, found, allowed in refused:
         if wrong:

@@ -1,4 +1,4 @@
-"""The sources of demonstrations that `sft.train_files` of a robot's recipe names."""
+"""Opens the sources of demonstrations that `sft.train_files` of a robot's recipe lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.robots.data.lerobot import cameras_of, is_lerobot, open_lerobot
 from megarl.robots.simulators.protocol import TaskSpec
 from megarl.system.errors import ConfigError, DataError, choose, close_matches
 
-#: The entry that replaces files where scripted experts show the tasks.
+#: The entry of `sft.train_files` for demonstrations that scripted experts play when the run starts.
 EXPERTS = "experts"
 HDF5 = (".hdf5", ".h5")
 
@@ -41,15 +41,15 @@ def find_demonstrations(
 def _opened(
     source: str, tasks: Mapping[str, TaskSpec], cameras: Mapping[str, str], key: str
 ) -> Iterable[OpenDemonstration]:
-    folder = Path(source).expanduser().is_dir()  # whose name may have `=` in it
+    folder = Path(source).expanduser().is_dir()  # the name of a folder may contain `=`
     named, equals, file = (source, "", "") if folder else source.partition("=")
     task = named if equals else None
     path = Path(file if equals else source).expanduser()
     if equals and path.suffix in HDF5:
-        spec = choose(tasks, named, "there is no such task", where=key)
+        spec = choose(tasks, named, "unknown task", where=key)
         return open_libero(path, named, cameras=_libero_cameras(spec, key))
     if path.is_dir() and is_lerobot(path):
-        chosen = tasks if task is None else {task: choose(tasks, task, "there is no such task", where=key)}
+        chosen = tasks if task is None else {task: choose(tasks, task, "unknown task", where=key)}
         spec = next(iter(chosen.values()))
         seen = cameras_of(list(spec.cameras), cameras, "robot.recorded_cameras")
         return open_lerobot(path, {name: spec.instruction for name, spec in chosen.items()}, seen, task)
@@ -66,8 +66,8 @@ def _libero_cameras(spec: TaskSpec, where: str) -> list[str]:
 
 def _no_source(source: str, where: str) -> ConfigError:
     path = Path(source.rpartition("=")[2]).expanduser()
-    fix = f"write TASK={source}: the file does not know its task" if path.suffix in HDF5 and "=" not in source else None
-    what = "these are no demonstrations" if path.exists() else "no such demonstrations"
+    fix = f"write TASK={source}: the file has no task name" if path.suffix in HDF5 and "=" not in source else None
+    what = "file or folder is no source of demonstrations" if path.exists() else "demonstrations not found"
     near = close_matches(source, [EXPERTS])
     if near:
         fix = f"did you mean {near[0]!r}?"
@@ -76,7 +76,7 @@ def _no_source(source: str, where: str) -> ConfigError:
 
 
 def _fitting(one: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
-    """Return the demonstration; raise an error if its shapes or cameras do not fit its task."""
+    """Return the demonstration unchanged; raise if its shapes or cameras do not fit its task."""
     found = {"numbers of an action": one.actions.shape[1], "numbers of a state": one.states.shape[1]}
     expected = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
     if found != expected:

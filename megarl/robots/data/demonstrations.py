@@ -1,10 +1,8 @@
-"""Demonstrations for the cold start of a robot's policy: from LIBERO's HDF5 or the project's files.
+"""Demonstrations for the cold start of a robot's policy, from LIBERO's HDF5 files or files in megarl's own format.
 
-    read_...    whole demonstrations, one at a time
-    open_...    all demonstrations without their frames; a frame is read from the file when it is used
-
-The project's own format is a folder of safetensors files, one per demonstration, which scripted experts write; reading
-it executes nothing. Frames are uint8 as the simulator renders them, states and actions are not normalised.
+`open_...` functions read states and actions at once, and a frame when it is used. megarl's own format is a folder of
+safetensors files, one per demonstration; the demonstrations of scripted experts are written in it. Frames are uint8 as
+the simulator renders them, states and actions are not normalised.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from safetensors.numpy import save_file
 from megarl.system.errors import DataError, UnavailableError
 
 FORM = "megarl.demonstration/1"
-#: Camera of the LIBERO simulator to its name in LIBERO's files.
+#: The name in LIBERO's files of each camera of the LIBERO simulator.
 LIBERO_CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
 LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
-#: Commands below this norm of an action, without the gripper's number, mean that the arm stands still.
+#: The arm stands still if the norm of an action, without the gripper's value, is below this.
 STILL = 1e-4
 _FRAMES = "frames."
 
@@ -55,7 +53,7 @@ class Demonstration:
         return {"states": self.states, "actions": self.actions, **frames}
 
     def __len__(self) -> int:
-        """Return the environment steps, T."""
+        """Return the number of environment steps, T."""
         return len(self.actions)
 
 
@@ -84,7 +82,7 @@ class OpenDemonstration:
 
     @classmethod
     def of(cls, shown: Demonstration, where: str) -> OpenDemonstration:
-        """Open a demonstration whose frames are in memory."""
+        """Return an `OpenDemonstration` of a demonstration in memory."""
         return cls(
             shown.task,
             where,
@@ -95,15 +93,15 @@ class OpenDemonstration:
         )
 
     def __len__(self) -> int:
-        """Return the environment steps, T."""
+        """Return the number of environment steps, T."""
         return len(self.actions)
 
 
 def moves(actions: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
-    """Return a mask [T] of the actions that are not no-ops, by the definition in OpenVLA's script for LIBERO's data.
+    """Return a mask [T] of the actions that are not no-ops, as OpenVLA's script for LIBERO's data defines them.
 
-    A no-op moves the arm by less than 1e-4 and keeps the gripper's number (the last one) of the last action that is not
-    a no-op; for the first action the arm's movement decides.
+    A no-op moves the arm by less than 1e-4, and has the gripper value (the last one) of the previous action that is not
+    a no-op. The first action is a no-op if it does not move the arm.
 
     Args:
         actions: [T, D].
@@ -123,12 +121,12 @@ def open_libero(
 ) -> Iterator[OpenDemonstration]:
     """Yield the demonstrations of one of LIBERO's files, in order; a step's frame is read from the file on demand.
 
-    OpenVLA's script replays them at 256 pixels without the no-ops and drops those that fail; here frames (128 pixels)
-    and states are the recorded ones, without the steps of no-ops.
+    Steps with no-ops are left out. OpenVLA's script also replays the demonstrations at 256 pixels and drops those that
+    fail; this function returns the recorded frames (128 pixels) and states.
 
     Args:
         path: an HDF5 file with data/demo_0, data/demo_1, ...
-        task: name of the file's task, which the file does not contain.
+        task: name of the file's task; the file does not contain it.
         cameras: one or both of `agentview` and `wrist`.
     """
     cameras = tuple(cameras)
@@ -187,8 +185,9 @@ def _part(group: Any, name: str, path: str | Path) -> Any:
 
 
 def write_demonstrations(folder: str | Path, demonstrations: Iterable[Demonstration]) -> int:
-    """Add demonstrations to a folder, each under the next free number, and return how many were added. Each file is
-    complete when it appears. Only one process may write to a folder.
+    """Write demonstrations into a folder, each under the next free number, and return how many were written.
+
+    Files are renamed once they are complete. Only one process may write to a folder.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,11 +222,11 @@ def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
 
 
 def _demonstrations(folder: str | Path, tasks: Iterable[str] | None) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield the files with demonstrations of these tasks, with their headers."""
+    """Yield each file with a demonstration of these tasks, and its safetensors header."""
     wanted = None if tasks is None else set(tasks)
     files = _files(Path(folder))
     if not files:
-        raise DataError("there are no demonstrations here", where=str(folder), allowed="files 000000.safetensors, ...")
+        raise DataError("folder has no demonstrations", where=str(folder), allowed="files 000000.safetensors, ...")
     for path in files:
         with _opened(path) as (_, facts):
             pass
@@ -241,7 +240,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
         with safe_open(path, framework="np") as file:
             facts = file.metadata() or {}
             if facts.get("form") != FORM:
-                raise DataError("this is no demonstration", where=str(path), found=facts.get("form"), allowed=FORM)
+                raise DataError("file is no demonstration", where=str(path), found=facts.get("form"), allowed=FORM)
             yield file, facts
     except (SafetensorError, OSError) as error:
         raise DataError(f"this file is damaged: {error}", where=str(path)) from None

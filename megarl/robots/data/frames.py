@@ -10,17 +10,17 @@ from megarl.robots.config import EmbeddingSettings
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
 
-#: Before each policy call, and after the last one of the episode.
+#: Prefixes of the pictures before each policy call, and of the picture after the last call of the episode.
 FRAMES, END_FRAMES = "frames/", "end_frames/"
-#: Prefix of pictures of the whole episode as the simulator rendered them: only rewards that look at videos read them.
+#: Prefix of clips: frames of the whole episode as the simulator rendered them, for scores by a video encoder.
 CLIP = "clip/"
 
-#: Entry of the data files that stands for start states of the simulator in the section `robot`.
+#: Entry of `data.train_files` and `data.val_files` for start states of the simulator.
 SIMULATOR = "simulator"
 
 
 def compared_fields(config: RunConfig) -> list[str]:
-    """Return the fields that rewards compare between episodes; none if the reward is only success."""
+    """Return the fields by which `progress` scores compare episodes; empty if the reward is `success`."""
     robot = config.robot
     if robot is None or robot.reward.name == "success":
         return []
@@ -30,6 +30,6 @@ def compared_fields(config: RunConfig) -> list[str]:
 
 
 def clip_fields(config: RunConfig) -> list[str]:
-    """Return the names of the episodes' clips: only the score reads them, and they take as much memory as all other
+    """Return the names of the clip fields, which are dropped after scoring, as they take as much memory as all other
     observations together."""
     return [name for name in compared_fields(config) if name.startswith(CLIP)]

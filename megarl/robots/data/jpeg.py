@@ -51,13 +51,16 @@ def through_jpeg(pictures: Tensor, quality: int = 95) -> Tensor:
         uint8 [N, H, W, 3].
 
     Raises:
-        ValueError: the shape, dtype or quality is another one.
+        ValueError: invalid shape, dtype or quality.
     """
     if pictures.dtype != torch.uint8 or pictures.dim() != 4 or pictures.shape[-1] != 3:
         raise ValueError(f"pictures must be uint8 [N, H, W, 3], got {pictures.dtype} {list(pictures.shape)}")
     height, width = pictures.shape[1:3]
     if min(height, width) < SMALLEST or not 1 <= quality <= 100:
-        raise ValueError(f"a {height} x {width} picture at quality {quality}: sides from {SMALLEST}, quality 1 to 100")
+        raise ValueError(
+            f"cannot compress a {height} x {width} picture at quality {quality}: sides must be at least {SMALLEST}, "
+            "quality 1 to 100"
+        )
     brightness, blue, red = _to_planes(pictures)
     brightness = _smear(brightness, -height % 16, -width % 16)
     colour = torch.cat([_halve(blue), _halve(red)])
@@ -70,7 +73,7 @@ def through_jpeg(pictures: Tensor, quality: int = 95) -> Tensor:
 
 @functools.cache
 def _steps(table: tuple[tuple[int, ...], ...], quality: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return (divisors for writing, multipliers for reading) of the frequencies, float32 [8 columns, 8 rows, 1]."""
+    """Return divisors for writing and multipliers for reading each frequency, both float32 [8 columns, 8 rows, 1]."""
     percent = 5000 // quality if quality < 50 else 200 - 2 * quality
     step = ((torch.tensor(table) * percent + 50) // 100).clamp(1, 255).T
     scale = torch.tensor([1.0, *(math.sqrt(2) * math.cos(k * math.pi / 16) for k in range(1, 8))], dtype=torch.float64)
@@ -116,9 +119,9 @@ def _to_pictures(brightness: Tensor, blue: Tensor, red: Tensor) -> Tensor:
 
 
 def _halve(plane: Tensor) -> Tensor:
-    """Return the means of blocks of 2 x 2 values, rounded down and up alternately, padded to sides of multiples of 8.
+    """Halve both sides of a plane by means of 2 x 2 values, rounded down and up alternately; pad to multiples of 8.
 
-    As in libjpeg, missing columns are repeated before the means are taken, missing rows afterwards.
+    As in libjpeg, the last column is repeated before the means are taken, the last row afterwards.
     """
     height, width = plane.shape[1:]
     plane = _smear(plane, height % 2, -width % 16)
@@ -129,8 +132,7 @@ def _halve(plane: Tensor) -> Tensor:
 
 
 def _double(plane: Tensor) -> Tensor:
-    """Double both sides of a plane: a new value is 3/4 of the nearest old value and 1/4 of the next, in each
-    direction."""
+    """Double both sides of a plane: per direction, a value is 3/4 of its nearest old value and 1/4 of the next one."""
     edges = torch.cat([plane[:, :1], plane, plane[:, -1:]], dim=1)
     near = 3 * plane
     rows = torch.stack([near + edges[:, :-2], near + edges[:, 2:]], dim=2).flatten(1, 2)
@@ -140,7 +142,7 @@ def _double(plane: Tensor) -> Tensor:
 
 
 def _lose(plane: Tensor, divisors: Tensor, multipliers: Tensor) -> Tensor:
-    """Quantise and restore the 8 x 8 blocks of a plane int32 [N, H, W]; returns the same shape."""
+    """Quantise the frequencies of the 8 x 8 blocks of a plane int32 [N, H, W], and transform them back."""
     count, height, width = plane.shape
     blocks = (plane - 128).view(count, height // 8, 8, width // 8, 8).permute(4, 2, 0, 1, 3).reshape(8, 8, -1)
     rows = torch.stack(_forward(blocks.unbind(0), first=True))
@@ -152,8 +154,7 @@ def _lose(plane: Tensor, divisors: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _forward(x: Sequence[Tensor], *, first: bool) -> list[Tensor]:
-    """Return the accurate DCT of eight int32 samples; with `first` (the first of two passes) the results are times
-    4."""
+    """Return the accurate DCT of eight int32 samples; with `first` (the first of two passes) scaled by 4."""
     sums = [x[i] + x[7 - i] for i in range(4)]
     t7, t6, t5, t4 = (x[i] - x[7 - i] for i in range(4))
     even, odd = sums[0] + sums[3], sums[1] + sums[2]

@@ -2,8 +2,8 @@
 
     meta/info.json            features (actions, states, cameras), pictures per second, patterns of file paths
     meta/tasks.*              instruction of each task, by the task's number
-    meta/episodes.*           2: number and length of each episode; 3: also its files and its place in them
-    data/..., videos/...      2: one file per episode; 3: many episodes per file
+    meta/episodes.*           number and length of each episode; in version 3 also its files and its place in them
+    data/..., videos/...      version 2: one file per episode; version 3: many episodes per file
 States and actions are read when a demonstration is opened, pictures on demand. Source of the layout: lerobot's
 `datasets/dataset_metadata.py` and `utils.py` (0.4).
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 INFO = "meta/info.json"
 ACTION, STATE, PICTURES = "action", "observation.state", "observation.images."
 VERSIONS = ("v2.0", "v2.1", "v3.0")
-#: A step's picture is the video's nearest in time. If it is further away than this fraction of the time between two
+#: A step's picture is the one nearest in time. If it is further away than this fraction of the time between two
 #: pictures, the video has no picture for the step.
 _NEAR = 0.5
 
@@ -44,7 +44,7 @@ def is_lerobot(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Episode:
-    """An episode: its number and its row in meta/episodes."""
+    """An episode's number and its row in meta/episodes."""
 
     number: int
     row: Mapping[str, Any]
@@ -58,35 +58,35 @@ class LeRobotFolder:
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """Contents of meta/info.json."""
+        """The contents of meta/info.json."""
         path = self.folder / INFO
         try:
             info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             version, features = info["codebase_version"], info["features"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"this is no data set of LeRobot: {error!r}", where=str(path)) from None
+            raise DataError(f"folder is no LeRobot data set: {error!r}", where=str(path)) from None
         if version not in VERSIONS:
             raise DataError(
                 "this version of LeRobot's format is not supported", where=str(path), found=version, allowed=VERSIONS
             )
         missing = [name for name in (ACTION, "episode_index", "task_index") if name not in features]
         if missing:
-            raise DataError(f"there is no {missing[0]!r}", where=str(path), found=sorted(features))
+            raise DataError(f"the data set has no feature {missing[0]!r}", where=str(path), found=sorted(features))
         return info
 
     @property
     def _many(self) -> bool:
-        """True if a file holds many episodes (version 3)."""
+        """Whether a file contains many episodes (version 3)."""
         return bool(self.info["codebase_version"].startswith("v3"))
 
     @property
     def cameras(self) -> list[str]:
-        """Names of the features that are pictures."""
+        """The names of the features that are pictures."""
         return [name for name, feature in self.info["features"].items() if feature.get("dtype") in ("image", "video")]
 
     @cached_property
     def instructions(self) -> dict[int, str]:
-        """Instruction of each task, by its number."""
+        """The instruction of each task, by the task's number."""
         if self._many:
             table = _table(self.folder / "meta/tasks.parquet").to_pandas()
             return {int(number): str(text) for text, number in table["task_index"].items()}
@@ -96,7 +96,7 @@ class LeRobotFolder:
     def instruction(self, task: int) -> str:
         """Return the instruction of a task by its number."""
         if task not in self.instructions:
-            what = "episodes are of a task that meta/tasks does not have"
+            what = "an episode's task is not in meta/tasks"
             raise DataError(what, where=str(self.folder / "meta"), found=task, allowed=sorted(self.instructions))
         return self.instructions[task]
 
@@ -108,7 +108,7 @@ class LeRobotFolder:
         else:
             rows = _lines(self.folder / "meta/episodes.jsonl")
         if not rows:
-            raise DataError("there are no episodes", where=str(self.folder / "meta"))
+            raise DataError("the data set has no episodes", where=str(self.folder / "meta"))
         episodes = [_Episode(int(row["episode_index"]), row) for row in rows]
         return sorted(episodes, key=lambda episode: episode.number)
 
@@ -130,27 +130,30 @@ class LeRobotFolder:
         try:
             place = PurePosixPath(str(form).format(**names))
         except (KeyError, IndexError, ValueError) as error:
-            raise DataError(f"no place of files: {error!r}", where=f"{self.folder / INFO}: {key}", found=form) from None
-        if place.is_absolute() or ".." in place.parts:  # links to elsewhere are fine: a hub's cache consists of them
-            raise DataError("a file outside of the data set", where=f"{self.folder / INFO}: {key}", found=str(place))
+            raise DataError(
+                f"invalid pattern of file paths: {error!r}", where=f"{self.folder / INFO}: {key}", found=form
+            ) from None
+        if place.is_absolute() or ".." in place.parts:  # links are allowed: a hub's cache consists of them
+            raise DataError(
+                "the pattern leads outside of the data set", where=f"{self.folder / INFO}: {key}", found=str(place)
+            )
         return str(place)
 
     def _said(self, key: str) -> Any:
         """Return the value of a key in meta/info.json."""
         if key not in self.info:
-            raise DataError(f"there is no {key!r}", where=str(self.folder / INFO), found=sorted(self.info))
+            raise DataError(f"missing key {key!r}", where=str(self.folder / INFO), found=sorted(self.info))
         return self.info[key]
 
     def _of(self, episode: _Episode, key: str) -> Any:
         """Return the value of a column of meta/episodes for an episode."""
         if key not in episode.row:
             where = f"{self.folder / 'meta/episodes'}: episode {episode.number}"
-            raise DataError(f"there is no {key!r}", where=where, found=sorted(episode.row))
+            raise DataError(f"missing column {key!r}", where=where, found=sorted(episode.row))
         return episode.row[key]
 
     def numbers(self, episode: _Episode) -> tuple[pa.Table, list[int]]:
-        """Return the episode's rows of states and actions, by time, and the row groups of the file that contain
-        them."""
+        """Return the episode's states and actions, one row per step, and the numbers of their parquet row groups."""
         import pyarrow as pa
 
         path = self.data_file(episode)
@@ -162,11 +165,15 @@ class LeRobotFolder:
         return table.filter(pa.array(np.asarray(table["episode_index"]) == episode.number)), groups
 
     def pictures(self, episode: _Episode, camera: str, groups: Sequence[int]) -> Callable[[int], NDArray[np.uint8]]:
-        """Return a function from an environment step to its picture, uint8 [H, W, 3]."""
+        """Return a function that reads the camera's picture, uint8 [H, W, 3], at an environment step.
+
+        Args:
+            groups: the parquet row groups of the episode.
+        """
         if self.info["features"][camera]["dtype"] == "video":
             path = self.video_file(episode, camera)
             if not path.is_file():
-                raise DataError("this video is missing", where=str(path))
+                raise DataError("video file not found", where=str(path))
             first = float(self._of(episode, f"videos/{camera}/from_timestamp")) if self._many else 0.0
             fps = float(self._said("fps"))
             return lambda step: _picture_at(path, first + step / fps, _NEAR / fps)
@@ -191,7 +198,7 @@ def open_lerobot(
     known = {text.casefold().strip(): name for name, instruction in tasks.items() for text in (name, instruction)}
     for episode in data.episodes():
         if task is None and "tasks" in episode.row and not any(_key(text) in known for text in episode.row["tasks"]):
-            continue  # an episode of other tasks is not read
+            continue  # skip reading an episode of another task
         table, groups = data.numbers(episode)
         instruction = data.instruction(table["task_index"][0].as_py())
         name = task if task is not None else known.get(_key(instruction))
@@ -246,7 +253,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _file(path: Path) -> Iterator[Any]:
-    """Open a parquet file; errors of reading inside the block are raised with its name."""
+    """Open a parquet file; raise errors of reading it as DataError with its path."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -266,13 +273,13 @@ def _groups_read(path: Path, groups: Sequence[int], columns: Sequence[str]) -> p
     with _file(path) as file:
         missing = [name for name in columns if name not in file.schema_arrow.names]
         if missing:
-            raise DataError(f"there is no column {missing[0]!r}", where=str(path), found=file.schema_arrow.names)
+            raise DataError(f"missing column {missing[0]!r}", where=str(path), found=file.schema_arrow.names)
         return file.read_row_groups(list(groups), columns=list(columns))
 
 
 @lru_cache(maxsize=64)
 def _groups(path: Path) -> dict[int, list[int]]:
-    """Return the row groups of each episode in a file."""
+    """Return the numbers of the row groups that contain each episode of a parquet file."""
     with _file(path) as file:
         number = file.num_row_groups
     groups: dict[int, list[int]] = {}
@@ -313,12 +320,12 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
     try:
         with av.open(str(path)) as video:
             if not video.streams.video:
-                raise DataError("there is no video in this file", where=str(path))
+                raise DataError("file contains no video", where=str(path))
             stream = video.streams.video[0]
             assert stream.time_base is not None, "every video stream has a time base"
             video.seek(
                 max(0, round((second - near) / stream.time_base)), stream=stream
-            )  # goes to the key frame before that time
+            )  # seeks to the key frame before this time
             best, apart = None, float("inf")
             for frame in video.decode(stream):
                 if frame.time is None:
@@ -328,7 +335,7 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
                 if frame.time >= second:
                     break
             if best is None or apart > near:
-                raise DataError(f"no picture at {second:.3f} s", where=str(path))
+                raise DataError(f"the video has no picture at {second:.3f} s", where=str(path))
             return np.asarray(best.to_ndarray(format="rgb24"), np.uint8)
     except av.FFmpegError as error:
         raise DataError(f"this video cannot be read: {error}", where=str(path)) from None

@@ -1,15 +1,15 @@
-"""Camera frames -> what a model was trained to see: uint8 in, uint8 or normalised numbers out, on any device.
+"""Turns camera frames into the pictures and pixels that a model was trained with, on any device.
 
     frames uint8 [..., H, W, 3]     as the simulator rendered them
       | PicturePipeline             turned, sent through JPEG, resized, cropped
-    pictures uint8 [..., S, S, 3]   what is kept of an episode: the same bytes for acting and for training
+    pictures uint8 [..., S, S, 3]   episodes store these: acting and training use the same bytes
       | Normalisation               one for each vision tower, their channels one after another
     pixels [..., 3 * towers, S, S]
 
-OpenVLA-OFT's evaluation and both systems that train it by reinforcement do the first part in TensorFlow; here it is
-tensors only. Against TensorFlow 2 on a CPU, `through_jpeg` gives the same bytes, and a whole pipeline differs by at
-most one level of 255 in less than 1 of 10,000 numbers: where a sum of float32 ends near half a level, the order of its
-terms decides. The same is to be expected between devices.
+OpenVLA-OFT's evaluation, and both systems that train it with RL, run the first part in TensorFlow; this module uses
+torch. Compared with TensorFlow 2 on a CPU, `through_jpeg` returns the same bytes, and a whole pipeline differs by at
+most one level of 255 in less than 1 of 10,000 values: if a float32 sum is near half a level, the order of its terms
+decides how it is rounded. The same may happen between devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.robots.data.jpeg import through_jpeg
 from megarl.robots.data.resampling import KERNELS, crop_centre, resize
 from megarl.system.errors import ConfigError, DataError, choose
 
-#: Frames that are worked on at a time: on CPUs as many as stay in their caches.
+#: Frames that are processed at a time, by device type; on CPUs as many as fit into their caches.
 _AT_A_TIME = {"cpu": 4}
 
 
@@ -50,11 +50,11 @@ class PicturePipeline:
         if self.size < 2:
             raise ConfigError("a picture has at least 2 x 2 pixels", where="size", found=self.size)
         if self.resize is not None:
-            choose(KERNELS, self.resize, "there is no such filter", where="resize")
+            choose(KERNELS, self.resize, "unknown filter for resizing", where="resize")
         if self.crop is not None and not 0 < self.crop <= 1:
-            raise ConfigError("no share of an area", where="crop", found=self.crop, allowed="above 0, up to 1")
+            raise ConfigError("invalid share of the area", where="crop", found=self.crop, allowed="above 0, up to 1")
         if self.jpeg is not None and not 1 <= self.jpeg <= 100:
-            raise ConfigError("no quality of a JPEG file", where="jpeg", found=self.jpeg, allowed="1 to 100")
+            raise ConfigError("invalid JPEG quality", where="jpeg", found=self.jpeg, allowed="1 to 100")
 
     def __call__(self, frames: Tensor) -> Tensor:
         """Return the frames of one shape, uint8 [..., H, W, 3], as pictures, uint8 [..., size, size, 3]."""
@@ -62,7 +62,7 @@ class PicturePipeline:
         height, width = frames.shape[-3:-1]
         if self.resize is None and self.crop is None and (height, width) != (self.size, self.size):
             raise DataError(
-                "nothing resizes these frames",
+                "frames have another size than the pictures, and the pipeline does not resize",
                 where="frames",
                 found=f"{height} x {width}",
                 allowed=f"{self.size} x {self.size}",
@@ -78,14 +78,14 @@ class PicturePipeline:
         if self.resize is not None and tuple(frames.shape[1:3]) != (self.size, self.size):
             frames = _levels(resize(frames.float(), self.size, self.size, self.resize))
         if self.crop is not None:
-            # TensorFlow's way from levels to shares and back: 255.5, and what follows the point is cut off.
+            # TensorFlow converts levels to [0, 1] and back so: multiply by 255.5, and drop the fraction.
             shares = crop_centre(frames.float() * float(np.float32(1 / 255)), self.crop, self.size)
             frames = (shares.clamp(0, 1) * 255.5).to(torch.uint8)
         return frames
 
 
-#: By name. `libero` and `aloha`: evaluation of OpenVLA-OFT. `robotwin`: SimpleVLA-RL, which crops the camera's own
-#: shape without a resize before. `plain`: nothing to reproduce, a filtered resize.
+#: Values of `robot.pictures`. `libero` and `aloha` reproduce OpenVLA-OFT's evaluation, `robotwin` SimpleVLA-RL, which
+#: crops frames before they are resized. `plain` only resizes.
 PIPELINES = {
     "libero": PicturePipeline(224, rotate=True, jpeg=95, resize="lanczos3", crop=0.9),
     "aloha": PicturePipeline(224, jpeg=95, resize="lanczos3", crop=0.9),
@@ -103,7 +103,7 @@ class Normalisation:
 
     @classmethod
     def of_checkpoint(cls, config: Mapping[str, Any], where: str) -> Normalisation:
-        """Read `means` and `stds` from the content `config` of a checkpoint's preprocessor_config.json.
+        """Return the normalisation with `means` and `stds` of a checkpoint's preprocessor_config.json.
 
         They are worth reading: OpenVLA's are rounded to bfloat16 (0.484375 for 0.485).
         """
@@ -111,7 +111,7 @@ class Normalisation:
             parts = [tuple(tuple(float(x) for x in tower) for tower in config[key]) for key in ("means", "stds")]
         except (ValueError, KeyError, TypeError) as problem:
             raise ConfigError(
-                f"no normalisation of pictures can be read ({type(problem).__name__}: {problem})",
+                f"the image normalisation cannot be read ({type(problem).__name__}: {problem})",
                 where=where,
                 allowed="`means` and `stds`: for each vision tower three numbers",
             ) from None
@@ -120,7 +120,7 @@ class Normalisation:
         means, deviations = ([number for tower in part for number in tower] for part in parts)
         if not all(map(math.isfinite, means + deviations)) or min(deviations) <= 0:
             raise ConfigError(
-                "numbers that pixels cannot be normalised with",
+                "`means` or `stds` has a number that pixels cannot be normalised with",
                 where=where,
                 found=parts,
                 allowed="finite numbers, `stds` above 0",
@@ -128,7 +128,7 @@ class Normalisation:
         return cls(*parts)
 
     def __call__(self, pictures: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return uint8 [..., H, W, 3] -> `dtype` [..., 3 * towers, H, W]; counted in float32."""
+        """Turn pictures uint8 [..., H, W, 3] into pixels `dtype` [..., 3 * towers, H, W]; computed in float32."""
         _check(pictures)
         values = (pictures.movedim(-1, -3).float() / 255).unsqueeze(-4)
         means, deviations = (
@@ -139,16 +139,16 @@ class Normalisation:
 
 IMAGENET = Normalisation(((0.485, 0.456, 0.406),), ((0.229, 0.224, 0.225),))
 SIGLIP = Normalisation(((0.5, 0.5, 0.5),), ((0.5, 0.5, 0.5),))
-#: The two towers of OpenVLA: DINOv2's channels, then SigLIP's.
+#: OpenVLA has two towers: DINOv2's channels are first, then SigLIP's.
 DINO_SIGLIP = Normalisation(IMAGENET.means + SIGLIP.means, IMAGENET.deviations + SIGLIP.deviations)
-#: By the number of towers that a policy has.
+#: The normalisation of a policy without a preprocessor_config.json, by its number of towers.
 _OF_TOWERS = {1: SIGLIP, 2: DINO_SIGLIP}
 
 
 def policy_normalisation(
     preprocessor: Mapping[str, Any] | None, towers: int, side: int, where: str = "preprocessor_config.json"
 ) -> Normalisation:
-    """Return the normalisation of a robot policy's pictures.
+    """Return the image normalisation of a robot policy.
 
     Args:
         preprocessor: content of its preprocessor_config.json; None: it has none, and gets the usual numbers.
@@ -161,11 +161,11 @@ def policy_normalisation(
     wanted = [[3, side, side]] * towers
     if len(found.means) != towers or (sizes is not None and [list(size) for size in sizes] != wanted):
         raise ConfigError(
-            "the pictures of this file are not those of the model's vision towers",
+            "the image normalisation does not fit the model's vision towers",
             where=where,
             found={"means": found.means, "input_sizes": sizes},
             allowed={"means": f"of {towers} towers", "input_sizes": wanted},
-            fix="take config.json and preprocessor_config.json of one checkpoint",
+            fix="use config.json and preprocessor_config.json of the same checkpoint",
         )
     return found
 
@@ -183,20 +183,21 @@ class VideoPipeline:
     normalisation: Normalisation = IMAGENET
 
     def choose(self, count: int) -> list[int]:
-        """Return the frames of `count` that are in the clip: evenly spread with both ends, or all of them again and
-        again.
+        """Return the numbers of the frames of an episode of `count` frames that form the clip.
+
+        They are evenly spaced and include both ends; a short episode is repeated.
 
         >>> VideoPipeline(frames=4).choose(8), VideoPipeline(frames=4).choose(3)
         ([0, 2, 4, 7], [0, 1, 2, 0])
         """
         if count < 1:
-            raise DataError("an episode without frames has no clip", where="frames", found=count)
+            raise DataError("cannot make a clip of an episode without frames", where="frames", found=count)
         if count < self.frames:
             return [number % count for number in range(self.frames)]
         return [int(place) for place in np.linspace(0, count - 1, self.frames, dtype=np.int64)]
 
     def __call__(self, frames: Tensor) -> Tensor:
-        """Return all frames of an episode, uint8 [T, H, W, 3], as float32 [frames, 3, size, size]."""
+        """Turn an episode's frames, uint8 [T, H, W, 3], into a clip, float32 [frames, 3, size, size]."""
         _check(frames)
         height, width = frames.shape[1:3]
         short = self.size * 256 // 224
@@ -213,12 +214,12 @@ class VideoPipeline:
 
 
 def _levels(values: Tensor) -> Tensor:
-    """Return float32 levels as uint8, rounded half to even."""
+    """Convert float32 levels to uint8, rounding half to even."""
     return values.round().clamp_(0, 255).to(torch.uint8)
 
 
 def _by_parts(frames: Tensor, work: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """Return `work` on frames [..., H, W, 3], a few at a time, as uint8 [..., *shape]."""
+    """Apply `work` to frames [..., H, W, 3], a few at a time, and return the results, uint8 [..., *shape]."""
     flat = frames.reshape(-1, *frames.shape[-3:])
     result = torch.empty(len(flat), *shape, dtype=torch.uint8, device=frames.device)
     step = _AT_A_TIME.get(frames.device.type, 256)
@@ -230,7 +231,7 @@ def _by_parts(frames: Tensor, work: Callable[[Tensor], Tensor], shape: tuple[int
 def _check(frames: Tensor) -> None:
     if frames.dtype != torch.uint8 or frames.dim() < 3 or frames.shape[-1] != 3:
         raise DataError(
-            "these are no frames",
+            "invalid shape or dtype of frames",
             where="frames",
             found=f"{frames.dtype} {list(frames.shape)}",
             allowed="uint8 [..., height, width, 3]",

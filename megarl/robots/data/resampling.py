@@ -1,7 +1,7 @@
-"""Pictures made larger, smaller, or cropped, as TensorFlow does it, in tensors on any device.
+"""Resizes and crops pictures as TensorFlow does, with torch on any device.
 
-Each output is a weighted sum of a few inputs, added in a fixed order: the rest of a batch, and the kernel that a
-matrix product would take for its size, changes nothing.
+Each output is a weighted sum of a few inputs, added in a fixed order. So a picture's result does not depend on the
+other pictures of its batch, as it could with a matrix product.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _cubic(x: Floats) -> Floats:
     return np.where(x >= 2, 0, np.where(x >= 1, far, near)).astype(np.float32)
 
 
-#: Weights by distance, and the distance at which they end.
+#: By name of a filter: the function from distance to weight, and the distance from which weights are 0.
 KERNELS: dict[str, tuple[Callable[[Floats], Floats], int]] = {
     "lanczos3": (_lanczos3, 3),
     "bilinear": (_triangle, 1),
@@ -43,25 +43,23 @@ KERNELS: dict[str, tuple[Callable[[Floats], Floats], int]] = {
 
 
 def resize(pictures: Tensor, height: int, width: int, kernel: str) -> Tensor:
-    """Return the pictures of another size, smoothed before they are made smaller.
+    """Resize pictures with antialiasing, as `tf.image.resize(..., method=kernel, antialias=True)`.
 
-    `tf.image.resize(..., method=kernel, antialias=True)`; Pillow's and torch's filters of these names are the same.
+    Pillow's and torch's filters of these names are the same.
 
     Args:
         pictures: float32 [N, H, W, C].
-        height: height of the result.
-        width: width of the result.
         kernel: one of KERNELS; `bicubic` is Keys' with a = -0.5.
 
     Returns:
-        float32 [N, height, width, C]; numbers may leave the range of the input.
+        float32 [N, height, width, C]; values may be outside of the input's range.
     """
     pictures = _weighted(pictures, height, kernel).transpose(1, 2)
     return _weighted(pictures, width, kernel).transpose(1, 2)
 
 
 def _weighted(pictures: Tensor, size: int, kernel: str) -> Tensor:
-    """Return the dimension 1 resized."""
+    """Resize dimension 1 of the pictures to `size`."""
     if pictures.shape[1] == size:
         return pictures
     pictures = pictures.contiguous()
@@ -74,8 +72,9 @@ def _weighted(pictures: Tensor, size: int, kernel: str) -> Tensor:
 
 @functools.cache
 def _taps(kernel: str, source: int, target: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return (places int64, weights float32), both [inputs per output, target]; float32 throughout, as TensorFlow
-    counts."""
+    """Return the inputs of each output along one dimension: places int64 and weights float32, [inputs per output,
+    target]. All arithmetic is float32, as in TensorFlow.
+    """
     function, radius = KERNELS[kernel][0], np.float32(KERNELS[kernel][1])
     inverse = np.float32(1.0 / np.float32(np.float32(target) / np.float32(source)))
     stretch = max(inverse, np.float32(1))
@@ -93,14 +92,14 @@ def _taps(kernel: str, source: int, target: int, device: str) -> tuple[Tensor, T
 
 
 def crop_centre(pictures: Tensor, area: float, size: int) -> Tensor:
-    """Return the middle of each picture, this share of its area, as a square of `size`.
+    """Crop the centre of each picture, and resize it to `size` x `size`.
 
-    `tf.image.crop_and_resize` with a box in the middle: bilinear, corner on corner, not smoothed.
+    Equals `tf.image.crop_and_resize` with a central box: bilinear, with aligned corners, without antialiasing.
 
     Args:
         pictures: float32 [N, H, W, C].
-        area: above 0, up to 1; both sides shrink by its root.
-        size: sides of the result, at least 2.
+        area: share of the area to keep, above 0, up to 1.
+        size: at least 2.
     """
     side = np.sqrt(np.float32(area))
     low = (np.float32(1) - side) / np.float32(2)
@@ -109,7 +108,7 @@ def crop_centre(pictures: Tensor, area: float, size: int) -> Tensor:
 
 
 def _between(pictures: Tensor, low: np.float32, high: np.float32, size: int) -> Tensor:
-    """Return the dimension 1 from `low` to `high` of its length, as `size` samples."""
+    """Sample dimension 1 at `size` evenly spaced places from `low` to `high`, as fractions of its length."""
     last = np.float32(pictures.shape[1] - 1)
     at = low * last + np.arange(size, dtype=np.float32) * ((high - low) * last / np.float32(size - 1))
     at = at.clip(0, last)

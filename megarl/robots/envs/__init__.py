@@ -1,4 +1,4 @@
-"""Simulators of robots: processes with interpreters of their own."""
+"""Runs robots' simulators in separate processes, each with its own Python interpreter."""
 
 from megarl.robots.envs.answers import Advice, Answer, Failure, SimulatorError
 from megarl.robots.envs.pool import SimulatorPool

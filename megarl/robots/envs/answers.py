@@ -1,4 +1,4 @@
-"""The answers of a pool's slot, and the pool's counters."""
+"""What a slot of a `SimulatorPool` returns: the types of answers, and the pool's counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.system.errors import MegarlError
 
 @dataclass(frozen=True)
 class Advice:
-    """The action of a scripted expert. `action`: float32 [D]; None: the simulator has no expert."""
+    """A scripted expert's action, float32 [D]; None: the simulator has no expert."""
 
     action: Numbers | None
 
@@ -37,7 +37,7 @@ class Failure:
     output: str  # last lines of the process
 
 
-#: An observation begins an episode, an outcome answers a chunk of actions.
+#: The answer to `begin` is an Observation, to a chunk of actions an Outcome, to `expert` an Advice.
 Answer = Observation | Outcome | Advice | Failure
 
 
@@ -60,15 +60,15 @@ class PoolCounts:
 
 
 class SimulatorError(MegarlError):
-    """No simulator works. The message names the simulator, the last episode, and the output of the process.
+    """No simulator process works any more.
 
     Args:
-        simulator: its name.
+        simulator: the simulator's name.
         python: its interpreter.
         what: the problem, in one clause.
-        lines: known facts, as pairs of a name and a text.
-        output: last lines of the process.
-        fix: a remedy.
+        lines: further facts, as pairs of a name and a text.
+        output: last lines that the process printed.
+        fix: what the user can do.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Validation of a simulator process's answers, field by field: it runs code that is not the trainer's."""
+"""Validates the answers of a simulator's process, which runs code that is not trusted."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _TASKS, _PARTS, _CAMERAS = 100_000, 64, 64
 _PIXELS = 1 << 14  # a side of a picture
 _COUNT = range(1 << 31)
 _SUM = range(1 << 32)
-#: Kinds of refusals, `settings` of the first answer only.
+#: Kinds of errors that a simulator's process may report; `settings` only in its first answer.
 _REFUSALS = ("raised", "state", "frames")
 
 
 def check_answer(
     expected: str, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], task: TaskSpec | None, actions: int
 ) -> None:
-    """Refuse an invalid answer to a call.
+    """Check an answer to a call.
 
     Args:
         expected: the kind of answer: open, construct, reset, step or expert.
-        header, arrays: of its message.
-        task: of the episode; None: there is none.
-        actions: those of the chunk, for a step.
+        header, arrays: the answer's message.
+        task: the episode's task; None: no episode.
+        actions: number of actions of the chunk, for a step.
 
     Raises:
         Malformed: the answer is invalid.
@@ -38,7 +38,7 @@ def check_answer(
         _check_refusal(expected, header)
         return
     if header.get("call") != expected:
-        raise Malformed(f"an answer {short(header.get('call'))} where {expected} was due")
+        raise Malformed(f"the answer {short(header.get('call'))} instead of {expected}")
     if expected == "open":
         _check_tasks(header.get("tasks"))
     elif expected == "construct":
@@ -60,12 +60,12 @@ def check_answer(
 def _check_refusal(expected: str, header: Mapping[str, Any]) -> None:
     allowed = ("settings", *_REFUSALS) if expected == "open" else _REFUSALS
     if header["error"] not in allowed:
-        raise Malformed(f"a refusal {short(header['error'])}; allowed: {', '.join(allowed)}")
+        raise Malformed(f"an unknown kind of error {short(header['error'])}; allowed: {', '.join(allowed)}")
     text(header.get("text"), _TEXT, "the text of a refusal")
     if header["error"] == "settings":
         text(header.get("key"), _NAME, "the key of a refusal")
         if "found" not in header:
-            raise Malformed("a refusal of a setting without what was found")
+            raise Malformed("an error about a setting without the value found")
         if isinstance(header.get("allowed"), list):
             _texts(header["allowed"], "the names of settings")
 
@@ -74,12 +74,12 @@ def _check_step(header: Mapping[str, Any], actions: int) -> None:
     whole(header.get("executed"), range(1, actions + 1), "the number of actions executed")
     success, over = (flag(header.get(name), f"an answer of which `{name}` is") for name in ("success", "over"))
     if success and not over:
-        raise Malformed("an episode with success that is not over")
+        raise Malformed("an episode that has succeeded but is not over")
     if header.get("progress", 0) is not None:
         number(header.get("progress"), "the progress")
     parts = header.get("parts")
     if not isinstance(parts, dict) or len(parts) > _PARTS:
-        raise Malformed(f"parts of the time {short(parts)}")
+        raise Malformed(f"invalid parts of the time: {short(parts)}")
     for name, seconds in parts.items():
         text(name, _NAME, "the name of a part of the time")
         number(seconds, f"the part {short(name)} of the time")
@@ -87,7 +87,7 @@ def _check_step(header: Mapping[str, Any], actions: int) -> None:
 
 def _check_tasks(tasks: Any) -> None:
     if not isinstance(tasks, list) or len(tasks) > _TASKS:
-        raise Malformed(f"tasks {short(tasks)}")
+        raise Malformed(f"an invalid list of tasks: {short(tasks)}")
     fields = set(TaskSpec.__dataclass_fields__)
     for task in tasks:
         if not isinstance(task, dict) or set(task) != fields:
@@ -102,11 +102,11 @@ def _check_tasks(tasks: Any) -> None:
 
 def _check_cameras(cameras: Any) -> None:
     if not isinstance(cameras, dict) or len(cameras) > _CAMERAS:
-        raise Malformed(f"cameras {short(cameras)}")
+        raise Malformed(f"invalid cameras: {short(cameras)}")
     for camera, size in cameras.items():
         text(camera, _NAME, "the name of a camera")
         if not isinstance(size, list) or len(size) != 2:
-            raise Malformed(f"a camera's picture of the size {short(size)}")
+            raise Malformed(f"an invalid picture size of a camera: {short(size)}")
         for side in size:
             whole(side, range(1, _PIXELS + 1), "a side of a camera's picture")
 
@@ -114,7 +114,7 @@ def _check_cameras(cameras: Any) -> None:
 def _check_array(array: NDArray[Any] | None, name: str, size: int | None) -> None:
     if array is None or array.dtype != np.float32 or array.ndim != 1 or size not in (None, len(array)):
         shown = "none" if array is None else f"{array.dtype} {list(array.shape)}"
-        raise Malformed(f"an array {name!r} that is {shown}; allowed: float32 [{'D' if size is None else size}]")
+        raise Malformed(f"the array {name!r} as {shown}; allowed: float32 [{'D' if size is None else size}]")
     if not np.isfinite(array).all():
         raise Malformed(f"an array {name!r} with numbers that are not finite")
 

@@ -1,13 +1,13 @@
-"""A pool of simulators' processes: one slot plays one episode at a time, and all slots at the same time.
+"""A pool of simulator processes: each slot plays one episode at a time, and all slots run in parallel.
 
-    begin(slot, task, trial)     an episode            -> Observation
-    act(slot, actions)           one policy call       -> Outcome
-    expert(slot)                 a scripted expert     -> Advice
-    answers(wait_s)              ready answers by slot: these, or a Failure in their place
+    begin(slot, task, trial)     begin an episode            -> Observation
+    act(slot, actions)           execute one policy call     -> Outcome
+    expert(slot)                 request the expert's action -> Advice
+    answers(wait_s)              return the answers that have arrived, by slot; a Failure replaces an answer
 
 A process that dies, hangs, or sends an invalid answer is replaced. Its episode is replayed from the start with its
-recorded actions, up to `retries` times, and must give the same answers: then the caller notices nothing. Otherwise the
-slot answers with a Failure, and the episode is discarded.
+recorded actions, up to `retries` times. If the replay has the same answers, the caller does not notice. Otherwise the
+slot's answer is a Failure, and the episode is discarded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megarl.system.processes import how_it_ended
 from megarl.system.tracing import beat
 
 _BEAT_S = 1.0
-_EXIT_S = 2.0  # for processes that are asked to end
+_EXIT_S = 2.0  # processes have this time to end by themselves
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Episode:
 
     @property
     def owed(self) -> bool:
-        """Whether an answer is pending."""
+        """Whether the process has not answered yet."""
         return self.advice or len(self.sums) <= len(self.chunks)
 
 
@@ -112,13 +112,13 @@ class SimulatorPool:
 
     @property
     def busy(self) -> list[int]:
-        """Slots with a pending answer."""
+        """The numbers of the slots that have not answered yet."""
         return [number for number, slot in enumerate(self._slots) if slot.owed]
 
     def begin(self, slot: int, task: str, trial: int, record: Recording | None = None) -> None:
-        """Begin an episode; its last outcome has a clip if it is recorded. The slot's current episode is dropped.
+        """Begin an episode in a slot; an unfinished episode of the slot is dropped.
 
-        With `record` the simulator takes a picture after every environment step, not only after every chunk.
+        With `record` the simulator renders every environment step, and the episode's last Outcome has a clip.
         """
         it = self._free(slot)
         if it.episode is not None:
@@ -128,10 +128,10 @@ class SimulatorPool:
         self._go_on(it)
 
     def act(self, slot: int, actions: NDArray[Any]) -> None:
-        """Execute a chunk of actions [K, D] in the slot's episode, which is not over.
+        """Execute a chunk of actions [K, D] in the slot's unfinished episode.
 
         Raises:
-            ValueError: an action is not finite, which is an error of the policy, not of the simulator.
+            ValueError: an action is not finite.
         """
         it = self._free(slot)
         assert it.episode is not None, f"slot {slot} plays no episode"
@@ -145,14 +145,14 @@ class SimulatorPool:
         self._go_on(it)
 
     def expert(self, slot: int) -> None:
-        """Ask the scripted expert for its action in the current state."""
+        """Request the scripted expert's action in the current state of the slot's episode."""
         it = self._free(slot)
         assert it.episode is not None, f"slot {slot} plays no episode"
         it.episode.advice = True
         self._go_on(it)
 
     def answers(self, wait_s: float) -> dict[int, Answer]:
-        """Return answers by slot: at least one if any is pending, or none after `wait_s` seconds.
+        """Wait up to `wait_s` seconds for answers, and return those that have arrived, by slot.
 
         A slot answers every call once. After a final Outcome, or a Failure, it is idle.
         """
@@ -182,7 +182,7 @@ class SimulatorPool:
         return slot
 
     def _go_on(self, slot: _Slot) -> None:
-        """Send the process its next call in its episode, if it is idle."""
+        """Send the slot's process the next call of its episode, unless it is still working on one."""
         episode = slot.episode
         if episode is None or slot.process.waiting:
             return
@@ -196,12 +196,12 @@ class SimulatorPool:
             slot.process.ask({"call": "expert"}, ["expert"])
 
     def _limit(self, slot: _Slot) -> tuple[str, float]:
-        """Return the setting that limits the current call, and its seconds."""
+        """Return the recipe key of the deadline for the current call, and its seconds."""
         key = "construct_s" if slot.process.waiting[0] in ("open", "construct") else "answer_s"
         return f"{self._where}.{key}", getattr(self.settings, key)
 
     def _collect(self, until: float) -> dict[int, Answer]:
-        """Wait for messages until something happens or a limit is reached, and handle it."""
+        """Wait for messages, at the latest until `until` or the first deadline; return the slots' answers."""
         busy = {number: self._slots[number] for number in self.busy}
         ends = [slot.process.since + self._limit(slot)[1] for slot in busy.values()]
         now = time.monotonic()
@@ -244,14 +244,14 @@ class SimulatorPool:
         return answer
 
     def _check(self, slot: _Slot, during: str, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-        """Raise Malformed for an invalid answer to the call `during` in the slot's episode."""
+        """Raise Malformed if a message is no valid answer to the call `during` in the slot's episode."""
         episode = slot.episode
         task = None if episode is None else self.tasks[episode.task]
         chunk = len(episode.chunks[slot.played - 1]) if episode is not None and during == "step" else 0
         check_answer(during, header, arrays, task, chunk)
 
     def _take(self, slot: _Slot, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Answer | None:
-        """Return the slot's answer from a message of the process; None: nobody waits for it."""
+        """Return the caller's answer from a message of the slot's process; None: only the pool needs the message."""
         episode, call = slot.episode, header["call"]
         if episode is None or call == "open":
             return None
@@ -266,7 +266,7 @@ class SimulatorPool:
         if slot.played <= len(episode.sums):
             if header["sum"] == episode.sums[slot.played - 1]:
                 return None
-            return self._failed(slot, "differs", "played again with the same actions, it was another one")
+            return self._failed(slot, "differs", "a replay of the episode with the same actions had another result")
         episode.sums.append(header["sum"])
         observation = Observation(slot.process.frames(self.tasks[episode.task]), arrays["state"])
         if call == "reset":
@@ -292,7 +292,7 @@ class SimulatorPool:
         counts.steps += header.get("executed", 0)
 
     def _failed(self, slot: _Slot, kind: str, text: str) -> Failure | None:
-        """Replace the slot's process. Return a Failure, or None if the episode is replayed."""
+        """Replace the slot's failed process; return a Failure, or None if the episode is replayed."""
         episode = slot.episode
         assert episode is not None
         constructing = bool(slot.process.waiting) and slot.process.waiting[0] in ("open", "construct")
@@ -302,7 +302,7 @@ class SimulatorPool:
         self.counts.failures[kind] += 1
         failure = Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)
         if kind == "raised" and constructing and not self.counts.constructions[episode.task]:
-            raise self._error("its first construction failed", failure)
+            raise self._error("the simulator could not be constructed", failure)
         used = [other for other in self._slots if other.used]
         if all(other.failures >= self.settings.max_restarts for other in used):
             times = count(self.settings.max_restarts, "time")
@@ -320,17 +320,15 @@ class SimulatorPool:
             lines.insert(0, ("episode", f"{failure.task}, trial {failure.trial}, after {failure.chunks} policy calls"))
         kind = failure.kind if failure else ""
         fixes = {
-            "hang": f"raise {self._where}.answer_s or construct_s if it is only slow; else see where it waits",
-            "crash": f"correct what its last lines say; lower {self._where}.workers if memory ran out",
+            "hang": f"raise {self._where}.answer_s or construct_s if it is only slow; else see its stack traces",
+            "crash": f"fix the error in its last lines; lower {self._where}.workers if memory ran out",
         }
-        fix = fixes.get(
-            kind, f"correct what it says; {self._where}.python names the interpreter that has the simulator"
-        )
+        fix = fixes.get(kind, f"fix this error; {self._where}.python must be the interpreter that has the simulator")
         python = self.settings.python or "megarl's own interpreter"
         return SimulatorError(self.settings.name, python, what, lines, failure.output if failure else output, fix)
 
     def _first_answer(self) -> list[TaskSpec]:
-        """Return the simulator's tasks, from the first process."""
+        """Wait for the first process's list of tasks, and return it."""
         process = self._slots[0].process
         text, header = "", dict[str, Any]()
         while not header and not text:
@@ -350,7 +348,7 @@ class SimulatorPool:
             raise self._refused(header)
         if text or "error" in header:
             text = text or header["text"]
-            raise self._error("it does not say its tasks", None, text, process.kill())
+            raise self._error("the simulator does not list its tasks", None, text, process.kill())
         process.waiting.popleft()
         return [spec_of(task) for task in header["tasks"]]
 
@@ -367,7 +365,7 @@ class SimulatorPool:
             if name not in there:
                 near = close_matches(name, there)
                 raise ConfigError(
-                    f"simulator {self.settings.name!r} has no such task",
+                    f"unknown task of simulator {self.settings.name!r}",
                     where=f"{self._where}.tasks",
                     found=name,
                     allowed=there,
@@ -377,7 +375,7 @@ class SimulatorPool:
 
 
 def _readable(sockets: Sequence[socket.socket], wait_s: float) -> list[socket.socket]:
-    """Return the `sockets` that are readable or broken; none after `wait_s` seconds."""
+    """Wait up to `wait_s` seconds, and return the `sockets` that are readable or broken."""
     poll, by_handle = select.poll(), {one.fileno(): one for one in sockets}
     for handle in by_handle:
         poll.register(handle, select.POLLIN)

@@ -1,4 +1,4 @@
-"""One process of a simulator, as its trainer sees it: a socket, shared memory for pictures, and its last output."""
+"""The trainer's side of one simulator process: a socket, shared memory for pictures, and its last output."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from megarl.system.errors import ConfigError
 from megarl.system.parents import as_parent
 from megarl.system.plain import Malformed, short, whole
 
-_EXIT_S = 10.0  # from SIGTERM to the end of the guardian, which kills for up to 5 s
-_TOLD_S = 0.5  # for a hanging process to write its stack traces
+_EXIT_S = 10.0  # after SIGTERM the guardian needs up to 5 s to kill all children
+_TOLD_S = 0.5  # a hanging process has this time to print its stack traces
 _LINES, _BYTES = 15, 8000
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")
 
@@ -45,7 +45,7 @@ class SimulatorProcess:
     def __init__(self, settings: SimulatorSettings, where: str, cuda_device: int | None) -> None:
         python = os.path.expanduser(settings.python or sys.executable)
         ours, theirs = socket.socketpair()
-        # Has no name: the kernel frees it with its last user. Mapped memory must not be truncated.
+        # Memory without a name: the kernel frees it with its last user. Sealed, so that nobody truncates mapped memory.
         self._memory = os.memfd_create("megarl-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._map: mmap.mmap | None = None
@@ -59,14 +59,14 @@ class SimulatorProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a process group, killed as a whole with the simulator's children
+                    start_new_session=True,  # its own process group, so that the simulator's children are killed too
                     env=environment(settings, where, cuda_device),
                 )
             except OSError as error:
                 ours.close()
                 os.close(self._memory)
                 fix = "name the interpreter of the simulator's environment, .../bin/python"
-                what = f"this interpreter does not start: {error.strerror}"
+                what = f"the simulator's interpreter does not start: {error.strerror}"
                 raise ConfigError(what, where=f"{where}.python", found=python, fix=fix) from error
         self.socket = ours
         self.socket.setblocking(False)
@@ -80,7 +80,7 @@ class SimulatorProcess:
     def ask(
         self, header: Mapping[str, Any], answers: Sequence[str], arrays: Mapping[str, NDArray[Any]] | None = None
     ) -> None:
-        """Send a call that is answered by `answers`. A dead process shows when its answer is read."""
+        """Send a call whose answers are of the kinds `answers`. If the process is dead, `read` raises later."""
         if not self.waiting:
             self.since = time.monotonic()
         self.waiting.extend(answers)
@@ -92,7 +92,7 @@ class SimulatorProcess:
 
         Raises:
             EOFError: the process is gone.
-            Malformed: an answer is invalid, or nobody asked for it.
+            Malformed: an answer is invalid, or was not requested.
         """
         found: list[Message] = []
         while True:
@@ -105,33 +105,33 @@ class SimulatorProcess:
             if not data and not found:
                 raise EOFError
             if not data:
-                return found  # the next call reports that it is gone
+                return found  # the next call raises EOFError
             self._inbox.feed(data)
             while (message := self._inbox.take()) is not None:
                 if len(found) == len(self.waiting):
-                    raise Malformed("an answer that nobody asked for")
+                    raise Malformed("an answer that was not requested")
                 found.append(message)
                 self.since = time.monotonic()
 
     def frames(self, spec: TaskSpec) -> dict[str, Frame]:
-        """Return copies of the pictures that belong to the answer read last.
+        """Return copies of the pictures of the last answer, by camera.
 
         Raises:
-            Malformed: the process has not made the memory large enough for them.
+            Malformed: the shared memory is too small for them.
         """
         found, size = places(spec)
         memory = self._mapped(size)
         return {camera: np.ndarray(shape, np.uint8, memory, at).copy() for camera, (at, shape) in found.items()}
 
     def clip(self, spec: TaskSpec, recording: Recording, counts: Any) -> dict[str, NDArray[np.uint8]]:
-        """Return a copy of the clip that belongs to the answer read last: `counts` frames [n, H, W, 3] of each camera.
+        """Return a copy of the clip of the last answer: uint8 [n, H, W, 3] by camera, with n from `counts`.
 
         Raises:
-            Malformed: other cameras or more frames than requested, or too little memory.
+            Malformed: the clip has other cameras or more frames than requested, or the shared memory is too small.
         """
         found, size = clip_places(spec, recording)
         if not isinstance(counts, Mapping) or set(counts) != set(found):
-            raise Malformed(f"a clip {short(counts)}; asked for were frames of {list(found)}")
+            raise Malformed(f"a clip with frames {short(counts)}; requested: frames of {list(found)}")
         for number in counts.values():
             whole(number, range(1, recording.frames + 1), "a clip of which the number of frames is")
         memory = self._mapped(size)
@@ -142,24 +142,24 @@ class SimulatorProcess:
 
     def _mapped(self, size: int) -> mmap.mmap | None:
         if size > os.fstat(self._memory).st_size:
-            raise Malformed(f"pictures into {os.fstat(self._memory).st_size} bytes of memory; they have {size}")
+            raise Malformed(f"pictures of {size} bytes into {os.fstat(self._memory).st_size} bytes of shared memory")
         if size and (self._map is None or len(self._map) < size):
             self._map = mmap.mmap(self._memory, size, prot=mmap.PROT_READ)
         return self._map
 
     def say_where(self) -> None:
-        """Make a hanging process write its stack traces."""
+        """Make a hanging process print its stack traces."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGUSR1)
         self.wait(_TOLD_S)
 
     def wait(self, seconds: float) -> None:
-        """Give the process this time to end by itself."""
+        """Wait up to `seconds` until the process has ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
 
     def kill(self) -> str:
-        """Kill the process and its children in any state. Return their last lines of output."""
+        """Kill the process and its children, and return their last lines of output."""
         if self._said is None:
             self.socket.close()
             self.process.terminate()  # its guardian, which finds children outside the group (megarl.system.reaper)
@@ -176,7 +176,7 @@ class SimulatorProcess:
 
 
 class _Tail:
-    """A reader of a process's output, so that the process never blocks; it keeps the last lines."""
+    """Reads a process's output in a thread, so that the process never blocks, and keeps the last lines."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

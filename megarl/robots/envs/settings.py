@@ -12,7 +12,7 @@ from megarl.system.errors import ConfigError, close_matches
 
 
 class SimulatorSettings(ComponentSection):
-    """Simulators in separate processes. Further keys are the simulator's own."""
+    """Settings of simulator processes. Further keys are the simulator's own settings."""
 
     name: str = Field(description="an included simulator, file.py:Class, or pkg.mod:Class of its interpreter")
     python: str | None = Field(None, description="interpreter that has the simulator; null: megarl's own")

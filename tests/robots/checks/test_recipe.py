@@ -38,14 +38,14 @@ def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(
 @pytest.mark.parametrize(
     ("override", "key", "text"),
     [
-        ("algorithm.pipeline=grpo", "algorithm.pipeline", "scored by its episodes"),
-        ("rollout.engine=sglang", "rollout.engine", "servers write texts"),
+        ("algorithm.pipeline=grpo", "algorithm.pipeline", "scores texts"),
+        ("rollout.engine=sglang", "rollout.engine", "servers generate only text"),
         ("rollout.stale_steps=1", "rollout.stale_steps", "own weights"),
-        ("actor.parallel.cp=2", "actor.parallel.cp", "see all of it"),
+        ("actor.parallel.cp=2", "actor.parallel.cp", "attend in both directions"),
         ("algorithm.loss.name=gspo", "algorithm.loss.name", "whole responses"),
         ("data.val_files=['text:hello']", "data.val_files", "megarl eval"),
-        ("data.train_files=[rows.jsonl]", "data.train_files", "start states of its simulator"),
-        ("sft.train_files=null", "sft.train_files", "learns from demonstrations"),
+        ("data.train_files=[rows.jsonl]", "data.train_files", "start states"),
+        ("sft.train_files=null", "sft.train_files", "needs demonstrations"),
         ("robot.simulator.name=reech", "robot.simulator.name", "unknown simulator"),
         ("robot.simulator.workers=0", "robot.simulator.workers", "workers"),
         ("robot.simulator.answer_s=210", "robot.simulator.answer_s", "cluster.timeout_s"),
@@ -59,10 +59,10 @@ def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(
             "robot.reward.srpo.bank",
             "cannot be compared",
         ),
-        ("robot.statistics=demonstrations", "sft.train_files", "not only files of them"),
-        ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p", "sampled from all of their values"),
+        ("robot.statistics=demonstrations", "sft.train_files", "no experts"),
+        ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p", "sampled from all action tokens"),
         ("robot.chunk=30", "robot.chunk", "max_position_embeddings = 64"),
-        ("validation.sampling={top_k: 5}", "validation.sampling.top_k", "sampled from all of their values"),
+        ("validation.sampling={top_k: 5}", "validation.sampling.top_k", "sampled from all action tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_key(recipe: Path, override: str, key: str, text: str) -> None:
@@ -80,7 +80,7 @@ def test_a_simulators_rows_need_a_simulator(recipe: Path) -> None:
     ("sizes", "override", "key", "text"),
     [
         ({}, "robot.chunk=2", "model.path", "folder has no action statistics"),
-        ({"line": 3}, "robot.chunk=2", "robot.dim", "another size"),
+        ({"line": 3}, "robot.chunk=2", "robot.dim", "another number of action values"),
         ({"line": 2, "other": 2}, "robot.chunk=2", "robot.unnorm_key", "none is chosen"),
         ({"line": 2}, "robot.unnorm_key=lime", "robot.unnorm_key", "no such data set"),
         ({"line": 2, "other": 3}, "robot.unnorm_key=line", None, ""),

@@ -90,10 +90,10 @@ def test_one_demonstration_is_read_at_a_time(tmp_path):
 def test_what_is_no_folder_of_demonstrations_is_refused(tmp_path):
     from safetensors.numpy import save_file
 
-    with pytest.raises(DataError, match="there are no demonstrations here"):
+    with pytest.raises(DataError, match="folder has no demonstrations"):
         next(open_demonstrations(tmp_path))
     save_file({"weight": np.zeros(2)}, tmp_path / "000000.safetensors")
-    with pytest.raises(DataError, match="this is no demonstration"):
+    with pytest.raises(DataError, match="file is no demonstration"):
         next(open_demonstrations(tmp_path))
 
 
@@ -197,10 +197,10 @@ def test_sources_are_folders_and_liberos_files_in_their_order(tmp_path, libero_f
 @pytest.mark.parametrize(
     ("source", "parts"),
     [
-        ("expert", ["sft.train_files[0]: no such demonstrations", "did you mean 'experts'?"]),
-        ("nowhere/at/all", ["no such demonstrations", "'nowhere/at/all'", "TASK=FILE.hdf5"]),
+        ("expert", ["sft.train_files[0]: demonstrations not found", "did you mean 'experts'?"]),
+        ("nowhere/at/all", ["demonstrations not found", "'nowhere/at/all'", "TASK=FILE.hdf5"]),
         ("a.hdf5", ["write TASK=a.hdf5"]),
-        ("pus=a.hdf5", ["there is no such task", "did you mean 'push'?"]),
+        ("pus=a.hdf5", ["unknown task", "did you mean 'push'?"]),
         ("push=a.hdf5", ["LIBERO's files have no pictures of this camera of push", "'front'"]),
     ],
 )

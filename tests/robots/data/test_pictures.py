@@ -66,7 +66,7 @@ def test_steps_are_left_out_by_name():
 
 
 def test_frames_that_nothing_resizes_are_refused():
-    with pytest.raises(DataError, match=r"(?s)nothing resizes these frames.*'8 x 9'.*32 x 32"):
+    with pytest.raises(DataError, match=r"(?s)the pipeline does not resize.*'8 x 9'.*32 x 32"):
         PicturePipeline(32)(torch.zeros(1, 8, 9, 3, dtype=torch.uint8))
     with pytest.raises(DataError, match=r"torch.float32 \[1, 8, 8, 3\]"):
         PicturePipeline(8)(torch.zeros(1, 8, 8, 3))
@@ -108,8 +108,8 @@ def test_a_checkpoint_says_its_own_normalisation():
         ({"means": MEANS}, "stds"),
         ({"means": MEANS, "stds": STDS[:1]}, "three numbers for each tower"),
         ({"means": MEANS, "stds": [[1, 1, 0], [1, 1, 1]]}, "above 0"),
-        ({"means": MEANS[:1], "stds": STDS[:1]}, "not those of the model's vision towers"),
-        ({"means": MEANS, "stds": STDS, "input_sizes": [[3, 384, 384]] * 2}, "not those of the model's vision towers"),
+        ({"means": MEANS[:1], "stds": STDS[:1]}, "does not fit the model's vision towers"),
+        ({"means": MEANS, "stds": STDS, "input_sizes": [[3, 384, 384]] * 2}, "does not fit the model's vision towers"),
     ],
 )
 def test_a_normalisation_of_other_pictures_is_refused(content, text):
