@@ -56,7 +56,7 @@ class EpisodeScores:
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> EpisodeScores:
-        """Make the scores that the section `robot` asks for."""
+        """Return the scorer that `robot.reward` configures."""
         assert config.robot is not None, "a recipe with the section `robot`"
         reward, embedder, seed = config.robot.reward, None, config.trainer.seed
         settings = settings_at("robot.reward.srpo", reward.srpo, ProgressSettings)
@@ -122,7 +122,7 @@ class EpisodeScores:
         return kept if self._layout.rank == 0 else {}
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint; one without the file is of a run that had nothing to keep."""
+        """Restore the state from a checkpoint's folder; without the file there is nothing to restore."""
         if not (folder / FILE).is_file():
             return
         with safe_open(folder / FILE, "pt") as file:

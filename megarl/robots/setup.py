@@ -77,7 +77,7 @@ class Body:
 
 
 def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
-    """Return how policy calls of the section `robot` go through the model."""
+    """Return the layout of policy calls as sequences of the model."""
     robot, shape = config.robot, vision_of(hf)
     assert robot is not None, "a recipe with the section `robot`"
     if shape is None:
@@ -101,7 +101,7 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
 
 
 def body_of(config: RunConfig, sequences: VLALayout, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
-    """Return how the policy acts whose calls are of `sequences`; `data`: statistics of what it acts like."""
+    """Return the policy's `Body`, with the layout `sequences` of its calls and the statistics `data` of its actions."""
     robot = config.robot
     assert robot is not None, "a recipe with the section `robot`"
     codec = ActionCodec(_tokens(hf), data.action, gripper_rule(robot.gripper, "robot.gripper"))
@@ -159,7 +159,7 @@ def _bounds(known: Mapping[str, DatasetStatistics]) -> str:
 
 
 def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
-    """Refuse a checkpoint whose policy acts on another scale; one of an older version does not say."""
+    """Check that a checkpoint has the action statistics of this run; older checkpoints have none, and pass."""
     known = getattr(hf, "action_statistics", None)
     if not known:
         return
@@ -194,7 +194,7 @@ def _refuse_other_sizes(robot: RobotConfig, codec: ActionCodec, shape: VisionSha
 
 @dataclass
 class Robots:
-    """The simulators of a run on one rank, and what plays in them."""
+    """The simulators of one rank, and the player and policy that use them; implements `TaskPlayer`."""
 
     pool: SimulatorPool | None  # simulators; only on the first rank of a replica
     tasks: Mapping[str, TaskSpec]  # what is played, on every rank
@@ -267,7 +267,7 @@ class Robots:
 def open_robots(
     config: RunConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout
 ) -> Robots | None:
-    """Start the simulators that the recipe asks for, and learn what is played; None: it has no section `robot`."""
+    """Start the recipe's simulators, and choose start states for training and validation; None without `robot`."""
     robot = config.robot
     if robot is None:
         return None

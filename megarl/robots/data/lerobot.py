@@ -342,7 +342,7 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
 
 
 def cameras_of(spec_cameras: Sequence[str], recorded: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the data set's name of each of a task's cameras; cameras that are not in `recorded` keep their names."""
+    """Return the data set's name for each camera of a task: the one in `recorded`, else the camera's own name."""
     for camera in recorded:
         if camera not in spec_cameras:
             raise ConfigError("the task has no such camera", where=where, found=camera, allowed=list(spec_cameras))

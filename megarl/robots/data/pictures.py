@@ -33,7 +33,7 @@ _AT_A_TIME = {"cpu": 4}
 
 @dataclass(frozen=True)
 class PicturePipeline:
-    """The steps for a frame between the camera and the normalisation, in this order."""
+    """Turns a camera's frame into a picture, by these steps in this order."""
 
     size: int  # height and width of the result
     rotate: bool = False  # turn by 180 degrees; LIBERO renders upside down, and its demonstrations were turned
@@ -57,7 +57,7 @@ class PicturePipeline:
             raise ConfigError("invalid JPEG quality", where="jpeg", found=self.jpeg, allowed="1 to 100")
 
     def __call__(self, frames: Tensor) -> Tensor:
-        """Return the frames of one shape, uint8 [..., H, W, 3], as pictures, uint8 [..., size, size, 3]."""
+        """Turn frames uint8 [..., H, W, 3] into pictures uint8 [..., size, size, 3]."""
         _check(frames)
         height, width = frames.shape[-3:-1]
         if self.resize is None and self.crop is None and (height, width) != (self.size, self.size):
@@ -96,7 +96,7 @@ PIPELINES = {
 
 @dataclass(frozen=True)
 class Normalisation:
-    """The step from pictures to pixels of one or more vision towers: (level / 255 - mean) / deviation, per channel."""
+    """Turns pictures into the pixels of one or more vision towers: (level / 255 - mean) / deviation, per channel."""
 
     means: tuple[tuple[float, ...], ...]  # means of red, green and blue, for each tower
     deviations: tuple[tuple[float, ...], ...]  # likewise
@@ -172,7 +172,7 @@ def policy_normalisation(
 
 @dataclass(frozen=True)
 class VideoPipeline:
-    """The step from frames of an episode to the clip that a video encoder reads. The defaults are V-JEPA 2's at 384
+    """Turns the frames of an episode into the clip for a video encoder. The defaults are V-JEPA 2's at 384 pixels.
     pixels.
     """
 

@@ -1,4 +1,4 @@
-"""What a slot of a `SimulatorPool` returns: the types of answers, and the pool's counters."""
+"""The types of answers of a `SimulatorPool`, and its counters."""
 
 from __future__ import annotations
 

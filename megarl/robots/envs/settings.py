@@ -34,7 +34,7 @@ class SimulatorSettings(ComponentSection):
     )
 
     def check(self, where: str) -> None:
-        """Refuse an unknown simulator's name."""
+        """Check the simulator's name."""
         if not is_known(self.name):
             near = close_matches(self.name, SIMULATORS)
             raise ConfigError(
