@@ -1,1 +1,1 @@
-"""The inside of a worker: the program of a rank, its health, and the stages of the recipes."""
+"""The inside of a worker process: the program of a rank, its heartbeats, and the stages of the task graphs."""

@@ -1,4 +1,4 @@
-"""Warnings from the numbers of a step: a run that learns nothing, or is about to break."""
+"""Warnings from a step's metrics: the run learns nothing, or training is about to diverge."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-SAME_STEPS = 3  # steps in a row without a difference to learn from
-_WINDOW, _ENOUGH = 20, 5  # steps that a norm or loss is compared with: at most, at least
-_NORM_FACTOR = 100.0  # a hard batch makes a norm several times larger, a policy that breaks makes it thousands of times
-_LOSS_FACTOR, _LOSS_FLOOR = 3.0, 1.0  # nats per token; below, a multiple of nearly nothing is still nearly nothing
-_FIX = "lower the learning rate, or go on from an earlier checkpoint with a lower one"
+SAME_STEPS = 3  # warn after this many steps in a row whose samples all scored alike
+_WINDOW, _ENOUGH = 20, 5  # a norm or loss is compared with the median of 5 to 20 earlier steps
+_NORM_FACTOR = 100.0  # a hard batch makes a norm several times larger, a diverging policy thousands of times
+_LOSS_FACTOR, _LOSS_FLOOR = 3.0, 1.0  # nats per token; a loss below the floor raises no alarm, however much it grew
+_FIX = "lower the learning rate, or resume from an earlier checkpoint with a lower one"
 
 
 class Alarms:
-    """Looks at each step's numbers; an alarm is given once, and again only after it was off."""
+    """Checks each step's metrics. A warning that stays true is returned once, and again only after it was false."""
 
     def __init__(self) -> None:
         self._past: dict[str, deque[float]] = {}
@@ -22,24 +22,24 @@ class Alarms:
         self._same_scores = self._no_advantage = 0
 
     def look(self, step: int, numbers: Mapping[str, float]) -> list[str]:
-        """Warnings that step `step` gives rise to, in one line each.
+        """Return the new warnings of step `step`, one line each.
 
         Args:
-            numbers: metrics over all ranks; those that are missing are not looked at.
+            numbers: metrics reduced over all ranks; the check of a missing metric is skipped.
         """
-        found = {
+        warnings = {
             "rewards": self._rewards(numbers),
             **{f"norm {role}": self._norm(role, numbers) for role in ("actor", "critic")},
             "loss": self._loss(numbers),
         }
-        new = [text for name, text in found.items() if text is not None and name not in self._given]
-        self._given = {name for name, text in found.items() if text is not None}
+        new = [text for name, text in warnings.items() if text is not None and name not in self._given]
+        self._given = {name for name, text in warnings.items() if text is not None}
         return [f"step {step}: {text}" for text in new]
 
     def _rewards(self, numbers: Mapping[str, float]) -> str | None:
         low, high = (numbers.get(f"critic/score/{end}") for end in ("min", "max"))
         if low is None:
-            return None  # a step that generates nothing
+            return None  # no sample was generated in this step
         self._same_scores = self._same_scores + 1 if low == high else 0
         flat = numbers.get("critic/advantages/min") == numbers.get("critic/advantages/max") == 0
         self._no_advantage = self._no_advantage + 1 if flat else 0
@@ -70,9 +70,10 @@ class Alarms:
         return f"sft/loss is {now:.3g}, the median of the steps before is {before:.3g}; {_FIX}"
 
     def _compare(self, name: str, numbers: Mapping[str, float]) -> tuple[float | None, float | None]:
-        """Median of the values before, when there are enough; and the value. Zeros (nothing to train on) are left out.
+        """Return the median of metric `name` over earlier steps (None: fewer than 5) and its value now (None: 0 or
+        missing).
 
-        While a value is alarming it does not become what the next ones are compared with.
+        A value far above the median does not enter later medians.
         """
         now = numbers.get(name)
         if not now:

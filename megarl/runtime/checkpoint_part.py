@@ -1,7 +1,9 @@
-"""The part of a team in the checkpoints of a run. The actor's team decides what is saved (checkpoints.py).
+"""The part that one team writes into the run's checkpoints. The actor's team decides which steps are saved
+(checkpoints.py).
 
-A critic saves itself; a rollout its random states and the samples of later steps (in_order_checkpoint.py and
-as_ready_checkpoint.py of megarl/disaggregated). megarl/training/multi_team_commit.py shows how teams write together.
+A critic's team saves the critic; a rollout's team its random states and the samples of later steps
+(in_order_checkpoint.py and as_ready_checkpoint.py of megarl/disaggregated). megarl/training/multi_team_commit.py shows
+how teams write together.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ FOLDER = "checkpoints"
 
 
 def teams_of(c: RankState) -> Teams | None:
-    """Return the teams that write checkpoints, as one of them sees them; None: there are no others."""
+    """Return the teams that write a checkpoint together with this one; None: no other team writes with it."""
     team = c.team
     if team.buffer is None:
         return None
@@ -41,23 +43,23 @@ def teams_of(c: RankState) -> Teams | None:
 
 
 class CheckpointPart:
-    """Saves and restores a team's part of checkpoints. All methods but `settle` are collective over the team.
+    """Saves and restores one team's part of the checkpoints. All methods but `settle` are collective over the team.
 
     Attributes:
-        ends: the step that was saved last is the last one of this job; always False but in the actor's team.
+        ends: the job must stop after the step that was just saved; always False outside the actor's team.
     """
 
     def __init__(self, c: RankState) -> None:
         self._c, self._world = c, c.layout.world
         self._teams = teams_of(c)
-        self._under_way = PendingSave()
-        self.ends = False  # the launcher ends other teams than the actor's
+        self._in_flight = PendingSave()
+        self.ends = False  # the launcher stops the other teams
 
     def load(self, source: Path) -> None:
-        """Restore what this team has in a checkpoint of a step of RL: engines that learn, and random states.
+        """Restore this team's trained engines and random states from an RL checkpoint.
 
         Raises:
-            CheckpointError: its files are not intact as this team sees them, or of another model.
+            CheckpointError: files are damaged or missing, or belong to another model.
         """
         trained = self._c.trained
         if trained:
@@ -67,75 +69,75 @@ class CheckpointPart:
             checkpoint.load_random_states(source, self._c.layout)
 
     def poll(self) -> None:
-        """Check the checkpoint that is being written, after a step without one.
+        """Raise an error if the checkpoint in flight has failed; called after a step that writes none.
 
         Raises:
-            CheckpointError: it could not be written; the checkpoint before it is whole.
+            CheckpointError: it could not be written; the checkpoint before it is intact.
         """
-        self._under_way.poll()
+        self._in_flight.poll()
 
     def settle(self) -> None:
-        """Finish the checkpoint that is being written, before an error of this rank ends the run. Not collective."""
-        self._under_way.settle()
+        """Finish writing the checkpoint in flight before an error of this rank ends the run. Not collective."""
+        self._in_flight.settle()
 
     def write_part(self, step: int, *, last: bool, files: Callable[[], Mapping[str, bytes]] = dict) -> None:
-        """Begin to write this team's part of the checkpoint of `step`, if it has one and the actor's team saves it.
+        """Start to write this team's part of the checkpoint of `step`, if the actor's team saves that step.
 
-        The next steps run while it is written; after the last one it is complete.
+        Writing goes on in the background during the next steps. With `last` the method waits until it is complete.
 
         Args:
             last: no step follows.
-            files: returns the contents by name of what this rank adds; called if the step is saved.
+            files: returns further files of this rank, content by name; called only if the step is saved.
 
         Raises:
-            CheckpointError: it could not be written; the checkpoint before it is whole.
+            CheckpointError: it could not be written; the checkpoint before it is intact.
         """
         if self._teams is None:
             return
         with phase("await_checkpoint", waits_for=self._c.team.of(Role.ACTOR)):
             tag = CheckpointTag.read(self._teams.mail, step).tag
-        self._under_way.poll()
+        self._in_flight.poll()
         if tag is not None:
-            self._under_way.wait()
+            self._in_flight.wait()
             began = time.monotonic()
             with phase("checkpoint"), self._c.offload.phase("checkpoint"):
                 c, root, more = self._c, self._c.run_dir / FOLDER, files()
                 saving = begin_part(root, step, tag, c.trained, self._teams, c.layout, more)
-            self._under_way.began(saving, began)
+            self._in_flight.began(saving, began)
         if last:
-            self._under_way.wait()
+            self._in_flight.wait()
 
     # -- what the actor's team decides ---------------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
-        """Whether no further step is needed; only the actor's team decides that."""
+        """Return whether no further step is needed; only the actor's team decides this."""
         return False
 
     def begin(self) -> None:
-        """Accept the start: nothing may refuse it any more."""
+        """Commit to this start: every check that may reject it has passed."""
 
     def rate_start(self, numbers: dict[str, float]) -> None:
-        """Rate what RL starts from by held-out numbers, before its first step."""
+        """Use the held-out metrics from before the first RL step to rate the checkpoint of step 0."""
 
     def may_save(self, step: int) -> bool:
-        """Return whether `step` may be saved."""
+        """Return whether `step` may turn out to be saved."""
         return False
 
     def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
-        """Return whether `step` is the last one by a metric of training."""
+        """Return whether a training metric ends the run after `step`."""
         return False
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
-        """Begin to write the checkpoint of `step`, if there is one; `last`: no step follows."""
+        """Start to write the checkpoint of `step` if it is saved; `last`: no step follows."""
         self.write_part(step, last=last)
 
 
 @contextlib.contextmanager
 def settling(checkpoints: CheckpointPart) -> Iterator[None]:
-    """Complete the checkpoint that is being written before an error of the user's input ends the run.
+    """Finish writing the checkpoint in flight before a `UserError` ends the run.
 
-    Such a run is started again by hand, and goes on from the step that was over.
+    The user restarts such a run by hand, and it resumes from the last finished step.
     """
     try:
         yield

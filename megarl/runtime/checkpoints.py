@@ -1,4 +1,4 @@
-"""Checkpoints: what a run saves and how it comes back, critic and left-over samples included."""
+"""The run's checkpoints in the actor's team: when a step is saved, what is saved, and how a run resumes."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ if TYPE_CHECKING:
 
 
 class Checkpoints(CheckpointPart):
-    """The checkpoints of a run, in the actor's team, which decides what is saved and whether the run ends.
+    """The run's checkpoints in the actor's team, which decides which steps are saved and whether the run ends early.
 
     Attributes:
-        source: the checkpoint that `find` found.
-        best: best value of `trainer.best_metric` so far; larger is better, and of equal ones the later is kept.
-        best_step: the step that brought it; None: no checkpoint is the best.
+        source: the checkpoint to resume from, chosen by `find`.
+        best: best value of `trainer.best_metric` so far; larger is better, and on a tie the later step wins.
+        best_step: the step with the value `best`; None: no checkpoint is the best.
         accuracy: held-out accuracy after the step of `source`; None: not measured there.
-        ends: the step that was saved last is the last one of this job, whose limit is near (`trainer.save_by_s`).
+        ends: the job must stop after the step that was just saved, because its time limit is near
+            (`trainer.save_by_s`).
         over: no further step is needed (`trainer.early_stop`).
     """
 
@@ -76,15 +77,18 @@ class Checkpoints(CheckpointPart):
         self._requests = [c.run_dir / LAUNCH_FOLDER / SAVE_REQUEST, c.run_dir / SAVE_REQUEST]
 
     def find(self, key: str, steps: int) -> int | None:
-        """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
+        """Return the step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
 
-        Nothing in the run folder changes before `begin`. `steps` are those of the run, and `key` is where the recipe
-        says so; what is left of them is printed.
+        Prints how many steps are left. Nothing in the run folder changes before `begin`.
+
+        Args:
+            key: recipe key of the run's number of steps.
+            steps: its value.
 
         Raises:
-            CheckpointError: there are checkpoints, and none of them can be used, or their metrics are lost.
-            ConfigError: no such checkpoint, or it cannot be continued with this configuration.
-            DataError: nor with this data.
+            CheckpointError: there are checkpoints, but none is intact, or metrics.jsonl is lost.
+            ConfigError: no such checkpoint, or this configuration cannot continue it.
+            DataError: the data are not those of the checkpoint.
         """
         resume = self._c.config.trainer.resume
         with phase("resume"):
@@ -116,8 +120,9 @@ class Checkpoints(CheckpointPart):
         return None if self._meta is None else self._meta["step"]
 
     def _check(self, meta: dict[str, Any], key: str, steps: int) -> list[str]:
-        """Can this run go on from `source`? What is to be said of that; arguments and errors as in `find`."""
-        assert self.source is not None, "it has been found"
+        """Check that this run can resume from `source`; return the lines to print. Arguments and errors as in
+        `find`."""
+        assert self.source is not None, "find has chosen the checkpoint"
         c, step, lines = self._c, meta["step"], list[str]()
         command: Command = "sft" if key.startswith("sft.") else "train"
         now = c.config.model_dump(mode="json")
@@ -127,42 +132,38 @@ class Checkpoints(CheckpointPart):
             state = checkpoint.read_state(self.source)
             c.loading.check_state(state["loader"])
             refuse_other_batches(step, state["loader"], meta["config"], now, command)
-            if step < steps:  # else nothing of it is used
+            if step < steps:  # a finished run uses no buffered samples
                 saved = state.get("drawn")
                 buffered = saved if steps_held(saved) else None
                 if saved is not None and buffered is None:
                     refuse_left_out(step, left_out(self.source, saved["parts"]), c.config)
                 if state.get("surplus_parts") and (why := self._why_no_surplus()):
-                    lines.append(
-                        "samples that dynamic sampling left over are in the checkpoint, and this run goes on without "
-                        f"them: {why}"
-                    )
+                    lines.append(f"the checkpoint's surplus samples of dynamic sampling are not used: {why}")
         if buffered is not None:
             refuse_other_sampling(step, buffered, c.config, c.team.placement)
         ahead = None if buffered is None else step + steps_held(buffered)
         changes = announcements(meta["config"], now, command, begun=step > 0, generated=ahead)
-        kept = checkpoint.read_state(self.source).get("read")  # None: of an earlier version
-        changes += changes_in_place(kept, self._read, (meta["config"], now), command, begun=step > 0)
+        recorded = checkpoint.read_state(self.source).get("read")  # None: an earlier version wrote the checkpoint
+        changes += changes_in_place(recorded, self._read, (meta["config"], now), command, begun=step > 0)
         return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]
 
     def _why_no_surplus(self) -> str | None:
-        """Why no step of this run would use samples that dynamic sampling left over; None: the next one does."""
+        """Return why this run would not use a surplus of dynamic sampling; None: the next step uses it."""
         if not self._samples_again:
-            return "no node of its task graph takes them up"
+            return "the task graph has no node for dynamic sampling"
         if not self._c.config.async_.in_order:
-            return "with async.order=as_ready what steps leave over waits in the buffer"
+            return "with async.order=as_ready surplus groups stay in the buffer"
         enabled = self._c.config.algorithm.dynamic_sampling.enabled
         return None if enabled else "algorithm.dynamic_sampling.enabled is false"
 
     def _newest_good(self) -> None:
-        """Find the newest checkpoint of this run folder whose files are all intact; say it loudly when newer ones are
-        not.
+        """Choose the newest checkpoint of this run folder whose files are all intact; warn about damaged newer ones.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is intact.
+            CheckpointError: there are checkpoints, but none is intact.
             FormatError: another version of megarl wrote one.
         """
-        # One rank looks for all: on a shared file system two ranks may see different folders.
+        # Only rank 0 lists the folders: on a shared file system two ranks may see different ones.
         steps = self._world.broadcast_json(checkpoint.named_steps(self._root))
         damaged = []
         for step in reversed(steps):
@@ -186,33 +187,32 @@ class Checkpoints(CheckpointPart):
             )
 
     def _refuse_without_metrics(self) -> None:
-        """Refuse a checkpoint that is all that is left of a deleted folder: the run would end without its past."""
+        """Reject a checkpoint without metrics.jsonl: the finished run would lack the metrics of its earlier steps."""
         file = self._c.run_dir / "metrics.jsonl"
         lost = self._world.broadcast_json(not file.exists() if self._world.rank == 0 else None)
         if self._meta is not None and self._meta["step"] > 0 and lost:
             raise CheckpointError(
-                "the metrics of the steps before the checkpoint are lost: was the run folder deleted, or in part?",
+                "the metrics of the steps before the checkpoint are lost; was a part of the run folder deleted?",
                 where=str(file),
-                found=f"no such file, and a checkpoint of step {self._meta['step']}",
-                fix=f"put the file back; else trainer.resume={self.source} goes on without these metrics, and "
+                found=f"no such file, but a checkpoint of step {self._meta['step']}",
+                fix=f"put the file back; else trainer.resume={self.source} continues without these metrics, and "
                 "trainer.resume=never starts from the beginning",
             )
 
     def begin(self) -> None:
-        """Accept the start: the run folder becomes that of this start.
+        """Commit to this start and prepare the run folder for it.
 
-        Checkpoints that the run does not continue, because it starts again or before them, are set aside, the reference
-        of this start comes into its place, and the model that an earlier end of this run exported is not the run's
-        result any more; a run that has nothing left to train keeps its model. Called after everything that may refuse
-        the start, and before a cold start as well as after it.
+        Checkpoints of steps that this start does not continue are moved aside, the new reference moves to its final
+        place, and a model exported by an earlier end of the run is no longer listed as the run's result (unless nothing
+        is left to train). Called after every check that may reject the start: before a cold start and again after it.
         """
         refuse_if_taken(self._c.run_dir)
-        self._world.barrier()  # a rank may still be reading the reference in its first place
+        self._world.barrier()  # a rank may still be reading the reference at its temporary place
         if self._world.rank == 0:
             if not self._begun:
                 self._leave_others()
             take_up_reference(self._c.run_dir)
-            self._requests[-1].unlink(missing_ok=True)  # of a launcher that was killed
+            self._requests[-1].unlink(missing_ok=True)  # a killed launcher may have left it
             if self._withdraws:
                 forget_exported(self._c.run_dir)
             if self.best_step is not None:
@@ -221,7 +221,7 @@ class Checkpoints(CheckpointPart):
         self._save_by.steps_begin()
 
     def _leave_others(self) -> None:
-        """Set aside what the run does not continue, and say where it is; rank 0 only."""
+        """Move checkpoints that the run does not continue aside and print where they are; rank 0 only."""
         last = self._meta["step"] if self._meta is not None and self._continues else None
         aside = checkpoint.set_aside(self._root, last)
         if aside is not None:
@@ -230,7 +230,7 @@ class Checkpoints(CheckpointPart):
                 put_aside(self._c.run_dir, aside)
 
     def load(self, source: Path) -> None:
-        """Restore `source`, which `find` has found."""
+        """Restore the run from the checkpoint `source`, which `find` has chosen."""
         c = self._c
         assert c.loading is not None, "only training runs resume"
         with c.offload.phase("resume"):
@@ -238,38 +238,40 @@ class Checkpoints(CheckpointPart):
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
         parts = state["surplus_parts"]
-        if parts and self._why_no_surplus() is None:  # else no step would use them, and all save them
+        if parts and self._why_no_surplus() is None:  # else every later checkpoint would carry them along unused
             c.context.surplus = read_surplus(c.context, source, parts)
         if c.context.scores is not None:
             c.context.scores.load(source)
         c.config.task.check_checkpoint(c.hf_config, source)
         metric = c.config.trainer.best_metric
-        same = state.get("best_metric", metric) == metric  # values of another one do not compare
+        same = state.get("best_metric", metric) == metric  # values of different metrics do not compare
         if same and state["best"] is not None and self._has(state["best_step"]):
             self.best, self.best_step = state["best"], state["best_step"]
         self.accuracy = state.get("accuracy")
 
     def _has(self, best_step: int) -> bool:
-        """Does this run continue with the checkpoint of `best_step` in its folder? Else another may become the best.
+        """Return whether the checkpoint of `best_step` is in this run's folder; else another one may become the best.
 
-        A kill between checkpoint and best.json, a damaged checkpoint or one of another run can part the two.
+        It can be missing after a kill before best.json was written, when it is damaged, or when another run has it.
         """
-        found = self._continues and best_step in steps_in(self._root)
-        return self._world.broadcast_json(found if self._world.rank == 0 else None)
+        exists = self._continues and best_step in steps_in(self._root)
+        return self._world.broadcast_json(exists if self._world.rank == 0 else None)
 
     def save_start(self) -> None:
-        """Save what RL starts from as step 0, complete when this returns: a cold start is not to be trained twice.
+        """Save the result of a cold start as step 0, so that a resumed run does not train it again; wait until it is
+        written.
 
-        There is no critic yet, so no other team has a part in it.
+        There is no critic yet, so no other team writes a part of it.
         """
         self._save(0, {}, None, None)
-        self._under_way.wait()
+        self._in_flight.wait()
 
     def rate_start(self, numbers: dict[str, float]) -> None:
-        """Make step 0 the best so far, by held-out numbers that came after its checkpoint, where there is one.
+        """Make step 0 the best checkpoint if it exists and its held-out metrics, measured after it was saved, are the
+        best.
 
         Raises:
-            ConfigError: as `check_best_metric`, of a held-out metric.
+            ConfigError: see `check_best_metric`; only for a metric `val/...`.
         """
         self._save_by.steps_begin()
         value = numbers.get(self._c.config.trainer.best_metric or "", -math.inf)
@@ -280,11 +282,12 @@ class Checkpoints(CheckpointPart):
             check_best_metric(self._c.config.trainer.best_metric, numbers)
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
-        """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every` or
-        `trainer.resume_every`, as the best one, where the batch job or the user asks for one, or near the limit of the
-        job.
+        """Start to write a checkpoint when one is due.
 
-        The next steps run while it is written; after the last one, or when the job has asked for it, it is complete.
+        One is due at the last step, by `trainer.save_every` or `trainer.resume_every`, for the best value of
+        `trainer.best_metric`, when the batch job or the user requests one, and near the job's time limit. It is written
+        in the background during the next steps; after the last step, or on request, the method waits until it is
+        complete.
 
         Args:
             step: the step that is complete.
@@ -293,10 +296,10 @@ class Checkpoints(CheckpointPart):
             last: no step follows.
 
         Raises:
-            ConfigError: a validation step has no `trainer.best_metric`.
-            CheckpointError: a checkpoint could not be written; the one before it is whole.
+            ConfigError: the metrics of a validation step lack `trainer.best_metric`.
+            CheckpointError: a checkpoint could not be written; the one before it is intact.
         """
-        self._under_way.poll()
+        self._in_flight.poll()
         settings = self._c.config.trainer
         value = numbers.get(settings.best_metric or "", -math.inf)
         improved = accuracy is not None and not math.isinf(value) and value >= self.best
@@ -310,7 +313,7 @@ class Checkpoints(CheckpointPart):
         elif self._teams is not None and self._world.rank == 0:
             CheckpointTag(step, None).post(self._teams.mail)
         if last or asked:
-            self._under_way.wait()
+            self._in_flight.wait()
         self.ends = self.ends and not last
         if asked and self._world.rank == 0:
             for request in self._requests:
@@ -324,14 +327,15 @@ class Checkpoints(CheckpointPart):
         if self.ends and self._world.rank == 0:
             print(
                 f"saved at step {step}: trainer.save_by_s = {settings.save_by_s:g}, and the next step may come too "
-                "late. The run ends here, and goes on from there when it is started again",
+                "late. The run stops here and resumes from this step when it is started again",
                 flush=True,
             )
 
     def may_save(self, step: int) -> bool:
-        """Say whether `after_step` may save `step`, as far as it is known before its weights go to other teams.
+        """Return whether `after_step` may save `step`, decided before its weights are published to other teams.
 
-        It may turn out to be the best one. Who asks for a checkpoint later than this gets that of the next step.
+        A step with validation counts, as it may become the best one. A request that comes later is served at the next
+        step.
         """
         config = self._c.config
         trainer, asked = config.trainer, self._look(step)
@@ -341,12 +345,12 @@ class Checkpoints(CheckpointPart):
         return asked or due_now or early or step == trainer.steps or (bool(trainer.save_every) and validated)
 
     def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
-        """Say whether `after_step` will end the run by a metric of training, as far as `step` has measured it by now.
+        """Return whether `after_step` will end the run because of a training metric of `step`.
 
-        So the last step has its validation although nothing else tells before its end that it is the last.
+        Called before the step is over, so that a last step is validated although no key names it as the last.
 
         Args:
-            others: waits for what other teams have measured of the step; called where the answer depends on it.
+            others: waits for the other teams' metrics of the step; called only if the answer depends on them.
         """
         if not self._early_stop.may_end(validated=False):
             return False
@@ -362,11 +366,11 @@ class Checkpoints(CheckpointPart):
         return self._early_stop.reason() is not None
 
     def _look(self, step: int) -> bool:
-        """Say whether `step` is to be saved because somebody asks, or the job will end; decided once for each step."""
+        """Return whether `step` is saved on request or because the job's limit is near; decided once per step."""
         if self._looked[0] != step:
             mine = [
                 any(request.exists() for request in self._requests),
-                self._save_by.is_near(self._under_way.longest_s),
+                self._save_by.is_near(self._in_flight.longest_s),
             ]
             asked, self.ends = self._world.broadcast_json(mine if self._world.rank == 0 else None)
             self._looked = (step, asked or self.ends)
@@ -375,14 +379,14 @@ class Checkpoints(CheckpointPart):
     def _save(
         self, step: int, numbers: dict[str, float], accuracy: float | None, teams: Teams | None, *, kept: bool = True
     ) -> None:
-        """Begin to write a checkpoint after `step`, once the last one is complete; arguments as in `after_step`.
+        """Start to write a checkpoint after `step`, once the one before is complete; arguments as in `after_step`.
 
-        One that is not `kept` is not the best either: it would stay.
+        Without `kept` it is a temporary checkpoint (`trainer.resume_every`), which cannot become the best one.
         """
         c, settings = self._c, self._c.config.trainer
         assert c.loading is not None, "only training runs save"
         value = numbers.get(settings.best_metric or "", -math.inf)
-        is_best = kept and not math.isinf(value) and value >= self.best  # of equal ones the later is kept
+        is_best = kept and not math.isinf(value) and value >= self.best  # on a tie the later step wins
         if is_best:
             self.best, self.best_step = value, step
         extra: dict[str, Any] = {
@@ -398,7 +402,7 @@ class Checkpoints(CheckpointPart):
             "read": self._read,
             "drawn": None if teams is None else describe_buffered(c.config, c.team.placement, step),
         }
-        self._under_way.wait()
+        self._in_flight.wait()
         began = time.monotonic()
         with phase("checkpoint"), c.offload.phase("checkpoint"):
             scores = {} if c.context.scores is None else c.context.scores.files()
@@ -414,24 +418,24 @@ class Checkpoints(CheckpointPart):
                 kept=kept,
                 teams=teams,
             )
-        self._under_way.began(saving, began)
+        self._in_flight.began(saving, began)
 
 
 def _outlook(step: int, steps: int, key: str, source: str, early: str | None) -> str:
-    """Describe what a run that resumes from `source` has before it; `early`: why it needs no further step."""
+    """Return the text that says how many steps a resumed run has left; `early`: why it needs no further step."""
     if early is not None and step < steps:
         return (
             f"this run is finished: trainer.early_stop ended it after step {step} ({source}): {early}\n"
-            "  to go on: raise trainer.early_stop.patience or change its target, or trainer.early_stop=null"
+            "  to continue: raise trainer.early_stop.patience or change its target, or trainer.early_stop=null"
         )
     if step < steps:
         return f"resuming after step {step} of {steps}, from {source}"
     done = f"step {step} of {steps} is done" if step == steps else f"step {step} is done, and {key} is {steps}"
-    return f"this run is finished: {done} ({source}), there is nothing left to train\n  to go on: raise {key}"
+    return f"this run is finished: {done} ({source}), there is nothing left to train\n  to continue: raise {key}"
 
 
 def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
-    """Refuse a `trainer.best_metric` that a validation did not bring: no checkpoint would ever be the best.
+    """Reject a `trainer.best_metric` that a validation step does not have: no checkpoint would ever be the best.
 
     Raises:
         ConfigError: names the metrics that exist.
@@ -449,17 +453,19 @@ def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
 
 
 def surplus_file(c: StepContext) -> dict[str, bytes]:
-    """Name and content of this replica's share of the surplus; only its first rank writes it."""
+    """Return the surplus file of this replica, content by name; empty on other ranks than its first."""
     if c.surplus is None or not c.layout.is_lead:
         return {}
     return {_surplus_name(c.layout.dp_rank): c.surplus.to_bytes()}
 
 
 def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
-    """This rank's share of a surplus that `parts` replicas wrote; group k belongs to replica k modulo their number.
+    """Read this replica's share of the surplus of dynamic sampling, which `parts` replicas wrote to `folder`.
+
+    Group k of the whole surplus goes to replica k modulo the number of replicas.
 
     Raises:
-        ConfigError: an older version wrote it, and it lacks something that generation gives today.
+        ConfigError: an older version wrote it, and it lacks fields that generation writes today.
     """
     if not parts:
         return None
@@ -488,15 +494,15 @@ def _surplus_name(part: int) -> str:
     return f"surplus_{part}.safetensors"
 
 
-_SPARE = 1.1  # steps and saves that are to come, against the longest ones so far
+_SPARE = 1.1  # the next step and save may take this much longer than the longest ones so far
 
 
 class SaveBy:
-    """Tells when the next step is not certain to be saved before the limit; that of one rank counts for all.
+    """Decides when to save because the next step might not be saved before the job's limit; rank 0 decides for all.
 
     Args:
-        limit_s: seconds after the start of the job; None: never.
-        now: unix time.
+        limit_s: seconds from the start of the job to its limit; None: no limit.
+        now: returns unix time.
     """
 
     def __init__(self, limit_s: float | None, now: Callable[[], float] = time.time) -> None:
@@ -506,14 +512,15 @@ class SaveBy:
         self._longest_step = 0.0
 
     def steps_begin(self) -> None:
-        """Start the clock of the first step: the time since the start of the process is that of no step."""
+        """Start the clock of the first step, so that the start of the process does not count as a step."""
         self._last = self._now()
 
     def is_near(self, save_s: float) -> bool:
-        """Asked once a step, when that is trained: has it to be saved, as the next one may come too late?
+        """Return whether the step that was just trained must be saved because the next one may be too late; call once
+        a step.
 
         Args:
-            save_s: the longest save so far; 0: none, which then counts as long as a step.
+            save_s: seconds of the longest save so far; 0: none so far, a save is assumed to take as long as a step.
         """
         now = self._now()
         self._longest_step, self._last = max(self._longest_step, now - self._last), now

@@ -1,7 +1,7 @@
-"""The checkpoint of a cold start that is interrupted.
+"""Checkpoints within a cold start, so that an interrupted one resumes.
 
-It lies in RUN_DIR/cold_start, apart from the run's own checkpoints, and is removed when RL begins: `step_0` of these is
-the result of the cold start.
+They lie in RUN_DIR/cold_start, apart from the run's own checkpoints, and are removed when RL begins; the result of the
+cold start is `step_0` of the run's checkpoints.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class ColdStartCheckpoints:
-    """Saves a cold start when the user or the batch job asks for it, or by `trainer.resume_every`, and restores it.
+    """Saves a cold start on request of the user or batch job or by `trainer.resume_every`, and restores it.
 
     All methods are collective over the actor's team.
 
     Attributes:
-        step: the step that is restored; None: the cold start begins.
+        step: the step to resume after; None: the cold start begins.
         accuracy: held-out accuracy at that step; None: not measured there.
     """
 
-    ends = over = False  # only the cold start's own steps and accuracy end it
+    ends = over = False  # trainer.early_stop and trainer.save_by_s do not end a cold start
 
     def __init__(self, c: RankState, examples: PromptLoader) -> None:
         self._c, self._examples, self._world = c, examples, c.layout.world
@@ -47,10 +47,10 @@ class ColdStartCheckpoints:
         self.accuracy: float | None = None
 
     def find(self) -> None:
-        """Find the newest intact checkpoint, and check that this start can continue it.
+        """Choose the newest intact checkpoint, and check that this run can continue it.
 
         Raises:
-            ConfigError, DataError: it cannot, with this configuration or data.
+            ConfigError, DataError: this configuration or data cannot continue it.
             FormatError: another version of megarl wrote it.
         """
         config = self._c.config.model_dump(mode="json")
@@ -88,7 +88,7 @@ class ColdStartCheckpoints:
             )
 
     def load(self) -> None:
-        """Restore the checkpoint that `find` has found; without one, remove what an earlier start left."""
+        """Restore the checkpoint that `find` has chosen; without one, remove the files of an earlier start."""
         if self._source is None:
             self.clear()
             return
@@ -102,7 +102,7 @@ class ColdStartCheckpoints:
         return False
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
-        """Save `step` when that is asked for or due; arguments as in `Checkpoints.after_step`."""
+        """Save `step` if a checkpoint is requested or due; arguments as in `Checkpoints.after_step`."""
         settings = self._c.config.trainer
         mine = any(request.exists() for request in self._requests) if self._world.rank == 0 else None
         asked = self._world.broadcast_json(mine)
@@ -117,7 +117,7 @@ class ColdStartCheckpoints:
                 request.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove the folder: there is nothing to continue."""
+        """Remove RUN_DIR/cold_start, as the cold start is over or begins again."""
         refuse_if_taken(self._c.run_dir)
         if self._world.rank == 0:
             shutil.rmtree(self._root, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The first argument of every stage: the settings, and what belongs to the step that runs."""
+"""The first argument of every stage: the run's configuration and the state of the current step."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def no_progress(description: str, total: int | None) -> Iterator[Callable[[float], None]]:
-    """Show nothing; see `megarl.tracking.tracker.Tracker.progress`."""
+    """Stand in for `megarl.tracking.tracker.Tracker.progress` and show nothing."""
     yield lambda units: None
 
 
 @dataclass
 class StepContext:
-    """The first argument of every stage. Models and servers are not here: a stage names the roles that it works with.
+    """The first argument of every stage. Models and servers are not in it: a stage names the roles that it needs.
 
     Attributes:
-        offload: has on the device what each phase needs; roles enter its phases by themselves.
-        kl_controller: weight of the KL penalty in the reward.
-        resting: steps at the start in which the policy is not trained, while a critic warms up.
-        step: the training step that runs (1-based; 0 before the first).
-        metrics: this rank's part of the step's metrics.
-        progress: shows long work on the console; only on the rank that has a tracker, while it has one.
+        offload: moves models on and off the device for each phase; roles enter its phases by themselves.
+        kl_controller: holds the coefficient of the KL penalty in the reward.
+        resting: number of first steps in which only the critic is trained (`critic.warmup_steps`).
+        step: the current training step (1-based; 0 before the first).
+        metrics: this rank's metrics of the step, before they are reduced.
+        progress: shows a progress bar on the console, on the rank with the tracker; else nothing.
         surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
-        sequences: how samples become sequences of the model.
-        scores: of episodes that no reward function scores, in the team that plays them.
-        cuts: where mini-batches begin, which replicas share by tokens (`TeamPlan.cuts`); None: round-robin.
-        tokens: number of the tokenizer's tokens; the model may have more, as padding. None: they are not compared.
+        sequences: how samples are laid out as input sequences of the model.
+        scores: the task's own scoring of episodes, in the team that plays them; None: a reward function scores.
+        cuts: groups at which mini-batches begin, for sharing groups by tokens (`TeamPlan.cuts`); None: round-robin.
+        tokens: size of the tokenizer's vocabulary, without the model's padding; None: unknown.
     """
 
     config: RunConfig
@@ -70,17 +70,17 @@ class StepContext:
 
     @property
     def seeds(self) -> Seeds:
-        """Of all that is drawn at random."""
+        """The seeds of everything random in the run."""
         return Seeds(self.config.trainer.seed)
 
     @property
     def temperature(self) -> float:
-        """Temperature that samples are generated and scored at."""
+        """The temperature at which samples are generated and scored."""
         return self.config.rollout.sampling.temperature
 
     @cached_property
     def flops(self) -> FlopCounter:
-        """Counts what the policy computes, for `perf/flops` and with it MFU."""
+        """Counts the FLOPs of the policy, for `perf/flops` and MFU."""
         return FlopCounter.of(self._facts)
 
     @cached_property
@@ -88,7 +88,7 @@ class StepContext:
         return facts_of(self.hf_config)
 
     def vision_flops(self, samples: Batch) -> float:
-        """Return the FLOPs of one forward pass over what samples see, each image once."""
+        """Return the FLOPs of one forward pass over the samples' images, each image counted once."""
         vision, encoder = self._facts.vision, self._facts.encoder
         if vision is not None:
             calls = sum(map(len, self.sequences.sample_columns(samples)))
@@ -98,7 +98,8 @@ class StepContext:
         return image_flops(encoder, [encoder.merge**2 * count for count in image_features(samples).values()])
 
     def count_pass(self, samples: Batch, *, train: bool = False, head: bool = True) -> None:
-        """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward, with the vocabulary."""
+        """Add the FLOPs of one forward pass over the samples to `perf/flops`; `train`: with the backward pass; `head`:
+        with the output layer."""
         responses = samples["response_ids"].lengths
         count = self.flops.train if train else self.flops.forward
         lengths = [length for lengths in self.sequences.sample_columns(samples) for length in lengths]
@@ -107,5 +108,5 @@ class StepContext:
         self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum()) if head else 0) + seen)
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """Sum of a small CPU tensor over the data-parallel ranks."""
+        """Return the sum of a small CPU tensor over the data-parallel ranks."""
         return self.layout.dp_group.all_reduce(values.clone())

@@ -1,4 +1,4 @@
-"""The end of a run before `trainer.steps`: `trainer.early_stop`."""
+"""Early stopping of a run before `trainer.steps` (`trainer.early_stop`)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ if TYPE_CHECKING:
 
 
 class EarlyStop:
-    """Watches one metric and says when no further step is needed. Every rank of a team has the same numbers.
+    """Watches one metric and decides when no further step is needed. Every rank of a team passes the same numbers.
 
-    A measurement is an improvement if it is better than the best one so far by more than `min_delta`; one that is not
-    finite is none.
+    A finite value that is better than the best so far by more than `min_delta` is an improvement.
 
     Args:
-        settings: of the recipe; None: a run ends after its steps.
+        settings: the recipe's section; None: no early stopping.
     """
 
     def __init__(self, settings: EarlyStopConfig | None) -> None:
         self._settings = settings
         self._best: float | None = None
         self._best_step = 0
-        self._without = 0  # measurements in a row that were no improvement
+        self._without = 0  # measurements in a row without an improvement
 
     def measures(self, *, validated: bool) -> bool:
-        """Say whether a step is to bring the metric; `validated`: held-out prompts are evaluated after it."""
+        """Return whether a step measures the metric; `validated`: held-out prompts are evaluated after the step."""
         return self._settings is not None and (validated or not self._settings.metric.startswith("val/"))
 
     def may_end(self, *, validated: bool) -> bool:
-        """Say, before `look`, whether the next step can be the last one, whatever its metric is; see `measures`."""
+        """Return whether some value of the metric at the next step would end the run; `validated` as in `measures`."""
         settings = self._settings
         if settings is None or not self.measures(validated=validated):
             return False
@@ -42,7 +41,7 @@ class EarlyStop:
         return settings.target is not None or tired
 
     def look(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take up the metric of `step`; a step without it is no measurement."""
+        """Record the metric of `step`; a step whose `numbers` lack it does not count."""
         settings = self._settings
         if settings is None or settings.metric not in numbers:
             return
@@ -54,13 +53,13 @@ class EarlyStop:
             self._without += 1
 
     def would_end(self, step: int, numbers: Mapping[str, float]) -> bool:
-        """Say whether no further step would be needed once `look` has taken up `numbers`."""
+        """Return whether `look(step, numbers)` would end the run, without recording the numbers."""
         after = copy.copy(self)
         after.look(step, numbers)
         return after.reason() is not None
 
     def reason(self) -> str | None:
-        """Say why no further step is needed; None: one is."""
+        """Return why no further step is needed; None: the run goes on."""
         settings, best = self._settings, self._best
         if settings is None:
             return None
@@ -71,12 +70,13 @@ class EarlyStop:
                 return f"{name} was {best:g} at step {self._best_step}, and the target is {settings.target:g}"
         if settings.patience is None or self._without < settings.patience:
             return None
-        found = "was never finite" if best is None else f"was {best:g} at best, at step {self._best_step}"
+        course = "was never finite" if best is None else f"was {best:g} at best, at step {self._best_step}"
         more = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
-        return f"{name} {found}, and {self._without} measurements in a row did not improve it{more}"
+        return f"{name} {course}, and {self._without} measurements in a row did not improve it{more}"
 
     def refuse_unknown(self, numbers: Mapping[str, float]) -> None:
-        """Refuse a metric that a step which should have it did not bring, and none before it.
+        """Reject a metric that neither this step nor an earlier one has had; called after a step that should measure
+        it.
 
         Raises:
             ConfigError: names the metrics that exist.
@@ -86,7 +86,7 @@ class EarlyStop:
             return
         near = close_matches(settings.metric, numbers)
         raise ConfigError(
-            "no such metric at a step that is to measure it, so the run would never end early",
+            "no such metric; the run would never end early",
             where="trainer.early_stop.metric",
             found=settings.metric,
             allowed=sorted(numbers),
@@ -94,14 +94,14 @@ class EarlyStop:
         )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a run that resumes goes on from; None: nothing is watched."""
+        """Return the state for a checkpoint; None: there is no early stopping."""
         if self._settings is None:
             return None
         kept = {"best": self._best, "best_step": self._best_step, "without": self._without}
         return {"metric": self._settings.metric, "mode": self._settings.mode, **kept}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from `state`; what another metric left says nothing of this one."""
+        """Restore a checkpoint's `state`; the state of another metric is ignored."""
         watched = None if self._settings is None else (self._settings.metric, self._settings.mode)
         if state is not None and (state["metric"], state["mode"]) == watched:
             self._best, self._best_step, self._without = state["best"], state["best_step"], state["without"]

@@ -25,11 +25,12 @@ class Episodes:
     """The environment of a run on one rank.
 
     Attributes:
-        scores: it gives the rewards; else the recipe's reward function does.
-        replayable: an episode may be played again from its recorded turns.
-        tools: those that prompts present.
-        host: plays the environments; only on the first rank of a replica.
-        images: the way to images; None: environments say text.
+        scores: whether the environment gives the rewards; else the recipe's reward function does.
+        replayable: whether an episode can be replayed from its recorded turns.
+        tools: the tools that prompts announce to the policy.
+        turns: turns text and messages of the environment into tokens.
+        host: runs the environments; only on the first rank of a replica.
+        images: prepares images of observations; None: observations are text.
     """
 
     scores: bool
@@ -40,7 +41,7 @@ class Episodes:
     images: ImagePrompts | None
 
     def close(self) -> None:
-        """End what the environments use."""
+        """Stop the environments."""
         if self.host is not None:
             self.host.close()
 
@@ -52,21 +53,21 @@ def build_episodes(
     layout: Layout,
     images: ImagePrompts | None,
 ) -> Episodes | None:
-    """Make the environments that the section `env` asks for; None for one prompt and one response.
+    """Build the environment of the section `env`; None: samples are one prompt and one response.
 
     Args:
         eos_ids: tokens that end a turn, in addition to `rollout.sampling.stop_token_ids`.
-        images: the way to images; None: environments say text.
+        images: prepares images of observations; None: observations are text.
 
-    Raises:
-        ConfigError: the environment cannot be found or loaded, or does not take its keys.
+        Raises:
+            ConfigError: the environment cannot be found or loaded, or does not accept its keys.
     """
     if not config.has_turns:
         return None
     kind, settings = load_environment(config.env)
     answer_s = config.cluster.timeout_s / 2
     check_longest(settings.longest_s, answer_s)
-    # One rank of all loads the tools: they may be programs to start, and all prompts must announce the same.
+    # Only rank 0 loads the tools: they may start programs, and all prompts must announce the same ones.
     announced = asdict(kind.announcement(settings)) if layout.world.rank == 0 else None
     tools = Announcement(**layout.world.broadcast_json(announced))
     data = config.data

@@ -1,21 +1,22 @@
-"""Replicas of a team exchange whole groups before they train on them, so that all have about the same number of tokens.
+"""Replicas of a team exchange whole groups before training on them, so that all train on about as many tokens.
 
     replica 0   rollout: groups 0 2 4 6   --.              .-->  groups 0 3 4 7   log-probs, updates
                                              >  exchange  <
     replica 1   rollout: groups 1 3 5 7   --'              '-->  groups 1 2 5 6
 
-This follows the last node that makes the samples of an update, before anything else is computed of them: `rollout`, or
-a node after it that resamples. Dynamic sampling collects groups from all replicas anyway, and shares them by tokens
-itself. In a team that samples come to from another one the buffer does it.
+The exchange follows the last node that produces the samples of an update: `rollout`, or a node after it that resamples.
+Dynamic sampling collects groups from all replicas anyway, and shares them by tokens itself. In a team that receives its
+samples from another team the buffer shares them.
 
 Dynamic sampling collects groups in a `GroupPool`, in one order that all replicas agree on. Replica r of d generates
 prompts r, r + d, r + 2 d, ... of every batch, and keeps some of their groups. Which groups make up the step must not
-depend on d, and every replica should train on equally many: all replicas learn which groups were kept and take the
-first ones in the order of the data. Group k of those goes to replica k modulo d, or to the one that tokens say. A group
-may have any number of samples; replicas get equally many groups, not samples.
+depend on d, and every replica should train on equally many: the list of kept groups is gathered on all replicas, and
+the first ones in the order of the data are taken. Group k of these goes to replica k modulo d or, shared by tokens, to
+the replica that `share_groups` chooses. A group may have any number of samples; replicas get equally many groups, not
+samples.
 
-Numbers of samples and tokens are told to all. Samples go from the replica that has them to the one that gets them, and
-nowhere else; every rank of a replica has all its samples, so that rank i of one gives to rank i of another.
+Numbers of samples and tokens are gathered on all replicas. Samples go only from the replica that has them to the one
+that gets them; every rank of a replica has all its samples, so rank i of one replica sends to rank i of another.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ class TokenExchange:
 
     def __init__(self, graph: TaskGraph, nodes: Sequence[str]) -> None:
         trained = {graph.inputs(id).samples for id in nodes if graph[id].kind is Kind.MODEL_TRAIN}
-        # What dynamic sampling walks again for more samples gives them to it as they are.
+        # Dynamic sampling repeats these nodes for more samples, and shares groups itself.
         repeated = {id for node in graph if node.declared.refills for id in graph.upstream(node.id)}
         self.makers = frozenset(id for id in nodes if id in trained - repeated)
 
     def share(self, context: StepContext, node: Node, batch: Batch) -> Batch:
-        """`batch` of this replica after the exchange, or as it is where nothing is to be exchanged.
+        """Return this replica's samples after the exchange; `batch` as it is after a node that does not exchange
+        samples.
 
         Raises:
             ConfigError: a column cannot be sent.
@@ -66,18 +68,19 @@ class TokenExchange:
                 return pool.split(len(pool))[0]
             except ValueError as error:
                 raise ConfigError(
-                    f"the samples that node {node.id!r} made cannot go to other replicas: {error}",
+                    f"samples of node {node.id!r} cannot be sent to other replicas: {error}",
                     where="placement.share",
                     found="tokens",
-                    allowed="columns of JSON values where samples are made that models are trained on",
-                    fix="list the node before those whose work is under way (reward_submit), or set dealt",
+                    allowed="columns of JSON values in samples that models are trained on",
+                    fix="list the node before nodes that leave work in flight (reward_submit), or set dealt",
                 ) from error
 
 
 def record_tokens(c: StepContext, samples: Batch) -> None:
-    """Record how even the replicas' tokens are over the mini-batches, and how even round-robin would have made them.
+    """Record the balance of tokens over replicas per mini-batch (max over mean), and the balance round-robin would
+    have had.
 
-    Collective over the replicas where groups are shared by tokens; elsewhere it does nothing.
+    Collective over the replicas if groups are shared by tokens; otherwise nothing is recorded.
     """
     if c.cuts is None or ORDINAL not in samples:
         return
@@ -97,8 +100,8 @@ class GroupPool:
 
     Args:
         group: one rank of every replica, in the order of the replicas.
-        cuts: groups are shared by tokens, those between two of these places by themselves (`share_groups`); None: they
-            are shared round-robin.
+        cuts: positions of groups at which mini-batches begin: each mini-batch is shared by tokens (`share_groups`);
+            None: groups are shared round-robin.
     """
 
     def __init__(self, group: WorkerGroup, cuts: Sequence[int] | None = None) -> None:
@@ -109,11 +112,11 @@ class GroupPool:
         self._tokens: list[int] = []
 
     def __len__(self) -> int:
-        """Groups on all replicas."""
+        """Return the number of groups on all replicas."""
         return len(self._owners)
 
     def add(self, samples: Batch, keep: list[bool]) -> None:
-        """Take the groups that `keep` marks, one entry for each, of this replica's share of what all have generated."""
+        """Add those groups of this replica's new `samples` whose entry in `keep` (one per group) is True."""
         groups = [group if kept else [] for group, kept in zip(group_places(samples["uid"]), keep, strict=True)]
         tokens = [0] * len(samples) if self._cuts is None else tokens_of(samples)
         self._mine.append(samples.select([place for group in groups for place in group]))
@@ -127,10 +130,11 @@ class GroupPool:
                     self._tokens.append(share[place][1])
 
     def split(self, wanted: int) -> tuple[Batch, Batch]:
-        """Return this replica's share of the first `wanted` groups, and of the rest; samples of a group stand together.
+        """Return this replica's share of the first `wanted` groups, and of the remaining groups; each group is
+        contiguous.
 
-        Groups that are shared by tokens have their numbers in the column ORDINAL. The rest is shared round-robin in any
-        case, as it is looked for in a checkpoint.
+        With sharing by tokens the column ORDINAL holds the numbers of the groups. The remaining groups are always
+        shared round-robin, because `read_surplus` expects this order in a checkpoint.
 
         Raises:
             ValueError: a column cannot be sent.
@@ -149,7 +153,8 @@ class GroupPool:
         return batch, mine.select(self._places(held, [k for k in ordered if k >= wanted]))
 
     def _moved(self, taker: list[int]) -> tuple[Batch, list[int]]:
-        """Return the samples of this replica's groups, one group after the other; and which groups these are."""
+        """Send each group to its replica in `taker`; return the samples this replica has then, and their groups'
+        numbers."""
         mine = Batch.concat(self._mine)
         held = [k for k, owner in enumerate(self._owners) if owner == self._rank]
         if self._size == 1:
@@ -160,10 +165,10 @@ class GroupPool:
         arrived = [Batch.from_bytes(data) for data in self._group.all_to_all_bytes(blocks) if data]
         kept = [k for k in held if taker[k] == self._rank]
         came = [k for k, to in enumerate(taker) if to == self._rank and self._owners[k] != self._rank]
-        came.sort(key=self._owners.__getitem__)  # what arrived stands in the order of its senders
+        came.sort(key=self._owners.__getitem__)  # received groups are in the order of their senders
         return Batch.concat([mine.select(self._places(held, kept)), *arrived]), kept + came
 
     def _places(self, held: list[int], groups: list[int]) -> list[int]:
-        """Return where the samples of `groups` are in a batch of the groups `held`, one after the other."""
+        """Return the rows of the samples of `groups` in a batch that holds the groups `held` one after the other."""
         ends = dict(zip(held, accumulate(self._counts[k] for k in held), strict=True))
         return [place for k in groups for place in range(ends[k] - self._counts[k], ends[k])]

@@ -1,4 +1,4 @@
-"""The export of a finished run: the model of its last step, and the best one where that is another."""
+"""Export of a finished run as Hugging Face models: the last step's, and the best step's if it is another step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ ADAPTER = "hf_adapter"
 
 
 def export(c: RankState, checkpoints: Path) -> None:
-    """Write the actor of the last step to RUN_DIR/hf, a critic to hf_critic, and the best actor to hf_best, where the
-    best checkpoint by `trainer.best_metric` is of another step; adapters are merged, and those of the last step are
-    also written by themselves to hf_adapter, in PEFT's form. Nothing without `trainer.export_hf`. Collective over a
-    team, which writes what it holds.
+    """Write the team's models to the run folder if `trainer.export_hf` is set. Collective over the team.
 
-    The actor may hold the best weights afterwards: nothing is trained or saved after this.
+    RUN_DIR/hf gets the actor of the last step, hf_critic the critic, and hf_best the actor of the best checkpoint by
+    `trainer.best_metric` if that is another step. Adapters are merged; those of the last step are also written to
+    hf_adapter in PEFT's format. Afterwards the actor may hold the best step's weights, so call this last.
     """
     if not c.config.trainer.export_hf:
         return
@@ -49,11 +48,11 @@ def export(c: RankState, checkpoints: Path) -> None:
 
 
 def _write_best(c: RankState, checkpoints: Path) -> None:
-    """Write the best actor where it is not the last, and what there is."""
+    """Write the actor of the best checkpoint if that is not the last step, and record which models were exported."""
     written = [Exported(LAST, c.context.step, "last")]
     if c.layout.rank == 0:
         write_exported(c.run_dir, written)
-    # One rank looks for all: on a shared file system two ranks may see different folders.
+    # Only rank 0 looks: on a shared file system two ranks may see different folders.
     source = c.layout.world.broadcast_json(str(checkpoint.best(checkpoints) or "") if c.layout.rank == 0 else None)
     other = source and Path(source).name != f"step_{c.context.step}"
     step = _load_best(c, Path(source)) if other else None
@@ -62,11 +61,11 @@ def _write_best(c: RankState, checkpoints: Path) -> None:
         if c.layout.rank == 0:
             write_exported(c.run_dir, [*written, Exported(BEST, step, "best")])
     elif c.layout.rank == 0:
-        shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # of an earlier end of this run
+        shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # written by an earlier end of this run
 
 
 def _load_best(c: RankState, source: Path) -> int | None:
-    """Load the actor of the best checkpoint. Returns its step; None: it is damaged, which costs no finished run."""
+    """Load the actor of the best checkpoint and return its step; None: it is damaged, which does not fail the run."""
     try:
         with c.offload.phase("restore", ACTOR):
             return checkpoint.load(source, {ACTOR: c.actor.engine})[0]
@@ -77,7 +76,7 @@ def _load_best(c: RankState, source: Path) -> int | None:
 
 
 def show_export(c: RankState) -> None:
-    """Say which models were exported and where they are, and the command that tries the best of them."""
+    """Print the exported models with their folders, and a command that tries the best one."""
     if c.config.trainer.export_hf and c.layout.rank == 0:
         for model in exported(c.run_dir):
             name = "model:  " if model.which == "last" else "better: "
@@ -88,7 +87,7 @@ def show_export(c: RankState) -> None:
 
 
 def trial_command(config: RunConfig, run_dir: Path) -> str:
-    """Return commands that show what the model of a run does: answers, or episodes."""
+    """Return the command that tries the model of a run: `megarl generate`, or `megarl eval` for a task without text."""
     if not config.task.writes_text:
         return shlex.join(["megarl", "eval", str(run_dir)])
     return f"{shlex.join(['megarl', 'generate', str(run_dir)])} --prompt TEXT"

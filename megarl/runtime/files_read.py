@@ -1,8 +1,8 @@
-"""Contents of the files that a recipe names, and the effect of a change in place on a run that resumes.
+"""Checksums of the files that a recipe names, so that a resumed run notices files that were changed in place.
 
-Checkpoints keep the checksums of these files as the run found them at its start. Weights that a resumed run reads
-again (reference, teacher, reward model, base of adapters) have checksums of their own, see `frozen_models`; those of
-the policy and the critic come from the checkpoint.
+Checkpoints keep the checksums from the start of the run. Weights that a resumed run reads again (reference, teacher,
+reward model, base of adapters) have checksums of their own, see `frozen_models`; the weights of policy and critic come
+from the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SECTIONS = ("model", "algorithm", "data", "reward", "env", "critic", "reward_mo
 _MODELS, _FOLDERS = ("path", "tokenizer"), ("path", "tokenizer", "train_files", "val_files")  # last parts of keys
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _INDEX = ".index.json"
-_CACHE = "cache"  # of verdicts, which the run itself writes
+_CACHE = "cache"  # a judge's cache, which the run itself writes
 _TEMPLATE, _CRITIC = "chat_template", "critic.path"
-#: Keys of config.json that say nothing of what a model computes.
+#: Keys of config.json that do not change what a model computes.
 _NOTES = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
 _TOKENIZER = frozenset(
     ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -35,16 +35,15 @@ _TOKENIZER = frozenset(
 
 
 def files_read(config: Plain) -> FilesRead:
-    """Return the checksums of the local files that a recipe, as plain data, names; files that cannot be read are left
-    out."""
-    found: FilesRead = {}
+    """Return the checksums of the local files that a recipe (as plain data) names; unreadable files are left out."""
+    checksums: FilesRead = {}
     for section in _SECTIONS:
         for key, text in _texts(config.get(section), section):
             for name, file in _files(key, text):
-                found.setdefault(key, {}).update(_checksums(name, file))
+                checksums.setdefault(key, {}).update(_checksums(name, file))
     if (pictures := value_at(config, "data.image_dir")) and isinstance(pictures, str):
-        found["data.image_dir"] = _listing(Path(os.path.expanduser(pictures)))
-    return found
+        checksums["data.image_dir"] = _listing(Path(os.path.expanduser(pictures)))
+    return checksums
 
 
 def changes_in_place(
@@ -55,15 +54,17 @@ def changes_in_place(
     *,
     begun: bool,
 ) -> list[str]:
-    """Return a line for every key whose value is that of the checkpoint, and whose files are not.
+    """Return one line per recipe key whose value is unchanged since the checkpoint but whose files have changed.
 
     Args:
-        before: checksums in the checkpoint; None: an earlier version wrote it, which kept none.
-        configs: the recipe that wrote it, and that of this start.
+        before: checksums in the checkpoint; None: an earlier version wrote it without checksums.
+        now: checksums of this start.
+        configs: the recipe of the checkpoint, and the recipe of this start.
+        command: what the run does.
         begun: as for `announcements`.
 
     Raises:
-        ConfigError: the checkpoint cannot be continued with the files as they are.
+        ConfigError: the checkpoint cannot be continued with the changed files.
     """
     if before is None:
         return []
@@ -75,14 +76,14 @@ def changes_in_place(
         names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
         if fixed := [name for name in names if _is_fixed(key, name) and (key != _CRITIC or name in new)]:
             raise ConfigError(
-                "the checkpoint cannot be continued with other contents of these files",
+                "files have changed since the checkpoint, which cannot be continued with the new contents",
                 where=key,
                 found=few([_change(name, old, new) for name in fixed]),
                 allowed="the contents that the run began with",
                 fix="put the files back; trainer.resume=never starts from the beginning with the new ones",
             )
         if key == _CRITIC:
-            continue  # its weights and the rest are those of the checkpoint
+            continue  # the critic is read from the checkpoint
         over = key.startswith("sft.") and command == "train" and begun
         lines.append(f"{key}: {few([_change(name, old, new) for name in names])}" + f" ({COLD_START})" * over)
     return lines
@@ -95,7 +96,7 @@ def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _is_fixed(key: str, name: str) -> bool:
-    """Return whether weights of a checkpoint mean something else with another content of this file."""
+    """Return whether a checkpoint's weights are only valid with the old content of this file."""
     file = Path(name).name
     if file == "config.json":
         return key in ("model.path", _CRITIC)
@@ -103,7 +104,7 @@ def _is_fixed(key: str, name: str) -> bool:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield all texts of a section with their keys; entries of a list have its key."""
+    """Yield every one-line text in a section with its recipe key; texts in a list have the key of the list."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _texts(inner, f"{key}.{name}")
@@ -115,12 +116,12 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _files(key: str, text: str) -> Iterator[tuple[str, Path]]:
-    """Yield the files that `text` names: itself, `file.py` of `file.py:name`, or those in a folder."""
+    """Yield the files that the value `text` names: a file, `file.py` of `file.py:name`, or the files in a folder."""
     last = key.rpartition(".")[2]
     if last == _CACHE:
         return
     for name in dict.fromkeys((text, text.rpartition(":")[0], text.partition("@")[0])):
-        path = Path(os.path.expanduser(name))  # of text such as "~you are" nothing is expanded
+        path = Path(os.path.expanduser(name))  # a text such as "~you are" stays as it is
         if path.suffix and _is(path, "is_file"):
             yield name, path
             return
@@ -140,7 +141,7 @@ def _is(path: Path, kind: str) -> bool:
 
 
 def _checksums(name: str, file: Path) -> dict[str, FileChecksum]:
-    """Return the checksum of a file. Of a model's JSON what it says counts, not how; a chat template counts apart."""
+    """Return the checksum of a file; a model's JSON is compared by its values, and its chat template separately."""
     try:
         if file.name not in _TOKENIZER | {"config.json"} or file.suffix != ".json":
             with file.open("rb") as opened:
@@ -152,16 +153,17 @@ def _checksums(name: str, file: Path) -> dict[str, FileChecksum]:
         content = json.loads(text)
     except (ValueError, RecursionError):
         return {name: [text_checksum(text)]}
-    found: dict[str, FileChecksum] = {}
+    templates: dict[str, FileChecksum] = {}
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if key not in _NOTES}
         if (template := content.pop(_TEMPLATE, None)) is not None:
-            found[f"{name} ({_TEMPLATE})"] = [text_checksum(json.dumps(template))]
-    return {name: [text_checksum(json.dumps(content, sort_keys=True))], **found}
+            templates[f"{name} ({_TEMPLATE})"] = [text_checksum(json.dumps(template))]
+    return {name: [text_checksum(json.dumps(content, sort_keys=True))], **templates}
 
 
 def _listing(folder: Path) -> dict[str, FileChecksum]:
-    """Return one checksum of names, sizes and times of all files in a folder: pictures are too many to be read."""
+    """Return one checksum over names, sizes and times of all files in a folder of images, which are too many to
+    read."""
     entries = []
     for file in sorted(folder.rglob("*")) if _is(folder, "is_dir") else []:
         try:

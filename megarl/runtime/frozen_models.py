@@ -1,13 +1,13 @@
-"""Files of models that do not learn: kept, read again at every start, and the same after every resume.
+"""Checksums of the files of frozen models, so that a resumed run uses the same reference, teacher and reward model.
 
-    start     sizes and checksums of all files that are read   -> `frozen` in the state.json of every checkpoint
-    resume    the same files, by these                         -> a run goes on with the same reference and teacher
+    start     record sizes and checksums of all files read     -> `frozen` in the state.json of every checkpoint
+    resume    compare the files with the recorded checksums    -> same model, or an error
 
-A file is read once by the ranks of each machine together, before the model is loaded, so that it comes from memory
-then. An older version's checkpoint notes nothing: what is there when the run resumes is recorded from then on.
+The ranks of each machine read a file together before the model is loaded, which then finds it in the page cache. A
+checkpoint of an older version has no checksums: the files present at the resume are recorded.
 
-The reference is made once, where RL starts. Where the run keeps it itself and its files are damaged or gone, it is made
-again from the policy's initial weights, and is used if its files then have the same checksums.
+The reference is written once, where RL starts. If the run keeps it in its own folder and the files are damaged or gone,
+it is written again from the policy's initial weights, and used if the new files have the recorded checksums.
 """
 
 from __future__ import annotations
@@ -42,35 +42,34 @@ if TYPE_CHECKING:
 
 
 FOLDER = "reference"
-_ORIGIN = "origin.json"  # in the place of a model: where it is
-_NAMED, _INITIAL = "reference.path", "model.path"  # keys that name a reference that the run does not keep
+_ORIGIN = "origin.json"  # in the reference's folder instead of a model: the path of the model
+_NAMED, _INITIAL = "reference.path", "model.path"  # keys that name a reference outside the run folder
 SHARED_BASE = "model.lora"  # the reference is the actor without its adapters
 
 
 class ReferencePlace(NamedTuple):
-    """Where the weights of a reference are: a folder or a name on the hub, and the key of the recipe that names it
-    (empty: the run keeps them)."""
+    """The folder or hub name of the reference's weights, and the recipe key that names it (empty: the run folder has
+    them)."""
 
     path: str
     key: str
 
 
 def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> ReferencePlace:
-    """Find the weights of the reference, keep them for later resumes, and return where they are now.
+    """Find the reference's weights, keep them for later resumes, and return where they are.
 
-    Collective over the actor's team.
-
-    They are `reference.path`, else the actor's at the start of RL: with adapters that change nothing yet, its own with
-    adapters off. Others are kept in the run folder, because a resumed run starts from a later actor; where they are
-    those of `model.path`, that path is kept instead. A run that resumes from a checkpoint of another one takes that
-    one's. What is kept lies in a place of its own until `take_up_reference`: the start may still be refused.
+    Collective over the actor's team. The reference is `reference.path`, else the actor at the start of RL. The latter
+    is the actor with adapters off if its adapters change nothing yet; the path `model.path` if its weights are
+    unchanged; else a copy in the run folder, because a resumed run starts from a later actor. A run that resumes from
+    another run's checkpoint uses that run's reference. The copy lies in a temporary folder until `take_up_reference`,
+    as later checks may still reject the start.
 
     Args:
         resumed_from: RUN_DIR/checkpoints/step_N; None: no resume.
-        begun: it is of a step of RL; the actor of step 0 is where RL starts.
+        begun: the checkpoint is of step 1 or later; at step 0 the actor is where RL starts.
 
     Raises:
-        ConfigError: the run of `resumed_from` has kept none, or what it has kept is damaged and cannot be made again.
+        ConfigError: the run of `resumed_from` has no reference, or a damaged one that cannot be written again.
     """
     if c.config.reference.path is not None:
         return ReferencePlace(c.config.reference.path, _NAMED)
@@ -88,15 +87,15 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
 
 
 def _is_base(c: RankState, resumed_from: Path | None) -> bool:
-    """Tell whether the reference is the actor without its adapters. Collective over the actor's team.
+    """Return whether the reference is the actor with adapters off. Collective over the actor's team.
 
-    That is so where RL starts with adapters that change nothing, in the team that has both. A run that goes on has it
-    as it had it before.
+    It is if RL starts with adapters that change nothing, and one team holds both. A resumed run keeps its choice.
 
     Raises:
-        ConfigError: it had it so, and has the reference in another team now.
+        ConfigError: the checkpoint's reference is the actor with adapters off, but another team holds the reference
+        now.
     """
-    if c.config.model.lora is None:  # which is fixed in a run
+    if c.config.model.lora is None:  # a resumed run cannot change it
         return False
     together = c.team.placement.of_role(Role.REFERENCE) == c.team.plan
     if resumed_from is not None:
@@ -106,7 +105,7 @@ def _is_base(c: RankState, resumed_from: Path | None) -> bool:
         if together:
             return True
         raise ConfigError(
-            "the reference of this run is the actor without its adapters, which another team does not have",
+            "this run's reference is the actor without its adapters, so it cannot be in another team",
             where="placement",
             found="the reference in a team of its own",
             allowed="the reference in the actor's team",
@@ -126,9 +125,10 @@ def _note_origin(c: RankState, origin: str) -> None:
 
 
 def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
-    """Keep the reference of the run that wrote `checkpoint` for this one, too; errors as in `keep_reference`."""
+    """Use the reference of the run that wrote `checkpoint`, copied if that is another run; errors as in
+    `keep_reference`."""
     recorded = frozen_in(checkpoint).get("reference")
-    if recorded is not None and recorded.key == _INITIAL:  # the checkpoint tells all that the folder does
+    if recorded is not None and recorded.key == _INITIAL:  # the checkpoint records the path, too
         _note_origin(c, recorded.path)
         return ReferencePlace(recorded.path, _INITIAL)
     folder = find_kept(checkpoint)
@@ -141,7 +141,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
         if lines:
             return _made_again(c, checkpoint, folder, recorded, lines)
     kept = kept_reference(checkpoint)
-    # A run that goes on has it in its place.
+    # Only a checkpoint of another run needs a copy of its reference.
     if checkpoint.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
         with phase("keep_reference"), keep_beating():
             shutil.copytree(kept, c.run_dir / NEXT_REFERENCE)
@@ -150,44 +150,45 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
 
 
 def _made_again(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
-    """Make the reference again in place of the damaged one in `folder`, from the actor, which is not trained yet.
+    """Replace the damaged reference in `folder` by the actor's initial weights, before the checkpoint is loaded.
 
     Collective over the actor's team.
 
     Raises:
-        ConfigError: RL began with other weights: after a cold start, or the recipe names another model now.
+        ConfigError: RL began with other weights, because there was a cold start or the recipe now names another model.
     """
     following, why = c.run_dir / NEXT_REFERENCE, "RL began after a cold start"
     if not c.config.sft.steps:
         if c.layout.rank == 0:
             print(
-                f"WARNING: the reference in {folder} is damaged: {few(lines)}; it is made again from the policy's "
-                "initial weights",
+                f"WARNING: the reference in {folder} is damaged: {few(lines)}; it is written again from the "
+                "policy's initial weights",
                 flush=True,
             )
         _export_actor(c, following)
         others = changed_files(following, recorded.files, c.layout.world)
         if not others:
             return ReferencePlace(str(following), "")
-        why = f"the policy's initial weights are other ones now ({few(others)})"
-    first = f"trainer.resume={checkpoint.with_name('step_0')} begins RL again, "
+        why = f"the policy's initial weights have changed ({few(others)})"
+    first = f"trainer.resume={checkpoint.with_name('step_0')} restarts RL, "
     raise ConfigError(
-        f"the reference model of this run is damaged, and cannot be made again: {why}",
+        f"the reference model of this run is damaged, and cannot be written again: {why}",
         where=str(folder),
         found=few(lines),
-        allowed="the files that were written when RL began; their checksums are in the checkpoint",
+        allowed="the files written when RL began; the checkpoint has their checksums",
         fix=f"copy it from a backup, or set {_NAMED} to the model that RL began with; "
         f"{first if 0 in steps_in(checkpoint.parent) else ''}trainer.resume=never "
-        "begins with the whole run again",
+        "starts the whole run from the beginning",
     )
 
 
 def keep_start(c: RankState) -> str:
-    """Write what RL starts from, for a model of another team that begins with it. Collective over the actor's team."""
+    """Write the actor at the start of RL for another team's critic, and return the folder. Collective over the actor's
+    team."""
     folder = c.run_dir / NEXT_REFERENCE
-    # One rank looks for all: on a shared file system two ranks may see different folders.
-    there = (folder / "config.json").is_file() if c.layout.rank == 0 else None
-    if not c.layout.world.broadcast_json(there):  # else the reference is the same model
+    # Only rank 0 looks: on a shared file system two ranks may see different folders.
+    exists = (folder / "config.json").is_file() if c.layout.rank == 0 else None
+    if not c.layout.world.broadcast_json(exists):  # else the new reference is the same model
         folder = c.run_dir / START_WEIGHTS
         _export_actor(c, folder)
     return str(folder)
@@ -200,22 +201,23 @@ def _export_actor(c: RankState, folder: Path) -> None:
 
 
 def now_at(run_dir: Path, source: str) -> str:
-    """Return where the weights at `source` (`keep_reference`) are by now: an accepted start has taken them up."""
+    """Return where the weights that `keep_reference` left at `source` are now: `take_up_reference` may have moved
+    them."""
     taken_up = Path(source) == run_dir / NEXT_REFERENCE and not _is_model(Path(source))
     return str(run_dir / FOLDER) if taken_up else source
 
 
 def drop_refused_start(c: RankState) -> None:
-    """Forget what a start that was refused has made. Not collective: of a start that fails, some ranks may be gone.
+    """Remove the files that a rejected start has written. Not collective, as some ranks may be gone.
 
-    Rank 0 does it, as it also takes it up: no rank removes what another one has accepted.
+    Only rank 0 removes them, which is also the rank that moves them into place when the start is accepted.
     """
     if c.layout.rank == 0 and c.team.leads:
         drop_start(c.run_dir)
 
 
 def take_up_reference(run_dir: Path) -> None:
-    """Make the reference of an accepted start that of the run from now on. One rank calls this."""
+    """Move the reference of an accepted start to its final folder in the run folder. One rank calls this."""
     shutil.rmtree(run_dir / START_WEIGHTS, ignore_errors=True)
     if _is_model(run_dir / NEXT_REFERENCE):
         shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
@@ -223,8 +225,8 @@ def take_up_reference(run_dir: Path) -> None:
 
 
 def unchanged_model(config: RunConfig) -> str | None:
-    """Return the model that RL starts from, where that is `model.path` as it is on disk; None after a cold start, for a
-    fresh model, with keys of its configuration changed, and with adapters to start from."""
+    """Return the absolute `model.path` if RL starts from exactly this model; None after a cold start, for a randomly
+    initialized model, with `model.hf_config` overrides, and with adapters from `model.lora.path`."""
     model = config.model
     if model.lora is not None and model.lora.path is not None:
         return None
@@ -234,28 +236,29 @@ def unchanged_model(config: RunConfig) -> str | None:
 
 
 def _origin(folder: Path) -> str | None:
-    """Return where the model is that a reference folder stands for; None where the folder holds it."""
+    """Return the path of the model that a reference folder points to; None: the folder holds the model itself."""
     file = folder / _ORIGIN
     return str(json.loads(file.read_text())["path"]) if file.is_file() else None
 
 
 def find_kept(checkpoint: Path) -> Path | None:
-    """Find the folder of the reference that the run of a checkpoint (RUN_DIR/checkpoints/step_N) has kept."""
+    """Return the reference folder of the run that wrote a checkpoint (RUN_DIR/checkpoints/step_N); None: it has
+    none."""
     checkpoints = checkpoint.resolve().parent
     places = [*_set_aside_since(checkpoints), checkpoints.parent]
     return next((f for place in places if _is_model(f := place / FOLDER)), None)
 
 
 def kept_reference(checkpoint: Path) -> Path:
-    """Find it as `find_kept` does, where there has to be one.
+    """Return the reference folder of the run that wrote a checkpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the run has none.
     """
     folder = find_kept(checkpoint)
     if folder is None:
         raise ConfigError(
-            "the run of this checkpoint has kept no reference model, and a KL term needs one",
+            "the run of this checkpoint has no reference model, which a KL term needs",
             where="trainer.resume",
             found=str(checkpoint),
             allowed=f"a checkpoint of a run that has {FOLDER}/ beside checkpoints/",
@@ -265,15 +268,16 @@ def kept_reference(checkpoint: Path) -> Path:
 
 
 def put_aside(run_dir: Path, aside: Path) -> None:
-    """Move the reference of a run that starts again to the checkpoints moved to `aside`: they belong to it."""
+    """Move the reference of a run that restarts into `aside`, where its old checkpoints are."""
     if _is_model(run_dir / FOLDER):
         (run_dir / FOLDER).rename(aside / FOLDER)
 
 
 def _set_aside_since(checkpoints: Path) -> list[Path]:
-    """`checkpoints` and, when it is a folder NAME.old-K, those that the run set aside after it, in order.
+    """Return `checkpoints` and, if it is a folder NAME.old-K, the folders .old-(K+1), ... that were moved aside after
+    it.
 
-    A run that only goes back to an earlier step keeps its reference, and moves it with the checkpoints it leaves later.
+    A run that only goes back to an earlier step keeps its reference, and moves it to a later one of these folders.
     """
     name, _, number = checkpoints.name.rpartition(".old-")
     later = range(int(number) + 1, len(list(checkpoints.parent.glob(f"{name}.old-*"))) + 1) if name else ()
@@ -285,17 +289,18 @@ def _is_model(folder: Path) -> bool:
 
 
 def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) -> RunStart:
-    """Keep what RL starts from for the models that begin with it. Collective over the actor's team.
+    """Keep the weights that the reference and a critic start from, and return where they are. Collective over the
+    actor's team.
 
     Args:
-        c: this rank's state, whose actor is where RL starts, unless the run resumes later.
-        resumed_at: step of the checkpoint that it resumes from.
-        source: that checkpoint.
+        c: this rank's state; without `resumed_at` its actor is where RL starts.
+        resumed_at: step of the checkpoint that the run resumes from; None: no resume.
+        source: folder of that checkpoint.
 
     Raises:
         ConfigError: as `keep_reference`.
     """
-    drop_refused_start(c)  # of a process that was killed
+    drop_refused_start(c)  # a killed process may have left files
     c.layout.world.barrier()
     placement, begun = c.team.placement, bool(resumed_at)
     reference, key, critic = None, "", None
@@ -309,12 +314,12 @@ def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) ->
 
 @dataclass(frozen=True)
 class Frozen:
-    """A frozen model as a run began with it.
+    """A frozen model as it was at the start of the run.
 
     Attributes:
-        key: of the recipe that names it; empty: the run keeps it in its folder.
-        path: what is named there; empty with `key`.
-        files: checksums of all files that are read of it, by name.
+        key: recipe key that names the model; empty: it is in the run folder.
+        path: value of that key; empty if `key` is.
+        files: checksums of all its files that are read, by name.
     """
 
     key: str
@@ -323,23 +328,24 @@ class Frozen:
 
 
 def frozen_in(checkpoint: Path | str | None) -> dict[str, Frozen]:
-    """Those of the run that wrote a checkpoint, by their names; none where an older version wrote it."""
-    told: Mapping[str, Any] = {} if checkpoint is None else read_state(Path(checkpoint)).get("frozen", {})
-    return {name: Frozen(**model) for name, model in told.items()}
+    """Return the frozen models recorded in a checkpoint, by name; empty if an older version wrote it."""
+    models: Mapping[str, Any] = {} if checkpoint is None else read_state(Path(checkpoint)).get("frozen", {})
+    return {name: Frozen(**model) for name, model in models.items()}
 
 
 def record_frozen(c: RankState, name: str, key: str, source: str, checkpoint: str | None) -> None:
-    """Note the files of a frozen model for the run's checkpoints (`RankState.frozen`). Collective over its team.
+    """Record the checksums of a frozen model for the run's checkpoints (`RankState.frozen`). Collective over its team.
 
     Args:
-        key: of the recipe that names it; empty: the run keeps it in its folder.
+        name: name of the model in the record.
+        key: recipe key that names the model; empty: it is in the run folder.
         source: a folder, or a name on the hub.
-        checkpoint: that the run goes on from; None: it begins.
+        checkpoint: the checkpoint to resume from; None: the run starts.
 
     Raises:
-        ConfigError: that checkpoint's run began with other files of this place, or machines have different ones.
+        ConfigError: the files differ from those recorded in the checkpoint, or between machines.
     """
-    if name in c.frozen:  # read where it was found
+    if name in c.frozen:  # already checked by keep_reference
         return
     path = source if key else ""
     with phase(f"verify_{name}"):
@@ -355,16 +361,16 @@ def record_frozen(c: RankState, name: str, key: str, source: str, checkpoint: st
 
 
 def record_base(c: RankState, role: str, checkpoint: Path | str | None) -> None:
-    """Note the files of the base model that a role's adapters are for, as `record_frozen` does those of other models;
-    nothing without adapters, or for a base model that is drawn from `model.init_seed`. Collective over its team.
+    """Record the checksums of the base model of a role's adapters, as `record_frozen` does. Collective over its team.
 
-    Wherever they lie now, the files must be those that the run began with.
+    Without adapters, or with a base model initialized from `model.init_seed`, nothing is recorded. The base model may
+    have moved to another path, but its files must be those of the start of the run.
 
     Raises:
-        ConfigError: they are others.
+        ConfigError: the files differ from those recorded in the checkpoint.
     """
-    own = c.config.critic.path if role == CRITIC else None
-    key, path = ("model.path", c.config.model.path) if own is None else ("critic.path", own)
+    critic = c.config.critic.path if role == CRITIC else None
+    key, path = ("model.path", c.config.model.path) if critic is None else ("critic.path", critic)
     if c.config.model.lora is None or path is None:
         return
     name = f"{role} base"
@@ -378,10 +384,10 @@ def record_base(c: RankState, role: str, checkpoint: Path | str | None) -> None:
 
 
 def check_base(checkpoint: Path, path: str | None, world: WorkerGroup) -> None:
-    """Check that the actor's adapters in a checkpoint are for the model at `path` as its files are now.
+    """Check that the model at `path` is the base model of the actor's adapters in a checkpoint.
 
     Raises:
-        ConfigError: they are for other files.
+        ConfigError: its files have other checksums.
     """
     before = frozen_in(checkpoint).get(f"{ACTOR} base")
     if before is not None and path is not None:
@@ -395,29 +401,32 @@ def _refuse_other_base(before: Frozen, path: str, key: str, world: WorkerGroup) 
 
 
 def changed_files(folder: Path, files: Mapping[str, FileChecksum], world: WorkerGroup) -> list[str]:
-    """Differences of the model in `folder` from one with these `files`; equal on all ranks. Collective over `world`."""
+    """Return how the model in `folder` differs from the recorded checksums `files`, one line per file; empty: it does
+    not.
+
+    The result is equal on all ranks. Collective over `world`."""
     lines = faults(folder, files, world, per_machine=True)
     if lines:
         return lines
-    more = [f"{name} is there now and was not read before" for name in _files_read(folder) if name not in files]
+    more = [f"{name} is new" for name in _files_read(folder) if name not in files]
     return list(dict.fromkeys(line for part in world.all_gather_json(more) for line in part))
 
 
 def _checksums(folder: Path, key: str, world: WorkerGroup) -> dict[str, FileChecksum]:
-    found = checksums_of(folder, _files_read(folder), world)
-    if other := [name for name, checksums in found.items() if len(checksums) > 1]:
+    by_file = checksums_of(folder, _files_read(folder), world)
+    if differing := [name for name, checksums in by_file.items() if len(checksums) > 1]:
         raise ConfigError(
-            "the machines of this run have different files of one model",
+            "a model's files differ between the machines of this run",
             where=key or str(folder),
-            found=f"{folder}: {few(other)}",
+            found=f"{folder}: {few(differing)}",
             allowed="the same files on every machine",
             fix="copy or download the model again on all machines, or name a folder that they share",
         )
-    return {name: list(checksum) for name, (checksum,) in found.items()}
+    return {name: list(checksum) for name, (checksum,) in by_file.items()}
 
 
 def _files_read(folder: Path) -> list[str]:
-    """Names of all files of a model that decide what it computes."""
+    """Return the names of all files of a model that determine its output."""
     raw = read_config(folder)
     files = weight_files(folder, raw)
     projector = projector_file(folder) if raw.get("model_type") == VLA_TYPE else None
@@ -427,10 +436,10 @@ def _files_read(folder: Path) -> list[str]:
 
 def _other_files(where: str, folder: Path, lines: list[str]) -> ConfigError:
     return ConfigError(
-        "the files of this model are not those that the run began with",
+        "the model's files have changed since the run began",
         where=where,
         found=f"{folder}: {few(lines)}",
         allowed="the files whose checksums are in the checkpoint",
-        fix="copy or download them again; to go on with another model on purpose, give it a folder of another name; "
-        "trainer.resume=never begins again",
+        fix="copy or download them again; to use another model on purpose, give it a folder of another name; "
+        "trainer.resume=never starts from the beginning",
     )

@@ -1,9 +1,9 @@
-"""Where samples come from, and how new weights get there: the engine's family answers both.
+"""Opening of the engine that generates samples, and publishing of weights to it.
 
     cold start, weights loaded --> open_rollout --> publish(step) --> generate, train --> publish(step) --> ...
 
-A recipe changes from one engine to another with `rollout.engine`; the stages see a `RolloutEngine` either way. The cold
-start evaluates on the trainer's own parameters with every engine, and servers start after it.
+`rollout.engine` chooses the engine; stages see a `RolloutEngine` in any case. The cold start always evaluates with the
+embedded engine on the trainer's parameters, and servers start after it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def open_rollout(c: RankState) -> None:
-    """Open the engine that generates samples, as the recipe names it. Every team calls; collective over its ranks.
+    """Open the engine `rollout.engine`, or this team's end of the weight transfer to it. Collective over each team's
+    ranks.
 
-    The engine has no usable weights before the first `publish`.
+    Every team calls this. The engine has no usable weights before the first `publish`.
     """
     generates, trains, family = c.team.holds(Role.ROLLOUT), c.team.holds(Role.ACTOR), family_of(c.config)
     if generates:
@@ -32,8 +33,9 @@ def open_rollout(c: RankState) -> None:
 
 
 def publish(c: RankState, version: int) -> None:
-    """Generate with the actor's weights as they are now from here on, as `version`; nothing where nothing is generated.
+    """Publish the actor's current weights to the rollout engine as weight version `version`.
 
-    Every team calls; collective over its ranks. A rollout's team that does not train waits for the weights.
+    Every team calls this; collective over its ranks. A rollout's team that does not train waits for the weights, and a
+    team that neither trains the actor nor generates does nothing.
     """
     c.link.publish(version)

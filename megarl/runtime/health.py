@@ -4,10 +4,10 @@
     megarl.system.tracing -> Heartbeat ->   heartbeats/rank_K   -> read_beat -> Watch   no beat for too long: a hang
     exception    -> write_error -> errors/rank_K.json  -> read_errors          which rank failed first, and where
 
-A heartbeat is progress of the work, not a sign of life: it changes when a phase opens or closes and when long work
-inside a phase says that it moves on (`tracing.beat`: decode steps, micro-batches, tensors read or written), so a
-rank that waits for ever looks stuck although its process is healthy. Each beat is a copy into a memory-mapped file of
-one block (about 2 microseconds), so every one is recorded and none has to be rate-limited.
+A heartbeat shows progress, not that the process is alive: it changes when a phase opens or closes, and when long work
+inside a phase calls `tracing.beat` (decode steps, micro-batches, tensors read or written). So a rank that waits for
+ever looks stuck although its process is healthy. A beat is a copy into a memory-mapped file of one block (about 2
+microseconds), so every beat is recorded without a rate limit.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from megarl.system.rendezvous import ranks_text
 
 _HEADER = struct.Struct("<QQqQdH?")  # sequence (odd: being written), changes, step, pid, unix time, text length, over
 _SIZE = 512
-_LOOK_S = 2.0  # between two looks whether the file is there
+_LOOK_S = 2.0  # seconds between two checks that the file still exists
 _TEXT_MAX = _SIZE - _HEADER.size
 
-# What a rank sees when *another* one has gone. Never the root cause if any other error is there.
+# Messages of errors that a rank gets when *another* rank is gone. Never the root cause if there is any other error.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|(wait|socket) timeout|timed out (waiting|after)"
     r"|remote process (has )?(exited|terminated)|heartbeat.*(lost|timeout)|(recvvalue|to recv) failed"
@@ -58,7 +58,7 @@ _PEER_TYPES |= {"ActorDiedError", "ActorUnavailableError", "ObjectLostError", "O
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """One rank's last recorded beat; `time` is unix seconds; `over`: its work is done."""
+    """The last recorded beat of one rank; `time`: unix time in seconds; `over`: the rank has finished its work."""
 
     changes: int
     step: int
@@ -95,16 +95,16 @@ class Heartbeat:
         self._looked = time.monotonic()
 
     def beat(self, path: str) -> None:
-        """Record progress, with the main thread in phase `path`; in a file made again, where it was deleted."""
+        """Record progress of the main thread in phase `path`; a deleted file is created again."""
         with self._lock:
             if time.monotonic() - self._looked > _LOOK_S:
                 self._make_again()
             self._record(path)
 
     def _make_again(self) -> None:
-        """Say loudly that beats cannot be written: a launcher that sees none would end a run that goes on."""
+        """Create the heartbeat file again if it was deleted: without beats the launcher would end a healthy run."""
         self._looked = time.monotonic()
-        with contextlib.suppress(OSError):  # the run folder is gone, which the launcher sees, too; or it is a moment's
+        with contextlib.suppress(OSError):  # the run folder is gone, which the launcher notices, or the error passes
             if not self._path.is_file():
                 self._path.parent.mkdir(exist_ok=True)
                 self._begin_file()
@@ -118,7 +118,8 @@ class Heartbeat:
         _HEADER.pack_into(self._map, 0, 2 * self._changes, *head)
 
     def finish(self) -> None:
-        """Record that the work of this process is done: without that it has failed, whatever its exit code."""
+        """Record that this process has finished its work; without this record it counts as failed, whatever its exit
+        code."""
         self._over, self._looked = True, -math.inf
         self.beat(tracing.current())
 
@@ -128,12 +129,12 @@ def _beat_path(run_dir: Path, rank: int) -> Path:
 
 
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
-    """Last beat of `rank`; None before its first. Rereads when it catches the writer in the middle."""
+    """Return the last beat of `rank`; None before its first. Reads again if the rank was writing meanwhile."""
     path = _beat_path(run_dir, rank)
     for _ in range(1000):
         try:
             data, again = path.read_bytes(), path.read_bytes()
-        except (FileNotFoundError, IsADirectoryError):  # a folder in its place is set aside by the rank's next beat
+        except (FileNotFoundError, IsADirectoryError):  # the rank's next beat moves a folder of this name aside
             return None
         sequence, changes, step, pid, unix_time, length, over = _HEADER.unpack_from(data)
         if sequence % 2 == 0 and data == again:
@@ -144,10 +145,10 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
 
 @dataclasses.dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed. `exit_code` is what the whole command shall return.
+    """How one rank failed.
 
-    `explained`: the message says it all, because this package raised the error on purpose and no other error caused it.
-    `repeats`: see `MegarlError`.
+    `exit_code`: exit code for the whole command. `explained`: the message suffices without a traceback, because megarl
+    raised the error itself and no other error caused it. `repeats`: see `MegarlError`.
     """
 
     rank: int
@@ -164,17 +165,17 @@ class RankFailure:
 
     @property
     def peer_lost(self) -> bool:
-        """True when this error only says that another rank went away."""
+        """Return whether this error is only a consequence of another rank's end."""
         return not self.user_error and (self.type in _PEER_TYPES or bool(_PEER_LOST.search(self.message)))
 
     @property
     def out_of_memory(self) -> bool:
-        """True when the rank ran out of host or device memory."""
+        """Return whether the rank ran out of host or device memory."""
         return not self.user_error and means_out_of_memory(self.type, self.message)
 
 
 def failure_of(error: BaseException, rank: int) -> RankFailure:
-    """Describe `error`, raised in this process, with the phase and step it was raised in."""
+    """Return a description of `error`, raised in this process, with its phase and step."""
     return RankFailure(
         rank=rank,
         phase=tracing.failed_at(error),
@@ -195,7 +196,7 @@ def _repeats(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what caused it: a node's error is caused by that of its function."""
+    """Yield an error and the errors that caused it."""
     part: BaseException | None = error
     while part is not None:
         yield part
@@ -203,9 +204,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def write_error(run_dir: Path, failure: RankFailure) -> None:
-    """Leave `failure` for the launcher in RUN_DIR/errors/rank_K.json; on stderr where the disk does not take it.
+    """Write `failure` to RUN_DIR/errors/rank_K.json for the launcher, or to stderr if that fails.
 
-    A run folder that is gone is not made again for it: the launcher says that.
+    Nothing is written if the run folder is gone, which the launcher reports itself.
     """
     if not run_dir.is_dir():
         return
@@ -214,42 +215,42 @@ def write_error(run_dir: Path, failure: RankFailure) -> None:
             run_dir / "errors" / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure), indent=2)
         )
     except OSError as error:
-        said = failure.message if failure.explained else failure.traceback
-        print(f"{said}\nRUN_DIR/errors cannot be written: {error}", file=sys.stderr, flush=True)
+        text = failure.message if failure.explained else failure.traceback
+        print(f"{text}\nRUN_DIR/errors cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 _reported: tuple[BaseException, RankFailure] | None = None
 
 
 def report(run_dir: Path, error: BaseException, rank: int) -> RankFailure:
-    """Leave `error` for the launcher, once: whoever meets it again on its way out gets the first description."""
+    """Report `error` to the launcher and return its description; a second call for the same error returns the first."""
     global _reported
     if _reported is None or _reported[0] is not error:
         failure = failure_of(error, rank)
-        said = folder_gone(run_dir) if not run_dir.is_dir() else no_room(run_dir) if is_full(error) else None
-        if said is not None:
+        cause = folder_gone(run_dir) if not run_dir.is_dir() else no_room(run_dir) if is_full(error) else None
+        if cause is not None:
             failure = dataclasses.replace(
-                failure, message=str(said), exit_code=said.exit_code, user_error=True, explained=True, repeats=True
+                failure, message=str(cause), exit_code=cause.exit_code, user_error=True, explained=True, repeats=True
             )
         _reported = (error, failure)
-        if is_taken(run_dir):  # its errors are of another attempt
+        if is_taken(run_dir):  # RUN_DIR/errors belongs to another attempt
             print(f"megarl: rank {rank}: {failure.message}", file=sys.stderr, flush=True)
         else:
             write_error(run_dir, failure)
     return _reported[1]
 
 
-#: Files of errors, each with its inode and its time: another error in a file of the same name has others.
+#: Files in RUN_DIR/errors as (name, inode, modification time), to tell a new error from an old one of the same name.
 Old = frozenset[tuple[str, int, int]]
 
 
 def old_errors(run_dir: Path) -> Old:
-    """Read what is in RUN_DIR/errors now."""
-    found = set()
+    """Return the files that are in RUN_DIR/errors now."""
+    files = set()
     for path in (run_dir / "errors").glob("rank_*.json"):
         with contextlib.suppress(FileNotFoundError):  # the first machine removes them
-            found.add(_mark(path))
-    return frozenset(found)
+            files.add(_mark(path))
+    return frozenset(files)
 
 
 def _mark(path: Path) -> tuple[str, int, int]:
@@ -266,12 +267,12 @@ _FAILURE_NEEDS: Needs = {
 
 
 def read_errors(run_dir: Path, old: Old = frozenset()) -> dict[int, RankFailure]:
-    """Failures left in RUN_DIR/errors by rank, without `old` ones and damaged files."""
+    """Return the failures in RUN_DIR/errors by rank, without `old` and damaged files."""
     failures = []
     for path in (run_dir / "errors").glob("rank_*.json"):
-        with contextlib.suppress(FileNotFoundError):  # another machine's launcher may put it aside
-            if (not old or _mark(path) not in old) and (told := read_record(path, _FAILURE_NEEDS)):
-                known = {name: value for name, value in told.items() if name in _FAILURE_FIELDS}
+        with contextlib.suppress(FileNotFoundError):  # another machine's launcher may move it aside
+            if (not old or _mark(path) not in old) and (record := read_record(path, _FAILURE_NEEDS)):
+                known = {name: value for name, value in record.items() if name in _FAILURE_FIELDS}
                 failures.append(RankFailure(**known))
     return {failure.rank: failure for failure in failures}
 
@@ -283,7 +284,7 @@ def forget(run_dir: Path) -> None:
 
 
 def keep_attempt(run_dir: Path, attempt: int) -> None:
-    """Keep the errors of a failed attempt, if it left any, in errors/attempt_K, and remove its heartbeats."""
+    """Move the error files of a failed attempt to errors/attempt_K, and remove its heartbeats."""
     _remove_beats(run_dir)
     folder = run_dir / "errors" / f"attempt_{attempt}"
     for path in list((run_dir / "errors").glob("*.json")):
@@ -299,10 +300,10 @@ def _remove_beats(run_dir: Path) -> None:
 
 
 def set_aside(run_dir: Path, ranks: Iterable[int], number: int) -> list[Path]:
-    """Before these ranks start again, for the `number`-th time: their heartbeats go, their errors are kept.
+    """Remove the heartbeats and rename the error files of `ranks` before they start again for the `number`-th time.
 
     Returns:
-        The files of the errors, RUN_DIR/errors/restart_NUMBER_rank_K.json.
+        The renamed files, RUN_DIR/errors/restart_NUMBER_rank_K.json.
     """
     kept = []
     for rank in ranks:
@@ -314,17 +315,17 @@ def set_aside(run_dir: Path, ranks: Iterable[int], number: int) -> list[Path]:
 
 
 class Watch:
-    """Notices ranks that never report in, and ranks that have not moved on for too long.
+    """Notices ranks that never send a heartbeat, and ranks without progress for too long.
 
-    Times are this process's own monotonic clock, so clocks of other machines do not matter.
+    Times are this process's monotonic clock, so clocks of other machines do not matter.
 
     Args:
-        timeout_s: without progress.
-        start_timeout_s: to report in.
-        names: how messages name workers.
+        timeout_s: allowed seconds without progress.
+        start_timeout_s: allowed seconds until the first heartbeat.
+        names: returns the names of ranks for messages.
 
     Attributes:
-        stuck: those that had reported in and made no progress, when `check` last looked.
+        stuck: at the last `check`, the ranks that had sent a heartbeat and then made no progress for too long.
     """
 
     def __init__(
@@ -342,11 +343,11 @@ class Watch:
         self.begin_again(ranks)
 
     def begin_again(self, ranks: Iterable[int]) -> None:
-        """These ranks start now."""
+        """Start the clock of `ranks`, which start now, perhaps again."""
         self._seen |= dict.fromkeys(ranks, (-1, time.monotonic()))
 
     def check(self, live: Iterable[int]) -> str | None:
-        """Say in a sentence what is wrong with the `live` ranks, or None."""
+        """Return a sentence that names late or stuck ranks among the `live` ones; None: all make progress."""
         live, now = sorted(live), time.monotonic()
         for rank in live:
             beat = read_beat(self._run_dir, rank)
@@ -364,7 +365,7 @@ class Watch:
 
 
 def where_text(beat: Beat | None) -> str:
-    """`in phase step/rollout at step 3`, as far as it is known."""
+    """Return where a rank is, like `in phase step/rollout at step 3`; `beat`: its last one, None before the first."""
     if beat is None:
         return "before it reported in"
     return f"in phase {beat.phase} at step {beat.step}"

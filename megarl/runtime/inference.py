@@ -33,7 +33,7 @@ _ROUND = 1024  # prompts whose responses are in memory at the same time
 
 
 def evaluate(config: RunConfig, run_dir: Path) -> None:
-    """Score `data.val_files` with `validation.sampling`; metrics go where a training run's go, as stage `eval`."""
+    """Generate for `data.val_files` with `validation.sampling` and score; metrics are logged as stage `eval`."""
     with explained_scoring(config):
         c = build_rank_state(config, run_dir, trainable=False)
     try:
@@ -60,7 +60,7 @@ def generate(config: RunConfig, run_dir: Path) -> None:
 
 
 def _write_responses(c: RankState) -> None:
-    assert c.val_data is not None, "checks refuse the job without data.val_files"
+    assert c.val_data is not None, "checks reject the job without data.val_files"
     refuse_if_taken(c.run_dir)
     config, target = c.config, c.run_dir / RESPONSES
     columns = ("uid", "sample_id", "data_source", "prompt_text", "response_text", "finish_reason")
@@ -81,7 +81,8 @@ def _write_responses(c: RankState) -> None:
 
 
 def _restore(c: RankState) -> None:
-    """Take weights and step from `trainer.resume` when it names a checkpoint; else keep `model.path`, step 0."""
+    """Load weights and step from `trainer.resume` if it names a checkpoint (else `model.path`, step 0); open the
+    engine."""
     resume = c.config.trainer.resume
     if resume not in ("auto", "never"):
         with phase("resume"), c.offload.phase("restore", ACTOR):
@@ -89,14 +90,14 @@ def _restore(c: RankState) -> None:
                 check_base(Path(resume), c.config.model.path, c.layout.world)
             c.context.step, _ = load(Path(resume), {ACTOR: c.actor.engine})
         set_step(c.context.step)
-        if c.layout.rank == 0:  # the model's own weights were named before, as they were read
+        if c.layout.rank == 0:  # reading model.path has printed its name
             print(f"weights: {resume} (step {c.context.step})", flush=True)
     open_rollout(c)
     publish(c, c.context.step)
 
 
 def _show(lines: list[dict[str, str]], sources: Sequence[str]) -> None:
-    """Print responses to prompts that were given as text, each after its text without the chat template around it."""
+    """Print the responses to prompts given as text, each after its prompt without the chat template."""
     given = [source.removeprefix(TEXT) for source in sources if source.startswith(TEXT)]
     for line in lines:
         whole = line["prompt_text"]

@@ -1,4 +1,4 @@
-"""The state of a rank: its team, models, data shard and step. Every rank walks the graph by itself.
+"""The state of a rank: its team, models, data shard and step. Every rank walks the task graph by itself.
 
 With all roles in one team:
 
@@ -9,8 +9,8 @@ With all roles in one team:
             embedded engine      reference, critic            actor engine
                   '------------ same parameters ---------------------'
 
-No rank sees another one's samples; what crosses ranks are gradients, counts, statistics and metrics.
-Stages do not see this state: they are given its `StepContext`, and the roles that they name.
+Samples stay on their rank; ranks exchange gradients, counts, statistics and metrics.
+Stages do not get this state, but its `StepContext` and the roles that they name.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ _TRAINED = ("actor", "critic")
 
 @dataclass(frozen=True)
 class TeamContext:
-    """The team of this worker, among all of the run.
+    """This worker's team among the teams of the run.
 
     Attributes:
-        buffer: what the teams exchange goes through it; None: there is only this team.
-        restarts: how often this team has begun again because a process of it died.
-        begins_again: it may (`megarl.dag.placement.begins_again`).
-        finished: with `restarts`, the last step that was over then: it begins after it.
+        plan: this team's roles, nodes and ranks.
+        placement: all teams of the run.
+        buffer: client of the buffer through which teams exchange samples; None: there is only this team.
+        restarts: how often this team has been restarted because a process of it died.
+        finished: after a restart, the last finished step: the team begins with the next one.
+        begins_again: whether this team may be restarted without the others (`megarl.dag.placement.begins_again`).
     """
 
     plan: TeamPlan
@@ -69,26 +71,26 @@ class TeamContext:
 
     @classmethod
     def of_all(cls, config: RunConfig) -> TeamContext:
-        """One team of all workers, for work without a graph."""
+        """Return the context of a single team of all workers, for jobs without a task graph."""
         placement = together(config)
         return cls(placement.teams[0], placement)
 
     @property
     def others(self) -> list[TeamPlan]:
-        """All teams but this one."""
+        """The other teams."""
         return [team for team in self.placement.teams if team.name != self.plan.name]
 
     @property
     def leads(self) -> bool:
-        """It is the team of the actor, which decides where the run starts and keeps its record."""
+        """Whether this is the actor's team, which decides where the run starts and logs its metrics."""
         return self.holds(Role.ACTOR)
 
     def holds(self, role: Role) -> bool:
-        """Is this model one of this team's?"""
+        """Return whether this team holds `role`."""
         return role in self.plan.roles
 
     def of(self, role: Role) -> str:
-        """Name of the team that holds this model, which the run has."""
+        """Return the name of the team that holds `role`; some team must."""
         team = self.placement.of_role(role)
         assert team is not None, f"no team holds the {role.value}"
         return team.name
@@ -104,7 +106,8 @@ class TeamContext:
         return self.placement.of_role(Role.ROLLOUT) not in (None, self.plan)
 
     def queues(self) -> dict[str, int]:
-        """Groups of samples that wait for a team, by name (`buffer.core.Core.queues`); one rank calls this."""
+        """Return how many prompt groups wait in each queue of the buffer (`buffer.core.Core.queues`); one rank calls
+        this."""
         return {} if self.buffer is None else self.buffer.queues()
 
 
@@ -113,14 +116,14 @@ class RankState:
     """Everything that a rank works with.
 
     Attributes:
-        team: this rank's team; what another one holds is not here.
+        team: this rank's team.
         held: this team's roles, by the names under which stages take them.
-        loader: training data, in the team that generates samples; None: there is none.
-        val_data: held-out prompts, as `loader`.
-        val_pairs: held-out preference pairs, or labelled examples, where nothing is generated.
-        loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
-        link: this team's end of the way of weights to what generates; see `megarl.runtime.generation`.
-        frozen: checksums of the models that do not learn, by name, as checkpoints note them.
+        loader: training data; only in the team that generates samples, else None.
+        val_data: held-out prompts; only in the team that generates samples, else None.
+        val_pairs: held-out preference pairs or labelled examples of a run that generates nothing.
+        loader_elsewhere: stands for another team's loader in the team that saves checkpoints.
+        link: this team's end of the transfer of weights to the rollout engine; see `megarl.runtime.generation`.
+        frozen: checksums of frozen models by name, for checkpoints.
     """
 
     team: TeamContext
@@ -137,58 +140,58 @@ class RankState:
 
     @property
     def config(self) -> RunConfig:
-        """Of the run."""
+        """The run's configuration."""
         return self.context.config
 
     @property
     def layout(self) -> Layout:
-        """The ranks of the run."""
+        """The process groups of this rank's team."""
         return self.context.layout
 
     @property
     def offload(self) -> OffloadSchedule:
-        """Has on the device what each phase needs."""
+        """Moves model state on and off the device for each phase."""
         return self.context.offload
 
     @property
     def hf_config(self) -> PretrainedConfig:
-        """Of the policy."""
+        """The policy's Hugging Face configuration."""
         return self.context.hf_config
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics of the running step."""
+        """This rank's metrics of the current step."""
         return self.context.metrics
 
     @property
     def roles(self) -> Mapping[str, object]:
-        """The roles that stages may name in their signatures, as far as this team has them."""
+        """This team's roles, by the names under which stages take them."""
         return self.held
 
     @property
     def loading(self) -> PromptLoader | RemoteLoader | None:
-        """The loader, or its stand-in where another team has it; None: there is no training data."""
+        """The loader, or the stand-in for another team's loader; None: there is no training data."""
         return self.loader or self.loader_elsewhere
 
     @property
     def mail(self) -> Mail:
-        """The mail between this team and the others."""
+        """Sends and receives messages between teams; a stand-in if there is one team only."""
         return self.team.buffer or NoMail()
 
     @property
     def buffer(self) -> BufferClient:
-        """The buffer between the teams of a run that has several."""
+        """The client of the buffer between teams; only in a run of several teams."""
         assert self.team.buffer is not None, "a run of one team has no buffer"
         return self.team.buffer
 
     @property
     def models(self) -> dict[str, ModelRole]:
-        """This team's models."""
+        """This team's models, by role."""
         return {name: role for name, role in self.held.items() if isinstance(role, ModelRole)}
 
     @property
     def actor(self) -> ActorRole:
-        """The policy; only in its team."""
+        """The trained policy; only in the actor's team."""
         return self._role("actor", ActorRole)
 
     @property
@@ -206,17 +209,17 @@ class RankState:
 
     @property
     def reference(self) -> ReferenceRole:
-        """The frozen policy that training starts from; only in its team."""
+        """The frozen reference policy; only in the team that holds it."""
         return self._role("reference", ReferenceRole)
 
     @property
     def rollout(self) -> RolloutRole:
-        """Generates samples; only in the team that does. `open_rollout` may give it another engine."""
+        """The role that generates samples; only in the team that holds it. `open_rollout` may replace its engine."""
         return self._role("rollout", RolloutRole)
 
     @property
     def scorer(self) -> ScorerRole:
-        """Scores samples, where they are generated."""
+        """The role that scores samples; only in the team that generates them."""
         return self._role("scorer", ScorerRole)
 
     def _role(self, name: str, kind: type[R]) -> R:
@@ -226,11 +229,11 @@ class RankState:
 
     @property
     def trained(self) -> dict[str, MegatronEngine]:
-        """The engines that learn, by name: what a checkpoint holds."""
+        """The trained engines (actor, critic) of this team, by role; checkpoints hold their state."""
         return {name: model.engine for name, model in self.models.items() if name in _TRAINED}
 
     def end_generation(self) -> None:
-        """Close what samples are generated and scored with: another team does that from here on."""
+        """Close rollout and scorer after a cold start, as another team generates samples from here on."""
         with contextlib.ExitStack() as stack:
             self._close_generation(stack)
         self.held = {name: role for name, role in self.held.items() if name not in ("rollout", "scorer")}
@@ -245,7 +248,7 @@ class RankState:
             stack.callback(self.rollout.player.close)
 
     def close(self) -> None:
-        """End the processes and threads this rank started."""
-        with phase("finish"), contextlib.ExitStack() as stack:  # the last one first, and every one of them
+        """Stop the processes and threads that this rank started."""
+        with phase("finish"), contextlib.ExitStack() as stack:  # an error in one call does not skip the others
             self._close_generation(stack)
             stack.callback(self.link.close)

@@ -1,6 +1,6 @@
-"""From what the ranks measured to one line per step: reduction, timings, throughput, and the tracker on rank 0.
+"""Reduces the metrics of all ranks to one line per step, with timings and throughput, and logs it on rank 0.
 
-Each team reduces the metrics of its ranks. The actor's team adds those of the others, and has the tracker:
+Each team reduces the metrics of its ranks. The actor's team adds the metrics of the other teams, and has the tracker:
 
     critic: step 7, its ranks -> StepMetrics("critic", 7) ---> actor: step 7, its ranks + critic's -> metrics.jsonl
 """
@@ -40,24 +40,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 VALIDATE = "validate"  # the phase of held-out evaluation
-# malloc keeps what a step frees (`cluster.keep_freed_memory`), but blocks of one size do not serve another: the
-# resident set would grow by a quarter in 1,000 steps. The next step takes the pages again, at about 0.4 s a GB.
+# malloc keeps freed memory (`cluster.keep_freed_memory`), but fragments it: without a trim the resident set would grow
+# by a quarter in 1,000 steps. After a trim the next step faults the pages in again, about 0.4 s per GB.
 _TRIM_EVERY = 100
-_AFTER_FAILURE_S = 5.0  # the other ranks hang until this one ends; its launcher completes what is missing then
+_AFTER_FAILURE_S = 5.0  # other ranks hang until this failed one ends; the launcher completes an unfinished record
 
 
 class Recorder:
-    """Turns a rank's metrics into logged numbers. Only worker 0 has a tracker.
+    """Reduces the metrics of a team's ranks after each step and logs them. Only rank 0 of the actor's team has a
+    tracker.
 
     Args:
         stage: `train` or `sft`, see `megarl.tracking.tracker.Tracker`.
         resume_step: the step that a resumed run continues after.
-        part: of the run, see there.
+        part: which part of the run this is, see there.
 
-    Attributes:
-        status: how the stage ends that has no error.
-        channel: counts the tokens that this replica has worked on.
-        segments: in the actor's team, as ready: returns the metrics that the rollout's team has sent of a step.
+        Attributes:
+            status: status to record at the end of a stage without an error.
+            channel: counts the tokens that this replica has processed.
+            segments: with async.order=as_ready, in the actor's team: returns the rollout team's metrics of a step.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class Recorder:
         self.status: Status = "finished"
         self.channel: TeamChannel | GroupChannel | NoChannel = NoChannel()
         self.segments: Callable[[int], list[MetricsJson]] | None = None
-        # The cold start is the actor's team's own.
+        # Only the actor's team takes part in a cold start.
         self._others = c.team.others if stage == "train" else []
-        self._measured_elsewhere: list[Metrics] | None = None  # of the step that has not ended
+        self._measured_elsewhere: list[Metrics] | None = None  # other teams' metrics of the current step, once received
         self._team_time = TeamTime(c.team)
         self._all_teams = AllTeams(team.name for team in c.team.placement.teams)
         team = c.team.plan.name if c.team.others else ""
@@ -105,7 +106,7 @@ class Recorder:
             with tracing.phase("record"):
                 self._finish(self.status)
             return
-        report(self._c.run_dir, error, worker_number())  # before anything that takes time or may fail
+        report(self._c.run_dir, error, worker_number())  # first, because what follows takes time and may fail
         status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         thread = threading.Thread(target=self._finish_if_possible, args=(status,), name="finish", daemon=True)
         thread.start()
@@ -125,14 +126,14 @@ class Recorder:
             self._tracker.finish(status)
 
     def start_step(self) -> None:
-        """Begin to time a step."""
+        """Start the clock of a step."""
         self._start = (time.perf_counter(), time.process_time())
         self._team_time.start_step()
 
     def measured_elsewhere(self, step: int) -> list[Metrics]:
-        """Wait until the other teams are through `step`, which has not ended here, and return what they measured.
+        """Wait for the other teams' metrics of the current step `step`, and return them.
 
-        Only the actor's team waits for others.
+        Only the actor's team waits; elsewhere the list is empty.
         """
         if self._measured_elsewhere is None:
             parts: list[MetricsJson] = []
@@ -146,10 +147,11 @@ class Recorder:
         return self._measured_elsewhere
 
     def end_step(self, step: int) -> dict[str, float]:
-        """Reduce this step's metrics over all ranks, add timings and throughput, log them.
+        """Reduce this step's metrics over the team's ranks, add timings and throughput, and log them.
 
         Returns:
-            The numbers, equal on every rank of the team: of all teams in the actor's, else of this one.
+            The step's metrics, equal on every rank of the team: of all teams in the actor's team, elsewhere of this
+            team.
 
         Raises:
             FolderTaken: another attempt has the run folder.
@@ -161,13 +163,13 @@ class Recorder:
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
         events = tracing.drain()
         self._trace.write(events)
-        # The ranks of one replica saw the same samples: only its first one speaks for them.
+        # All ranks of a replica have the same samples: only its first rank counts them.
         local = c.context.metrics if c.layout.is_lead else Metrics()
         c.context.metrics = Metrics()
         if leads:
             local.max("timing_s/step", seconds)
         for name, spent in _stage_seconds(events).items():
-            if leads or name != VALIDATE:  # another team tells it with what it has measured, of the step that this was
+            if leads or name != VALIDATE:  # a rollout's team sends the time of a validation with its results
                 local.max(f"timing_s/{name}", spent)
         local.sum("perf/cpu_s", cpu_seconds)
         peak = peak_memory_gb()
@@ -196,7 +198,7 @@ class Recorder:
         return numbers
 
     def _measure_team(self, local: Metrics, events: Iterable[PhaseEvent]) -> None:
-        """Add to `local`, of this rank, what its team did with the time of the step, and what waits in the buffer."""
+        """Add the team's busy and waiting time in this step, and the lengths of the buffer's queues, to `local`."""
         c = self._c
         self._team_time.end_step(local, events, self.channel.tokens if c.layout.is_lead else None)
         if c.team.leads and c.layout.rank == 0:
@@ -204,19 +206,20 @@ class Recorder:
                 local.max(f"store/queue/{queue}", groups)
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Keep generations for the report."""
+        """Write held-out samples of a step for the report."""
         if self._tracker is not None:
             self._tracker.samples(step, rows)
 
     def groups(self, step: int, samples: Batch, *, early: bool = False) -> None:
-        """Keep some groups of a training step for the report; `early`: `trainer.early_stop` ends the run after it."""
+        """Write some groups of a training step for the report; `early`: `trainer.early_stop` ends the run after this
+        step."""
         if self._tracker is not None and shows_groups(self._c.config, step, early=early):
             self._tracker.groups(step, group_rows(self._c, samples))
 
     def _perf(self, numbers: dict[str, float]) -> dict[str, float]:
         if self._peak is None:
             self._peak = peak_flops(self._c.config.model.dtype, self._c.config.tracking.peak_tflops)
-        memory = numbers["perf/max_memory_gb"]  # of the largest rank, not of this one
+        memory = numbers["perf/max_memory_gb"]  # peak of the rank with the highest peak, not of this rank
         validation = VALIDATE if self._c.team.holds(Role.ROLLOUT) else "await_validation"
         made = perf_metrics(
             tokens=numbers["perf/total_tokens"],
@@ -229,9 +232,9 @@ class Recorder:
 
 
 def _stage_seconds(events: list[tracing.PhaseEvent]) -> dict[str, float]:
-    """Return the seconds of the phases right below the outermost one, by name, and of the step's offloading moves.
+    """Return the seconds of a step's top-level phases by name, and of its offloading moves as `MOVES`.
 
-    Moves at the start and around a checkpoint, and waiting until all ranks have made room, are no moves of a step.
+    Moves at the start and around a checkpoint, and the wait for other ranks within a move, do not count.
     """
     spent: dict[str, float] = {}
     for event in events:

@@ -1,11 +1,11 @@
-"""The effect of settings that have changed since a checkpoint on the run that resumes from it, key by key.
+"""The effect of each recipe key that has changed since a checkpoint on the run that resumes from it.
 
-Most of what a run knows comes from the recipe again when it resumes. What comes from the checkpoint instead: weights,
-optimizer state and steps, random states, the loader's order and place, the adaptive KL coefficient, samples that wait,
-the best value so far. Layouts and teams may change: a checkpoint is read by parts of a model, wherever those go now.
+A resumed run takes most settings from the recipe. From the checkpoint come weights, optimizer state and steps, random
+states, the loader's order and position, the adaptive KL coefficient, buffered samples, and the best metric so far.
+Layouts and teams may change: a checkpoint stores tensors by name, and each rank reads its shards.
 
-A rollout in a team of its own generates ahead of training (megarl/disaggregated). Its checkpoints say of how many steps
-they hold samples, in which order, with which settings; a run whose settings or teams differ is refused.
+A rollout in a team of its own generates ahead of training (megarl/disaggregated). Its checkpoints record for how many
+steps they hold samples, in which order, with which settings; a run that cannot use these samples is rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Command = Literal["train", "sft"]
 Plain = Mapping[str, Any]
-#: None: the new value is used from the next step on. A text: it is not, or not everywhere.
+#: What a changed value does. None: it is used from the next step on. A text says where it is not used.
 Effect = str | None
 
 WEIGHTS = "the weights are those of the checkpoint"
@@ -52,21 +52,21 @@ def _dtype(before: Plain, now: Plain) -> Effect:
 def _model_path(before: Plain, now: Plain) -> Effect:
     if value_at(now, "model.lora") in (None, MISSING):
         return f"read for tokenizer and architecture only: {WEIGHTS}"
-    return "the base model of the adapters, whose files have to be those of before"
+    return "the base model of the adapters, whose files must be unchanged"
 
 
 def _init_seed(before: Plain, now: Plain) -> Effect:
-    initialised = value_at(now, "model.lora") not in (None, MISSING) and value_at(now, "model.path") is None
-    return FIXED if initialised else f"not used: {WEIGHTS}"  # the checkpoint has only adapters
+    random_base = value_at(now, "model.lora") not in (None, MISSING) and value_at(now, "model.path") is None
+    return FIXED if random_base else f"not used: {WEIGHTS}"  # with adapters the checkpoint lacks the base model
 
 
 def _staleness(before: Plain, now: Plain) -> Effect:
     ready = not any(_is_in_order(config) for config in (before, now))
     fewer = ready and value_at(now, STALENESS) < value_at(before, STALENESS)
-    return "groups of the checkpoint that no step could use in time any more are generated again" if fewer else None
+    return "groups in the checkpoint that are too old under the new value are generated again" if fewer else None
 
 
-#: By key, or by section where all its keys behave alike. The data must stay the same: the loader refuses other prompts.
+#: By key, or by section if all its keys have the same effect. The loader itself rejects changed training data.
 EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "name": "the run folder and an MLflow run keep theirs",
     "model.path": _model_path,
@@ -76,7 +76,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "model.dtype": _dtype,
     "model.trust_remote_code": None,
     "model.lora": FIXED,
-    "model.freeze": FIXED,  # a checkpoint has no optimizer state of what was frozen
+    "model.freeze": FIXED,  # a checkpoint has no optimizer state of frozen parameters
     "algorithm.pipeline": None,
     "algorithm.advantage": None,
     "algorithm.loss": None,
@@ -162,23 +162,23 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "tracking": None,
 }
 
-#: How samples are generated and scored, which a rollout may have done already for the next step; by key or section.
+#: Keys and sections of generation and scoring. The checkpoint may hold samples generated with their old values.
 SAMPLING = ("algorithm.overlong", "async", "data", "env", "reward", "robot", "rollout", "trainer.seed")
-#: What chooses samples with what generates them, where they are handed over as they get ready.
+#: Sections that select groups; with async.order=as_ready groups in the checkpoint were selected with the old values.
 CHOOSING = ("algorithm.dynamic_sampling", "algorithm.filter")
 HELD_OUT = ("data.val_files", "data.val_batch_size", "data.max_val_samples")
 
-#: Used by a run that resumes from the end of its cold start.
+#: Keys that a run still uses if it resumes from the end of its cold start.
 BEFORE_FIRST_STEP = ("validation.before_train", "critic.path")
 
 
 def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
-    """Return what a changed `key` does to a run that resumes; the longest entry of EFFECTS counts.
+    """Return what a changed `key` does to a resumed run, by the longest matching entry of EFFECTS.
 
-    An own key of a component needs no entry: components are made from the recipe again.
+    A component's own keys need no entry: components are built from the recipe again.
 
     Raises:
-        KeyError: the key has no line in the table, which is a defect.
+        KeyError: EFFECTS lacks the key, which is a bug.
     """
     entry = key
     while entry not in EFFECTS and "." in entry:
@@ -190,16 +190,16 @@ def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
 
 
 def _is_own(key: str) -> bool:
-    """Say whether a component has this key for itself, in the section that names it."""
+    """Return whether `key` is a component's own key, such as `reward.X` of a reward function with an argument X."""
     above = find_key(tuple(key.split(".")))
     return above is not None and above.path != key and names_component(above.section)
 
 
 def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
-    """Key, old and new value of every setting that both configurations know and that differs.
+    """Yield key, old and new value of every setting in both configurations that differs.
 
-    Where the user names the keys (keyword arguments), one that only one side has is `not set` on the other. Keys of a
-    component that only one side has say nothing: the other one names another component.
+    In sections with free keys (keyword arguments) a key on one side only is `not set` on the other. A component's own
+    keys are compared only if both sides have them, as another component has other keys.
 
     >>> list(changed_keys({"trainer": {"steps": 3, "seed": 0}}, {"trainer": {"steps": 5, "seed": 0}}))
     [('trainer.steps', 3, 5)]
@@ -207,7 +207,7 @@ def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
     for key in iter_keys():
         old, new = value_at(before, key.path), value_at(now, key.path)
         if old is MISSING or new is MISSING or old == new or key.path == "trainer.resume":
-            continue  # a section comes again with its keys, and a key of another version says nothing
+            continue  # the key exists in one version of megarl only, or its value is unchanged
         if names_component(key.section):
             shared = {other.path.rpartition(".")[2] for other in iter_keys() if other.path.startswith(f"{key.path}.")}
             for name in (name for name in old if name in new and name not in shared):
@@ -217,7 +217,7 @@ def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Old and new value; of mappings those of each name that differs."""
+    """Yield path, old and new value if they differ; of two mappings, one entry for each name that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in dict.fromkeys([*old, *new]):
             values = old.get(name, "not set"), new.get(name, "not set")
@@ -230,14 +230,17 @@ def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
 def announcements(
     before: Plain, now: Plain, command: Command, *, begun: bool = True, generated: int | None = None
 ) -> list[str]:
-    """Return a line for every setting that has changed since the checkpoint, with what it does not do.
+    """Return one line per setting that has changed since the checkpoint, with where its new value is not used.
 
     Args:
-        begun: False: the checkpoint is that of a cold start, and what comes before the first step is still to come.
-        generated: the last step for which the checkpoint holds samples that were not trained on; None: it holds none.
+        before: the configuration of the checkpoint.
+        now: the configuration of this start.
+        command: what the run does.
+        begun: False: the checkpoint is the result of a cold start, before the first step of RL.
+        generated: the last step for which the checkpoint holds untrained samples; None: it holds none.
 
     Raises:
-        ConfigError: the checkpoint cannot be continued with one of them.
+        ConfigError: the checkpoint cannot be continued with one of the new values.
     """
     lines = []
     for key, old, new in changed_keys(before, now):
@@ -258,17 +261,17 @@ def announcements(
 
 
 def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, command: Command = "train") -> None:
-    """Refuse to count steps by epochs where those until the checkpoint had batches of another size.
+    """Reject a changed batch size if the number of steps follows from epochs, which would be wrong then.
 
     Args:
-        step: of the checkpoint.
+        step: step of the checkpoint.
         loader: state of its loader; `samples` is the number of prompts.
-        before: the configuration that wrote it.
-        now: that of this start.
-        command: whose epochs they are.
+        before: the configuration that wrote the checkpoint.
+        now: the configuration of this start.
+        command: `sft`: check `sft.epochs`; `train`: check `trainer.epochs`.
 
     Raises:
-        ConfigError: the run would end before its epochs, or after them.
+        ConfigError: the batch size has changed.
     """
     section, key = ("sft", "sft.batch_size") if command == "sft" else ("trainer", "data.batch_size")
     epochs = value_at(now, f"{section}.epochs")
@@ -277,8 +280,8 @@ def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, co
         return
     steps = step + max(0, math.ceil((epochs * loader["samples"] - step * old) / new - 1e-9))
     raise ConfigError(
-        f"the {count(step, 'step')} until the checkpoint had batches of another size, so {section}.epochs={epochs:g} "
-        "does not say how many steps are left",
+        f"the batch size has changed since the checkpoint (after {count(step, 'step')}), so the remaining steps of "
+        f"{section}.epochs={epochs:g} cannot be computed",
         where=key,
         found=new,
         allowed=f"{old}, or another one with {section}.epochs=null",
@@ -287,12 +290,13 @@ def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, co
 
 
 def _late(key: str, now: Plain, generated: int) -> list[str]:
-    """Say from when on a changed setting of sampling counts, where samples were generated before the change."""
+    """Return from when on a changed generation setting is used, if the checkpoint holds samples up to step
+    `generated`."""
     if _is_in_order(now):
         return [f"from step {generated + 1} on: samples until step {generated} are generated and scored already"]
     if key.startswith("async."):
-        return []  # these count at once, for all groups
-    return ["not for the finished groups of the checkpoint, which are generated and scored already"]
+        return []  # used at once, for all groups
+    return ["not used for finished groups in the checkpoint, which are generated and scored already"]
 
 
 def _is_of_sampling(key: str, now: Plain) -> bool:
@@ -308,7 +312,7 @@ MISSING = object()
 
 
 def value_at(config: Plain, path: str) -> Any:
-    """Return the value at a dotted path; MISSING where there is none."""
+    """Return the value at a dotted path; MISSING if the path does not exist."""
     value: Any = config
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -318,16 +322,16 @@ def value_at(config: Plain, path: str) -> Any:
 
 
 def describe_buffered(config: RunConfig, placement: Placement, step: int) -> dict[str, Any] | None:
-    """Describe the samples of later steps in the checkpoint after `step`, for its state; None: it has none.
+    """Return a record of the samples for later steps that the checkpoint after `step` holds; None: it can hold none.
 
-    With `steps` 0 it has no samples: at the end of a run as ready there may still be prompts that it left out.
+    `steps` is 0 at the end of a run with async.order=as_ready; prompts to generate again may remain even then.
     """
     team, left = placement.of_role(Role.ROLLOUT), max(0, config.trainer.steps - step)
     if not config.async_.max_staleness or team is None or (not left and config.async_.in_order):
         return None
     fields: dict[str, list[str]] = {}
-    for one in placement.given_by(team.name):
-        fields.setdefault(one.node, []).extend(one.fields)
+    for handover in placement.given_by(team.name):
+        fields.setdefault(handover.node, []).extend(handover.fields)
     return {
         "order": config.async_.order,
         "steps": policy_of(config).steps_ahead(step),
@@ -338,15 +342,15 @@ def describe_buffered(config: RunConfig, placement: Placement, step: int) -> dic
 
 
 def steps_held(saved: Mapping[str, Any] | None) -> int:
-    """Steps for which a checkpoint has samples, by what `describe_buffered` said when it was written."""
+    """Return for how many steps a checkpoint holds samples; `saved`: the result of `describe_buffered` in it."""
     return 0 if saved is None else saved["steps"]
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """Return by key the settings that must be the same when samples are generated and when they are trained on.
+    """Return the settings, by key, that must be equal when samples are generated and when they are trained on.
 
-    The actor's log-probs are compared with those of generation, at one temperature. In order, training takes as many
-    groups for a step as were generated for it.
+    The temperature, because old log-probs are compared with rollout log-probs; in order, also the batch size, because a
+    step trains on exactly the groups that were generated for it.
     """
     settings: dict[str, Any] = {"rollout.sampling.temperature": config.rollout.sampling.temperature}
     if config.async_.in_order:
@@ -355,19 +359,22 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig, placement: Placement) -> None:
-    """Refuse to resume where what was generated for the next step cannot be trained on in this run.
+    """Reject a resume whose configuration cannot train on the samples in the checkpoint.
 
     Args:
-        saved: what `describe_buffered` said when it was written.
+        step: step of the checkpoint.
+        saved: the result of `describe_buffered` in the checkpoint.
+        config: the configuration of this start.
+        placement: the teams of this start.
 
     Raises:
-        ConfigError: a setting is another one, the rollout is in the actor's team now, or hands over something else.
+        ConfigError: a setting has changed, the rollout is in the actor's team now, or samples lack fields.
     """
     order, held = saved["order"], steps_held(saved)
     if (order == "in_order") != config.async_.in_order:
         raise ConfigError(
-            f"the checkpoint holds samples that were generated ahead of training, from step {step + 1} on, in another "
-            "order",
+            f"the order has changed, but the checkpoint holds samples generated ahead of training, "
+            f"from step {step + 1} on",
             where="async.order",
             found=config.async_.order,
             allowed=order,
@@ -375,18 +382,18 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
         )
     if order == "in_order" and config.async_.max_staleness < held - 1:
         raise ConfigError(
-            f"the checkpoint holds samples of {held} steps that were generated ahead of training, and this run would "
-            "not keep what is left of them in its next one",
+            f"the checkpoint holds samples for {held} steps, generated ahead of training, and this value allows fewer",
             where="async.max_staleness",
             found=config.async_.max_staleness,
             allowed=f"{held - 1} or more",
-            fix=f"set async.max_staleness={held - 1}; a run that goes on from its first checkpoint may have one less",
+            fix=f"set async.max_staleness={held - 1}; after this run's first checkpoint it may be one less",
         )
     before = saved["settings"]
     for key, now in _settings(config).items():
         if key in before and before[key] != now:
             raise ConfigError(
-                f"the checkpoint holds the samples of step {step + 1}, and they were generated with another value",
+                f"the value has changed, but the checkpoint holds samples of step {step + 1} generated "
+                "with the old value",
                 where=key,
                 found=now,
                 allowed=str(before[key]),
@@ -396,17 +403,16 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
 
 
 def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
-    """Refuse to resume in order where a run as ready left out prompts, which would never be generated.
+    """Reject async.order=in_order if the checkpoint lists prompts to generate again, which only as_ready does.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: `prompts`, the number of these prompts, is not 0.
     """
     if not prompts or not config.async_.in_order:
         return
     steps = -(-prompts // config.data.batch_size)
     raise ConfigError(
-        f"the run that wrote the checkpoint left out {count(prompts, 'prompt')} that were to be generated again, and "
-        "in order nobody generates them",
+        f"the checkpoint has {count(prompts, 'prompt')} to generate again, which in_order does not do",
         where="async.order",
         found=config.async_.order,
         allowed="as_ready",
@@ -419,40 +425,43 @@ def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]]
     assert team is not None, "every run generates samples"
     if team == placement.of_role(Role.ACTOR):
         raise ConfigError(
-            f"the checkpoint holds samples of step {step + 1} that were generated ahead of training, by a rollout in a "
-            "team of its own, and only such a one can hand them over",
+            f"the checkpoint holds samples of step {step + 1}, generated ahead of training by a rollout in a team of "
+            "its own, so the rollout cannot move to the actor's team",
             where="placement",
-            found="the rollout in the team of the actor",
+            found="the rollout in the actor's team",
             allowed="a team of its own for the rollout",
-            fix=_way_out(step, held, "the placement of before"),
+            fix=_way_out(step, held, "the earlier placement"),
         )
     given = placement.given_by(team.name)
-    lacking = [f"{field} of {one.node}" for one in given for field in one.fields if field not in kept.get(one.node, ())]
+    lacking = [
+        f"{field} of {handover.node}"
+        for handover in given
+        for field in handover.fields
+        if field not in kept.get(handover.node, ())
+    ]
     if lacking:
         raise ConfigError(
-            f"the checkpoint holds samples of step {step + 1} that were generated ahead of training, and they lack "
-            "fields that nodes of this recipe hand over",
+            f"the checkpoint's samples of step {step + 1}, generated ahead of training, lack fields that "
+            "this recipe needs",
             where="recipe",
             found=", ".join(lacking),
             allowed="; ".join(f"{', '.join(fields)} of {node}" for node, fields in kept.items()),
-            fix=_way_out(step, held, "the recipe of before"),
+            fix=_way_out(step, held, "the earlier recipe"),
         )
 
 
 def _way_out(step: int, held: int, before: str) -> str:
-    """Say what to do first: `held` more steps use all that the checkpoint after `step` has, in either order."""
+    """Return the fix: first train `held` more steps with the setting `before`, which use up the checkpoint's
+    samples."""
     last = step + held
     steps = f"step {last}" if held == 1 else f"steps {step + 1} to {last}"
     return (
-        f"finish {steps} with {before} and trainer.steps={last}: that writes a checkpoint that holds no samples, from "
-        "which other settings may go on (a learning rate that decays over the whole run is at its end in this step, "
-        "unless optim.decay_steps says how long that is); or start with trainer.resume=never"
+        f"train {steps} with {before} and trainer.steps={last}: this writes a checkpoint without samples, from which "
+        "you can resume with the new setting (a learning rate that decays over the whole run reaches its end in this "
+        "step, unless optim.decay_steps is set); or start again with trainer.resume=never"
     )
 
 
 def left_out(folder: Path, parts: int) -> int:
-    """Of the checkpoint that `parts` replicas wrote into: how many prompts before its loader's place have no samples.
-
-    It is one that holds no samples, so these are all that a run in order would miss.
-    """
+    """Return how many prompts a checkpoint without samples lists for generation again; `parts` replicas wrote it."""
     return sum(len(json.loads((folder / f"flow_{part}.json").read_text())["again"]) for part in range(parts))

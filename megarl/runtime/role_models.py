@@ -1,11 +1,11 @@
-"""Models of the roles beside the actor: how reference, teacher, critic and reward model are made.
+"""Builds the models of all roles but the actor: reference, teacher, critic and reward model.
 
-    reference      the weights that RL starts from, or the actor without its adapters; does not learn
-    teacher        of on-policy distillation: a model of its own shape, in the processes and layout of the actor
-    critic         of PPO: a value head in place of the vocabulary, and an optimizer of its own
-    reward model   a sequence classifier; does not learn
+    reference      the weights that RL starts from, or the actor without its adapters; frozen
+    teacher        for on-policy distillation: a frozen model of any size, in the processes and layout of the actor
+    critic         for PPO: a value head instead of the output layer, and an optimizer of its own
+    reward model   a sequence classifier; frozen
 
-What they read is recorded and checked by megarl/runtime/frozen_models.py.
+megarl/runtime/frozen_models.py records and checks the files that they read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REWARD_MODEL_PATH = "reward_model.path"
 
 
 def make_reference(c: RankState, start: RunStart) -> ReferenceRole:
-    """Make the reference of this run, with the weights that `keep_reference` found. Collective over its team.
+    """Build the reference from the weights that `keep_reference` has kept. Collective over its team.
 
     Raises:
         ConfigError: as `record_frozen`.
@@ -62,10 +62,10 @@ def make_reference(c: RankState, start: RunStart) -> ReferenceRole:
 
 
 def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
-    """Make the teachers of this run. Collective over their team.
+    """Build the run's teachers. Collective over their team.
 
     Raises:
-        ConfigError: token ids of the policy mean other things to the teacher, or nothing; or as `record_frozen`.
+        ConfigError: a token id of the policy is another token for a teacher; or as `record_frozen`.
     """
     settings, offloads = c.config.teacher, c.config.actor.engine.offload
     engines = {}
@@ -74,7 +74,7 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
         with phase("load_teacher"), c.offload.phase("load"):
             engines[name] = _load_teacher(c, key, path)
             if offloads and len(engines) < len(settings.paths):
-                engines[name].hold()  # the next one takes its place
+                engines[name].hold()  # offload it to make room for the next teacher
     return TeacherRole(engines, c.context, offloads=offloads)
 
 
@@ -85,8 +85,7 @@ def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
 
 
 def read_teacher_head(c: RankState) -> Tensor | None:
-    """Read the output embedding of the teacher, of the tokens whose logits this rank of the actor computes; None on a
-    rank that computes none."""
+    """Read this rank's shard of the teacher's output embedding, split like the actor's; None on a rank without one."""
     ((key, path),) = c.config.teacher.paths.items()
     engine = c.actor.engine
     chunk = engine.chunks[-1]
@@ -99,10 +98,10 @@ def read_teacher_head(c: RankState) -> Tensor | None:
 
 
 def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> CriticRole:
-    """Make the critic of this run. Collective over its team.
+    """Build the run's critic. Collective over its team.
 
-    It starts from `critic.path`, else from the actor as it is where RL starts: from the one beside it, or in another
-    team from the model at `start`. A resumed run then reads it from its `checkpoint`.
+    It starts from `critic.path`, else from the actor at the start of RL: from the actor itself in the actor's team, in
+    another team from the model at `start`. A resumed run then loads it from its `checkpoint`.
     """
     config, source = c.config.critic, c.config.critic.path
     with phase("load_critic"), c.offload.phase("load"):
@@ -135,13 +134,13 @@ def _begin(c: RankState, chunks: list[PolicyModel], source: str | None) -> None:
         load_weights(chunks, source)
     elif c.team.leads:
         copy_trunk(c.actor.chunks, chunks)
-    else:  # all of it comes from the checkpoint
+    else:  # the checkpoint replaces all weights
         init_random(chunks, chunks[0].hf_config, c.config.model.init_seed)
 
 
 @torch.no_grad()
 def copy_trunk(policy: Sequence[PolicyModel], critic: Sequence[PolicyModel]) -> None:
-    """Everything but the head from a policy to a critic of the same layout; the value head becomes zero."""
+    """Copy all weights but the head from a policy to a critic of the same layout; set the value head to zero."""
     for source, target in zip(policy, critic, strict=True):
         weights = source.weights()
         for name, parameter in target.weights().items():
@@ -152,22 +151,23 @@ def copy_trunk(policy: Sequence[PolicyModel], critic: Sequence[PolicyModel]) -> 
 
 
 def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
-    """Make the reward model of this run. Collective over its team.
+    """Build the run's reward model. Collective over its team.
 
     Args:
-        checkpoint: that the run goes on from; None: it begins.
+        checkpoint: the checkpoint to resume from; None: the run starts.
 
     Raises:
-        ConfigError: the model has no score or several, other tokens than the policy has mean other things to it, it has
-            no chat template, or as `record_frozen`.
+        ConfigError: the model does not have exactly one score, its vocabulary is not the policy's (form `tokens`), it
+        has
+            no chat template (form `chat`), or as `record_frozen`.
     """
     settings = c.config.reward_model
     path = settings.path
-    assert path is not None, "the checks ask for it"
+    assert path is not None, "checks require reward_model.path"
     record_frozen(c, BY_MODEL, _REWARD_MODEL_PATH, path, checkpoint)
     with phase("load_reward_model"), c.offload.phase("load"):
-        own = c.config.model.model_copy(update={"path": path, "hf_config": None})
-        hf_config = load_hf_config(own, _REWARD_MODEL_PATH)
+        settings_of_model = c.config.model.model_copy(update={"path": path, "hf_config": None})
+        hf_config = load_hf_config(settings_of_model, _REWARD_MODEL_PATH)
         _check_head(hf_config, path)
         tokenizer = load_tokenizer_of(c.config.model, path, _REWARD_MODEL_PATH)
         if settings.form == "tokens":
@@ -185,12 +185,12 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
 
 
 def _check_head(hf_config: PretrainedConfig, path: str) -> None:
-    """Refuse a model without exactly one score; a missing head would be read as zeros."""
+    """Reject a model without exactly one score; a missing head would be loaded as zeros."""
     classifies = any("SequenceClassification" in name for name in hf_config.architectures or ())
     if classifies and hf_config.num_labels == 1 and "score.weight" in CheckpointReader(path):
         return
     raise ConfigError(
-        "this is no sequence classifier with one score",
+        "not a sequence classifier with one score",
         where=_REWARD_MODEL_PATH,
         found=f"{path}: {', '.join(hf_config.architectures or ())}, {hf_config.num_labels} labels",
         allowed="a ...ForSequenceClassification with one label, and score.weight in its files",
@@ -201,11 +201,10 @@ def _check_head(hf_config: PretrainedConfig, path: str) -> None:
 # -- tokenizers of other models than the policy ------------------------------------------------------------------------
 
 
-def _check_tokens(policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, path: str) -> None:
-    if other := differing_tokens(policy, own):
+def _check_tokens(policy: PreTrainedTokenizerBase, reward_model: PreTrainedTokenizerBase, path: str) -> None:
+    if difference := differing_tokens(policy, reward_model):
         raise ConfigError(
-            "reward model and policy have different vocabularies, and the sample's tokens would mean other things: "
-            + other,
+            f"reward model and policy have different vocabularies, so tokens would be misread: {difference}",
             where="reward_model.form",
             found=f"tokens, with {path}",
             allowed="text or chat, for a model with a tokenizer of its own",
@@ -216,10 +215,14 @@ def _check_tokens(policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase,
 def check_same_tokens(
     policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str, key: str = "teacher.path"
 ) -> None:
-    """Refuse a teacher to which an id of the policy's tokenizer is another token; it may know more tokens.
+    """Reject a teacher whose tokenizer gives a token of the policy another id; it may have more tokens.
+
+    Args:
+        path: the teacher's folder or hub name.
+        key: recipe key that names it.
 
     Raises:
-        ConfigError: names the first tokens that differ. `path` is where the teacher came from, which `key` names.
+        ConfigError: shows the first tokens that differ.
     """
     if other := differing_tokens(policy, teacher):
         raise ConfigError(
@@ -232,8 +235,8 @@ def check_same_tokens(
 
 
 def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
-    """Describe the policy's tokens whose ids are others in another model's tokenizer, which may know more; empty: none
-    are."""
+    """Return a text with the policy's tokens that have another id, or none, in the tokenizer `other`; empty: no token
+    has."""
     theirs = other.get_vocab()
     moved = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
     if not moved:
@@ -243,7 +246,7 @@ def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizer
 
 
 def load_tokenizer_of(model: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of another model than the policy, which the recipe names at `key`."""
+    """Load the tokenizer of the model at `path`, which the recipe key `key` names and which is not the policy."""
     try:
         return load_tokenizer(model.model_copy(update={"path": path, "tokenizer": None}))
     except ConfigError as error:

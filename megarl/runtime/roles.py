@@ -1,6 +1,6 @@
-"""The roles that stages name in their signatures: the models of a run, where samples come from, and who scores them.
+"""The roles that stages name in their signatures: the models of a run, the rollout and the scorer.
 
-    role         has on the device while it works (megarl.system.offload_schedule)   gives
+    role         on the device while it works (megarl.system.offload_schedule)       gives
     actor        parameters; in an update also optimizer state and gradients  log_probs, train_step
     critic       the same                                                     values, train_step
     reference    parameters                                                   log_probs
@@ -9,8 +9,8 @@
     rollout      the actor's parameters or a server's weights, and a cache    generating, engine
     scorer       nothing                                                      runner, by_environment
 
-A model enters its phase of the offload schedule by itself, so that a stage cannot forget to. Which models there are
-follows from the nodes of the graph. All methods of models are collective over the ranks of the layout.
+A model enters its phase of the offload schedule by itself, so that a stage cannot forget it. The nodes of the graph
+decide which models are built. All methods of models are collective over the ranks of the layout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class ModelRole:
-    """A model of the run under its role; `offloads` says whether its parts may leave the device."""
+    """A model of the run in its role; `offloads`: whether its parts may leave the device."""
 
     name: str
 
@@ -64,7 +64,7 @@ class ModelRole:
         return self.engine.chunks
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """As `log_probs`, without counting the work as that of a step."""
+        """Return log-probs as `log_probs` does, without adding the work to `perf/flops`."""
         with self._c.offload.phase("score", self.name):
             wanted = self._c.temperature if temperature is None else temperature
             return self.engine.logprobs(samples, wanted, entropy=False)[0]
@@ -77,11 +77,11 @@ class ActorRole(ModelRole):
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
+        """Number of optimizer steps so far."""
         return self.engine.step
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Log-prob of every response token (float32) at `temperature`; None: the one that samples are generated at."""
+        """Return the log-prob of every response token (float32) at `temperature`; None: that of generation."""
         self._c.count_pass(samples)
         return self.score(samples, temperature)
 
@@ -98,7 +98,8 @@ class ActorRole(ModelRole):
             return self.engine.train_step(mini, loss, self._c.temperature, divisor, taught, unit)
 
     def scores(self, sequences: Batch) -> Jagged:
-        """Score of every sequence, of a reward model; see `MegatronEngine.values`. Not counted as work of a step."""
+        """Return the score of every sequence if the actor is a reward model in training; see
+        `MegatronEngine.values`."""
         with self._c.offload.phase("score", self.name):
             return self.engine.values(sequences)
 
@@ -142,75 +143,75 @@ class ReferenceRole(ModelRole):
     name = offload_schedule.REFERENCE
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """As `ActorRole.log_probs`."""
+        """Return log-probs as `ActorRole.log_probs` does."""
         logp = self.score(samples, temperature)
         self._c.count_pass(samples)
         return logp
 
 
 class BaseReferenceRole(ReferenceRole):
-    """The reference of an actor with adapters that RL starts without: the actor's own parameters with adapters off."""
+    """The reference for an actor whose adapters change nothing at the start of RL: the actor with adapters off."""
 
     def __init__(self, engine: MegatronEngine, c: StepContext) -> None:
-        self.engine, self._c = engine, c  # in the offload schedule it is the actor
+        self.engine, self._c = engine, c  # not added to the offload schedule, where the engine is the actor
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """As `ModelRole.score`."""
+        """Return log-probs as `ModelRole.score` does."""
         with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
             wanted = self._c.temperature if temperature is None else temperature
             return self.engine.logprobs(samples, wanted, entropy=False)[0]
 
 
 class TeacherRole(ModelRole):
-    """The frozen models that a policy is distilled from. They have shapes of their own: their work is not in
-    `perf/flops`."""
+    """The frozen teachers that a policy is distilled from. Their sizes differ, so their work is not in `perf/flops`."""
 
     name = offload_schedule.TEACHER
 
     def __init__(self, engines: Mapping[str, MegatronEngine], c: StepContext, *, offloads: bool) -> None:
-        """`engines`: by the names of `teacher.models`; of one teacher, whose name is empty, or several."""
+        """`engines`: the teachers by their names in `teacher.models`; a single teacher has the empty name."""
         self._c, self._turns = c, _InTurn(engines)
         c.offload.add(self.name, self._turns, offloads=offloads)
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """As `ModelRole.score`, of each prompt's teacher."""
+        """Return log-probs as `ModelRole.score` does, each sample scored by its prompt's teacher."""
         wanted = self._c.temperature if temperature is None else temperature
         return self._of_each(samples, lambda engine, some: engine.logprobs(some, wanted, entropy=False)[0])
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """As `ActorRole.log_probs`, of each prompt's teacher."""
+        """Return log-probs as `ActorRole.log_probs` does, each sample scored by its prompt's teacher."""
         return self.score(samples, temperature)
 
     def top_tokens(self, samples: Batch, k: int) -> Jagged:
-        """Return the k likeliest tokens of each prompt's teacher among the policy's at every response token; see
-        `MegatronEngine.top_tokens`."""
+        """Return the k tokens of the policy's vocabulary that each prompt's teacher finds likeliest, at every response
+        token; see `MegatronEngine.top_tokens`."""
         limit, temperature = self._c.hf_config.vocab_size, self._c.temperature
         return self._of_each(samples, lambda engine, some: engine.top_tokens(some, k, limit, temperature))
 
     def hidden_states(self, samples: Batch) -> Jagged:
-        """Return the state before every response token; see `MegatronEngine.hidden_states`."""
+        """Return the teacher's hidden state before every response token; see `MegatronEngine.hidden_states`."""
         return self._of_each(samples, lambda engine, some: engine.hidden_states(some))
 
     def _of_each(self, samples: Batch, compute: Callable[[MegatronEngine, Batch], Jagged]) -> Jagged:
-        """Compute numbers of all samples, with one teacher after the other on the device."""
+        """Run `compute` on each teacher's samples, one teacher on the device at a time; return results in sample
+        order."""
         engines = self._turns.engines
         if len(engines) == 1:
             with self._c.offload.phase("score", self.name):
                 return compute(engines[self._turns.on], samples)
-        names, found, order = self._names(samples), [], list[int]()
-        mine = torch.tensor([names.count(name) for name in engines], dtype=torch.float64)
-        asked = self._c.all_sum(mine)
-        if not asked.any():  # no replica has a sample
-            asked[0] = 1
-        for name, anywhere in zip(engines, asked.tolist(), strict=True):
+        names, results, order = self._names(samples), [], list[int]()
+        counts = torch.tensor([names.count(name) for name in engines], dtype=torch.float64)
+        totals = self._c.all_sum(counts)
+        if not totals.any():  # no replica has a sample
+            totals[0] = 1
+        for name, anywhere in zip(engines, totals.tolist(), strict=True):
             places = [place for place, other in enumerate(names) if other == name]
             self._c.metrics.mean(f"teacher/{name}", len(places), len(samples))
             if anywhere:
                 self._turns.on = name
                 with self._c.offload.phase("score", self.name):
-                    found.append(compute(engines[name], samples.select(places)))
+                    results.append(compute(engines[name], samples.select(places)))
                 order += places
-        return Jagged.concat(found).select(torch.tensor(order, dtype=torch.int64).argsort())
+        return Jagged.concat(results).select(torch.tensor(order, dtype=torch.int64).argsort())
 
     def _names(self, samples: Batch) -> list[str]:
         settings, seeds = self._c.config.teacher, self._c.seeds
@@ -221,7 +222,7 @@ class TeacherRole(ModelRole):
 
 
 class _InTurn:
-    """Engines of which at most one is on the device: the one that is `on`."""
+    """Several engines of which only the engine named `on` may be on the device."""
 
     def __init__(self, engines: Mapping[str, MegatronEngine]) -> None:
         self.engines, self.on = engines, list(engines)[-1]  # the last one loaded is on the device
@@ -242,10 +243,10 @@ class _InTurn:
 
 
 class RewardModelRole(ModelRole):
-    """The frozen classifier. It has a shape of its own: its work is not in `perf/flops`.
+    """The frozen reward model, a sequence classifier. Its size differs from the policy's, so `perf/flops` leaves it
+    out.
 
-    A score is made from the state at the last token that is not its padding token, where a classifier of transformers
-    has it.
+    The score is computed at the last token that is not the padding token, as transformers' classifiers do.
     """
 
     name = offload_schedule.REWARD_MODEL
@@ -259,10 +260,10 @@ class RewardModelRole(ModelRole):
         self._prompts = PromptColumn(data.prompt_key, c.config.whole_conversations, data.image_key is not None)
 
     def scores(self, samples: Batch) -> Tensor:
-        """Score every sample: float32 [B]; NaN: it has more tokens than the model takes.
+        """Return the score of every sample, float32 [B]; NaN for a sample that is too long for the model.
 
         Raises:
-            RewardError: a sample has more, and `reward.on_error` is `raise`.
+            RewardError: a sample is too long, and `reward.on_error` is `raise`.
         """
         rows = self.token_ids(samples)
         limit = self._settings.max_tokens or self.engine.hf_config.max_position_embeddings
@@ -279,11 +280,11 @@ class RewardModelRole(ModelRole):
             )
         sequences = as_sequences([row[:limit] for row in rows])
         with self._c.offload.phase("score", self.name):
-            found = self.engine.values(sequences).values.float().cpu()
-        return found.masked_fill(long, math.nan)
+            scores = self.engine.values(sequences).values.float().cpu()
+        return scores.masked_fill(long, math.nan)
 
     def token_ids(self, samples: Batch) -> list[list[int]]:
-        """Return what the model reads of every sample, up to the token that it is scored at."""
+        """Return the reward model's input tokens of every sample, without trailing padding."""
         if self._settings.form == "tokens":
             both = zip(samples["prompt_ids"].unbind(), samples["response_ids"].unbind(), strict=True)
             rows = [[*prompt.tolist(), *response.tolist()] for prompt, response in both]
@@ -305,14 +306,14 @@ class RewardModelRole(ModelRole):
 
 
 def as_sequences(rows: Sequence[Sequence[int]]) -> Batch:
-    """Return sequences of one value each: that of a token after the last one, which is not read."""
+    """Return token sequences as samples with a response of one dummy token, so that each gets one value: at its end."""
     prompts = Jagged.from_list(rows, dtype=torch.int64)
     ends = torch.tensor([row[-1] for row in rows], dtype=torch.int64)
     return Batch({"prompt_ids": prompts, "response_ids": Jagged.from_lengths(ends, torch.ones_like(ends))})
 
 
 def _without_padding(row: list[int], pad: int | None) -> list[int]:
-    """Return the tokens up to the last one that is not padding; at least one."""
+    """Return `row` without trailing padding tokens, but at least one token."""
     end = len(row)
     while end > 1 and row[end - 1] == pad:
         end -= 1
@@ -321,15 +322,16 @@ def _without_padding(row: list[int], pad: int | None) -> list[int]:
 
 @dataclass
 class RolloutRole:
-    """Where samples come from.
+    """The role that generates samples.
 
     Attributes:
-        engine: the trainer's own parameters or servers; `weight_version` is that of the weights that it generates with.
+        engine: the engine that generates; its `weight_version` is the version of the weights it uses.
+        tokenizer: the policy's tokenizer.
         eos_ids: tokens that end a response (`megarl.data.end_tokens`), the tokenizer's own first.
-        episodes: the recipe's environment; None when a sample is one prompt and one response.
-        player: plays the episodes of a task other than text; None: the engine writes text.
+        episodes: the recipe's environment; None: a sample is one prompt and one response.
+        player: plays the episodes of a task other than text; None: the engine generates text.
         stale: generates training samples with older weights (`rollout.stale_steps`).
-        link: brings new weights to the engine.
+        link: transfers new weights to the engine.
     """
 
     engine: RolloutEngine
@@ -341,14 +343,15 @@ class RolloutRole:
     link: WeightLink = field(default_factory=WeightLink)
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Response texts without special tokens."""
+        """Return the texts of token lists, without special tokens."""
         if not token_ids:
-            return []  # batch_decode takes an empty list for one empty sequence
+            return []  # batch_decode reads an empty list as one empty sequence
         return self.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
 
     @contextmanager
     def generating(self, c: StepContext, count: int) -> Iterator[Callable[[int], None]]:
-        """Memory and the console are ready for `count` samples inside; gives the function that counts them."""
+        """Prepare device memory and a progress bar for generating `count` samples; yield the function that advances
+        the bar."""
         name = tracing.current().rpartition("/")[2]
         with c.offload.phase("generate"), self.link.held(), c.progress(name, count) as advance:
             yield advance
@@ -356,12 +359,12 @@ class RolloutRole:
 
 @dataclass(frozen=True)
 class ScorerRole:
-    """Who scores samples.
+    """The role that scores samples.
 
     Attributes:
-        runner: the reward function; only on the first rank of a replica, None elsewhere.
-        by_environment: the environment gives the rewards.
-        prompts: the data's column of prompts, whose messages the function gets.
+        runner: runs the reward functions; only on the first rank of a replica, None elsewhere.
+        by_environment: whether the environment gives the rewards instead.
+        prompts: the data's column of prompts, whose messages reward functions get.
     """
 
     runner: Rewards | None

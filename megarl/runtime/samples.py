@@ -1,4 +1,4 @@
-"""From prompts to samples: groups of trajectories of text, with or without an environment."""
+"""Builds prompt groups for the rollout engine and samples from the trajectories that it returns, for text tasks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, slots: int) -> GroupGenerator:
-    """Make the producer of this run's samples, up to `slots` at a time."""
+    """Open the generator of prompt groups, with up to `slots` samples in flight."""
     config, episodes, rules = c.config, rollout.episodes, None
     strings = StopStrings.of(sampling, rollout.tokenizer)
     if episodes is not None:
@@ -55,17 +55,17 @@ def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, 
 
 
 def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[int]) -> Iterator[Group]:
-    """Groups of `n` samples of `prompts`, under these numbers."""
+    """Yield a prompt group of `n` samples for each of `prompts`, numbered by `numbers`."""
     columns = ("prompt_text", "answer", "data_source", "row")
-    told = zip(*(prompts[name] for name in columns), strict=True) if c.config.has_turns else repeat(None)
+    contexts = zip(*(prompts[name] for name in columns), strict=True) if c.config.has_turns else repeat(None)
     sets = repeat(None, len(prompts)) if c.config.data.image_key is None else image_sets(prompts)
     given = zip(prompts["prompt_ids"].unbind(), prompts["uid"], sets, strict=True)
-    for number, (ids, uid, images), about in zip(numbers, given, told, strict=False):
+    for number, (ids, uid, images), context in zip(numbers, given, contexts, strict=False):
         seeds = [partial(c.seeds.sample, uid, sample) for sample in range(n)]
-        if about is None:
+        if context is None:
             yield Group(number, ids.tolist(), seeds, uid, images=images)
             continue
-        text, answer, source, row = about
+        text, answer, source, row = context
         of_row = {**row, "prompt": text, "answer": answer, "data_source": source}
         if c.config.data.image_key is not None:
             of_row["images"] = [] if images is None else pil_images(images)
@@ -75,7 +75,7 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
 def samples_of(
     rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]], sampling: SamplingConfig
 ) -> Batch:
-    """Return the samples of `prompts`, equally many for each, with the fields of samples, and of turns of episodes."""
+    """Return the samples built from each prompt's `groups` of n trajectories: B * n samples with all their fields."""
     n = len(groups[0]) if groups else 1
     trajectories = [trajectory for group in groups for trajectory in group]
     samples, by_turn = prompts.repeat(n), rollout.episodes is not None
@@ -92,14 +92,14 @@ def samples_of(
 
 
 def _turn_texts(rollout: RolloutRole, sampling: SamplingConfig, turns: Sequence[list[int]]) -> list[str]:
-    """Return the texts of turns, each up to its stop string."""
+    """Return the texts of turns, each cut before its stop string."""
     strings = StopStrings.of(sampling, rollout.tokenizer)
     texts = rollout.decode(turns)
     return texts if strings is None else [strings.before(text) for text in texts]
 
 
 def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectories: list[Trajectory]) -> list[str]:
-    """Return the prompts of the data as they were, and first observations of environments as text."""
+    """Return the prompt texts of samples; a prompt replaced by an environment's first observation is decoded again."""
     given = [ids.tolist() for ids in samples["prompt_ids"].unbind()]
     return [
         text if t.prompt_ids == ids else tokenizer.decode(t.prompt_ids)
@@ -108,7 +108,7 @@ def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectori
 
 
 def all_failed(step: int, errors: Sequence[str]) -> str:
-    """Return the warning that a step learns nothing, because the environment failed in all episodes.
+    """Return the warning that a step trains on nothing, because the environment failed in all episodes.
 
     >>> all_failed(3, ["KeyError: 'door'", "KeyError: 'door'"])
     "WARNING: step 3: the environment failed in all 2 episodes, which are left out: KeyError: 'door'"
@@ -118,7 +118,7 @@ def all_failed(step: int, errors: Sequence[str]) -> str:
 
 
 def record_episodes(c: StepContext, samples: Batch) -> None:
-    """Metrics `env/...` of episodes. Those whose environment failed are only counted."""
+    """Record the metrics `env/...` of episodes; an episode whose environment failed counts only in `env/errors`."""
     m, good = c.metrics, [place for place, error in enumerate(samples["env_error"]) if not error]
     m.sum("env/errors", len(samples) - len(good))
     if not good:

@@ -1,4 +1,4 @@
-"""Build the state of a rank: process groups, tokenizer, models, generation, rewards, data."""
+"""Builds the state of a rank: process groups, tokenizer, models, rollout, rewards, data."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SCORED: Scored = ("train", "val")
 
 
 def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -> Layout:
-    """Join the other ranks of the team and make the process groups; one deadline for every collective."""
+    """Join the team's other ranks and create the process groups; `cluster.timeout_s` limits every collective."""
     if has_cuda():
         torch.cuda.set_device(device())
     with phase("join"):
@@ -84,10 +84,13 @@ def build_rank_state(
     trainable: bool = True,
     scored: Scored = SCORED,
 ) -> RankState:
-    """Build what a rank needs of `team` (None: of one with an actor that also generates), with weights loaded.
+    """Build the state of a rank of `team` (None: one team that holds all roles), with the policy's weights loaded.
 
-    The models that follow from where RL starts come later: critic, reference, teacher. Without `trainable` there is no
-    optimizer and no training data. `scored`: splits whose samples get a score; without any there is no reward function.
+    Critic, reference and teacher come later (megarl/runtime/role_models.py), as they depend on where RL starts.
+
+    Args:
+        trainable: False: without optimizer and training data.
+        scored: splits whose samples are scored; without any no reward function is loaded.
     """
     team = team or TeamContext.of_all(config)
     seed_generators(config.trainer.seed)
@@ -147,10 +150,13 @@ def _load_data(
     trainable: bool,
     scored: Scored,
 ) -> tuple[_Source | None, _Pairs]:
-    """Load what `team` generates from (None: it does not), and the pairs that a run without generation learns from."""
+    """Load prompts and environment of a team that generates (None: it does not), and the preference pairs of a run that
+    trains on pairs."""
     source, pairs = None, _Pairs()
     generates = team.holds(Role.ROLLOUT)
-    if generates or (team.holds(Role.ACTOR) and config.sft.steps):  # a cold start is measured where it trains
+    if generates or (
+        team.holds(Role.ACTOR) and config.sft.steps
+    ):  # the actor's team generates for the validation of a cold start
         state = ProcessState.now()
         learns_pairs = config.preference is not None and not generates
         source = _Source.load(
@@ -170,7 +176,7 @@ def _load_data(
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Preference pairs or labelled examples to train on and held-out ones, of a run that generates nothing."""
+    """Training and held-out preference pairs, or labelled examples, of a run that generates nothing."""
 
     loader: PromptLoader | None = None
     held_out: PairDataset | LabelledDataset | None = None
@@ -201,7 +207,7 @@ class _Pairs:
 
 @dataclass(frozen=True)
 class _Source:
-    """The data side of the team that generates: end tokens, prompts, an environment, and who scores."""
+    """End tokens, prompts, environment and reward function of a team that generates samples."""
 
     eos_ids: list[int]
     episodes: Episodes | None
@@ -249,7 +255,8 @@ class _Source:
     def roles(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout, chunks: Sequence[PolicyModel]
     ) -> dict[str, ModelRole | RolloutRole | ScorerRole]:
-        """Make the rollout, which decodes with `chunks` (none: servers will be opened), and the scorer."""
+        """Return the roles `rollout` and `scorer`; the rollout decodes with `chunks` (empty: servers are opened
+        later)."""
         lag, episodes = config.rollout.stale_steps, self.episodes
         engine: RolloutEngine = UnopenedEngine()
         stale = None
@@ -272,7 +279,7 @@ class _Source:
 
 
 def _refuse_known_late(config: RunConfig, team: TeamContext, hf_config: PretrainedConfig) -> None:
-    """Refuse what does not go with the model, of which one on the hub is known now at the earliest."""
+    """Run the checks that need the model's configuration, which for a model on the hub is available only now."""
     if team.others and any(moe_layers(hf_config)):
         raise_problems(family_of(config).experts_problems(config))
     problem = config.model.freeze_problem(sees=bool(visual_tensors(hf_config)))
@@ -282,33 +289,33 @@ def _refuse_known_late(config: RunConfig, team: TeamContext, hf_config: Pretrain
 
 
 def _end_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> list[int]:
-    """Tokens that end a response, said where they are not only the tokenizer's. Collective.
+    """Return the tokens that end a response, and print them if there are several. Collective.
 
-    One rank of all looks for them: machines may have different files, and ranks that decode together must agree.
+    Rank 0 reads them for all: machines may have different files, and ranks that decode together must agree.
     """
     ids = None
     if layout.world.rank == 0:
-        found = end_tokens(tokenizer, config.model, config.data)
-        ids = found.ids
-        said = [] if len(ids) == 1 else [found.describe(lambda number: str(tokenizer.convert_ids_to_tokens(number)))]
-        for line in [*said, *found.notes]:
+        tokens = end_tokens(tokenizer, config.model, config.data)
+        ids = tokens.ids
+        lines = [] if len(ids) == 1 else [tokens.describe(lambda number: str(tokenizer.convert_ids_to_tokens(number)))]
+        for line in [*lines, *tokens.notes]:
             print(line, flush=True)
     return list(layout.world.broadcast_json(ids))
 
 
 def _to_be_pushed(chunks: list[PolicyModel]) -> None:
-    """Leave an engine's weights as they are: the actor's team brings all of them before the first sample."""
+    """Load no weights: the actor's team publishes all of them before the first sample."""
 
 
 def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
-    """Refuse a tokenizer with more tokens than the model has embeddings.
+    """Reject a tokenizer with more tokens than the model has embeddings.
 
     Raises:
         ConfigError: names both sizes.
     """
     if tokens > vocabulary:
         raise ConfigError(
-            f"the tokenizer has {tokens} tokens, and the model's vocab_size is {vocabulary}",
+            f"the tokenizer has {tokens} tokens, but the model's vocab_size is {vocabulary}",
             where="model.tokenizer" if config.model.tokenizer else "model.path",
             found=config.model.tokenizer or config.model.path,
             allowed=f"a tokenizer of at most {vocabulary} tokens",
@@ -317,15 +324,15 @@ def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
 
 
 def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str) -> None:
-    """Refuse another model (named at `key`) that has fewer embeddings than the policy can sample tokens, or that sees
-    no images where the policy does.
+    """Reject another model (named by recipe key `key`) with a smaller vocab_size than the policy's, or without images
+    if the policy sees images.
 
     Raises:
         ConfigError: names both sizes, or kinds.
     """
     if encoder_of(policy) is not None and encoder_of(model) is None:
         raise ConfigError(
-            "the policy sees images, and this model would read their tokens as words",
+            "this model cannot see images, but the policy does",
             where=key,
             found=model.model_type,
             allowed=f"a vision-language model: {', '.join(DECODERS)}",
@@ -342,23 +349,20 @@ def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str
 
 
 def read_other_config(c: RankState, path: str, key: str) -> PretrainedConfig:
-    """Read the configuration of another model than the policy, which `key` names; refuses it as `check_embeddings`.
-
-    RoPE or windows may differ from the policy's.
-    """
+    """Return the Hugging Face config of the model at `path` (recipe key `key`), checked by `check_embeddings`."""
     hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), key)
     check_embeddings(hf_config, c.hf_config, key)
     return hf_config
 
 
 def build_frozen(c: RankState, hf_config: PretrainedConfig, path: str, name: str) -> MegatronEngine:
-    """Build a model that does not learn, of the weights at `path`, under its role's `name`."""
+    """Build a frozen model with the weights at `path`; `name`: its role."""
     read: Weights = lambda chunks: load_weights(chunks, path)  # noqa: E731
     return build_engine(c.config, hf_config, c.layout, read, trainable=False, name=name)
 
 
 def weights_of(config: RunConfig, hf_config: PretrainedConfig) -> Weights:
-    """Return how the policy's weights begin: read from `model.path`, or random from `model.init_seed`."""
+    """Return the function that sets the policy's initial weights: from `model.path`, or random by `model.init_seed`."""
     source = config.model.path
     if source is None:
         return lambda chunks: init_random(chunks, hf_config, config.model.init_seed)
@@ -374,8 +378,8 @@ def build_engine(
     trainable: bool,
     name: str = ACTOR,
 ) -> MegatronEngine:
-    """Build a model that gives log-probs, under its role's `name`; frozen unless `trainable`. The actor has the
-    adapters of `model.lora`."""
+    """Build the Megatron engine of a role; frozen unless `trainable`. Only the actor gets the adapters of
+    `model.lora`."""
     return MegatronEngine(
         hf_config,
         config.parallel_of(name),
@@ -395,7 +399,7 @@ def build_engine(
 
 
 def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig) -> SequenceLayout:
-    """Return how samples of a run become sequences of its models."""
+    """Return how a run's samples are laid out as input sequences of its models."""
     if (of_task := config.task.sequence_layout(config, hf_config)) is not None:
         return of_task
     encoder = encoder_of(hf_config)
@@ -409,17 +413,17 @@ def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig) -> Sequen
 def image_prompts(
     config: RunConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ImagePrompts | None:
-    """Return the way to the images of prompts; None: prompts are text.
+    """Return what prepares the images of prompts; None: the model reads text only.
 
     Raises:
-        ConfigError: the recipe names a column of images, and the model sees none; or as `ImagePrompts.of`.
+        ConfigError: the recipe names a column of images, but the model sees none; or as `ImagePrompts.of`.
     """
     encoder = encoder_of(hf_config)
     if encoder is not None:
         return ImagePrompts.of(config.data, encoder, image_settings(hf_config), tokenizer)
     if config.data.image_key is not None:
         raise ConfigError(
-            "the model sees no images",
+            "the model cannot see images",
             where="data.image_key",
             found=f"{config.data.image_key!r} for a {hf_config.model_type}",
             allowed=f"a vision-language model: {', '.join(DECODERS)}",
@@ -437,7 +441,7 @@ def _prompts(
     *,
     scored: bool,
 ) -> PromptDataset:
-    """Read the prompts of a split, with reference answers where they are `scored` by something that reads these."""
+    """Read the prompts of a split, with reference answers if a reward that reads answers scores the split."""
     answered = scored and reads_answers(config)
     whole = config.whole_conversations
     images = image_prompts(config, hf_config, tokenizer)
@@ -450,15 +454,15 @@ def _prompts(
 
 
 def check_epochs(config: RunConfig, prompts: int) -> None:
-    """Refuse `trainer.steps` that are not the epochs the recipe asks for, now that all prompts are known.
+    """Reject `trainer.steps` that do not match `trainer.epochs`, now that the number of prompts is known.
 
     Raises:
-        ConfigError: they are not: tools that an environment announces make more prompts overlong, for instance.
+        ConfigError: they do not match, for instance because an environment's tools make more prompts overlong.
     """
     steps = config.trainer.steps_of(prompts, config.data.batch_size)
     if steps != config.trainer.steps:
         raise ConfigError(
-            f"{config.trainer.epochs:g} epochs of {prompts} prompts are {steps} steps, and the run was started with "
+            f"{config.trainer.epochs:g} epochs of {prompts} prompts are {steps} steps, but the run was started with "
             f"{config.trainer.steps}",
             where="trainer.epochs",
             found=config.trainer.epochs,
@@ -478,7 +482,8 @@ def open_loader(
     key: str,
     size: int,
 ) -> PromptLoader:
-    """Describe the training data once, and load batches of `size` (configuration key `key`) of it."""
+    """Print a description of the training data, and return a loader of batches of `size`, the value of recipe key
+    `key`."""
     if layout.rank == 0:
         print(data.describe(), flush=True)
         if config.task.writes_text or key.startswith("sft."):

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: the cold start of a run, or a run of its own.
+"""Supervised fine-tuning, as the cold start of a run or a run of its own.
 
-A policy that writes text learns the answers of the rows; another task has examples of its own.
+A text policy is trained on the answers of the rows; another task has examples of its own.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 def cold_start(c: RankState, examples: PromptLoader, checkpoints: ColdStartCheckpoints) -> None:
-    """Train on the rows' answers (`load_examples`) before RL, from the checkpoint of an interrupted cold start on."""
+    """Fine-tune on `examples` before RL, continuing from the checkpoint of an interrupted cold start."""
     if c.layout.rank == 0:
-        print("first phase: supervised fine-tuning; the training that the pipeline names follows", flush=True)
+        print("first phase: supervised fine-tuning; the recipe's pipeline follows", flush=True)
     c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
     checkpoints.load()
     with Recorder(c, "sft", c.config.sft.steps, checkpoints.step, part="first") as recorder:
@@ -44,7 +44,7 @@ def cold_start(c: RankState, examples: PromptLoader, checkpoints: ColdStartCheck
 
 
 def train(config: RunConfig, run_dir: Path) -> None:
-    """Train in a run of its own, with checkpoints and an export at the end."""
+    """Run supervised fine-tuning as a run of its own, with checkpoints and an export at the end."""
     c = build_rank_state(config, run_dir, scored=("val",))
     try:
         c.loader = load_examples(c)
@@ -52,7 +52,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
         resumed_at = checkpoints.find("sft.steps", config.sft.steps)
         record_base(c, ACTOR, checkpoints.source)
         c.actor.reset_optimizer(config.sft.optim, config.sft.steps)
-        if checkpoints.source is not None:  # before the record is opened: a refused start leaves the run as it was
+        if checkpoints.source is not None:  # before a record is opened: a rejected start must not change the run folder
             with phase("resume"):
                 checkpoints.load(checkpoints.source)
         checkpoints.begin()
@@ -83,16 +83,16 @@ def load_examples(c: RankState) -> PromptLoader:
 
 
 def check_sft_epochs(config: RunConfig, examples: int) -> None:
-    """Refuse `sft.steps` that are not the epochs the recipe asks for, now that all examples are known.
+    """Reject `sft.steps` that do not match `sft.epochs`, now that the number of examples is known.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they do not match.
     """
     epochs, steps = config.sft.epochs, config.sft.steps
     if epochs is None or steps == (wanted := steps_of_epochs(epochs, examples, config.sft.batch_size)):
         return
     raise ConfigError(
-        f"{epochs:g} epochs of {examples} examples are {wanted} steps, and the run was started with {steps}",
+        f"{epochs:g} epochs of {examples} examples are {wanted} steps, but the run was started with {steps}",
         where="sft.epochs",
         found=epochs,
         allowed="null, or epochs of examples that are the same for the command and its workers",
@@ -113,16 +113,16 @@ def _examples(c: RankState, split: Split) -> SFTDataset:
 
 
 def load_held_out(c: RankState) -> SFTDataset | None:
-    """Read the held-out rows as examples, for their loss; None: there are none with responses like those learnt.
+    """Read the held-out rows as examples for `val/loss`; None: there are none, or they have no usable responses.
 
-    Rows of `sft.train_files` are others than those of `data.val_files`, and may be in another form.
+    With `sft.train_files` the result is None, because rows of `data.val_files` may have another format.
     """
     if not c.config.task.writes_text or not c.config.data.held_out:
         return None
     if c.config.sft.train_files:
         if c.layout.rank == 0:
             reason = (
-                "with sft.train_files, rows of data.val_files may have another form; data.train_files has it measured"
+                "sft.train_files is set, and data.val_files may have another format; use data.train_files to measure it"
             )
             print(f"val/loss is not measured: {reason}", flush=True)
         return None
@@ -135,11 +135,11 @@ def load_held_out(c: RankState) -> SFTDataset | None:
 
 
 def _measure_loss(c: RankState, examples: SFTDataset) -> None:
-    """Count the cross entropy per response token of the held-out examples with the metrics of the step."""
+    """Add `val/loss`, the cross entropy per response token of the held-out examples, to the step's metrics."""
     with phase(VALIDATE):
         for batch in rounds(examples, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
             logp = c.actor.score(batch, temperature=1.0)
-            if not len(batch):  # of a rank whose share is through
+            if not len(batch):  # this rank's share is finished, but scoring is collective
                 continue
             mask = batch["response_mask"].values.to(logp.values.device)
             total = -(logp.values * mask).sum(dtype=torch.float64)
@@ -153,7 +153,7 @@ def _steps(
     checkpoints: Checkpoints | ColdStartCheckpoints,
     begun: int,
 ) -> None:
-    """Train until `sft.steps`, or until `sft.stop_at_accuracy` is reached, after `begun` steps."""
+    """Train from step `begun` + 1 to `sft.steps`, or until `sft.stop_at_accuracy` is reached."""
     settings = c.config.sft
     goal = settings.stop_at_accuracy
     if goal is not None and checkpoints.accuracy is not None and checkpoints.accuracy >= goal:
@@ -183,7 +183,7 @@ def _steps(
             if c.layout.rank == 0:
                 print(f"sft.stop_at_accuracy = {goal:g} is reached: {accuracy:.3f} at step {step}", flush=True)
         numbers = recorder.end_step(step)
-        if isinstance(checkpoints, Checkpoints):  # the run's own steps; those of a cold start come before them
+        if isinstance(checkpoints, Checkpoints):  # steps of a cold start are not counted as steps of the run
             c.context.step = step
         checkpoints.after_step(step, numbers, accuracy, last=last)
         if last or checkpoints.ends or checkpoints.over:
@@ -191,7 +191,7 @@ def _steps(
 
 
 def sft_step(c: RankState, batch: Batch) -> None:
-    """One optimizer step on the mean of -logp over the response tokens of the global batch."""
+    """Take one optimizer step on the mean of -logp over the response tokens of the global batch."""
     mask = batch["response_mask"]
     tokens = c.context.all_sum(mask.values.sum(dtype=torch.float64))
     batch.set("loss_weights", mask.like(mask.values / tokens.float()))

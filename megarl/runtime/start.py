@@ -1,4 +1,4 @@
-"""The start of a run in one team: where RL begins, and the models that begin there (megarl/disaggregated/loop.py)."""
+"""The start of a run: cold start or resume, and the models built from the weights that RL starts from."""
 
 from __future__ import annotations
 
@@ -54,11 +54,10 @@ def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: TeamCon
 
 
 def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunStart:
-    """Bring the actor to where RL begins, by a cold start or from the checkpoint that one left, and say where that is.
+    """Bring the actor to the start of RL, by a cold start or from a checkpoint, and return what RL starts from.
 
-    That checkpoint is written before anything else can fail. What is made after it (reference, critic) is made from the
-    actor, so a run that resumes there makes it again, and is the same run. A cold start that was interrupted goes on
-    from a checkpoint of its own.
+    The checkpoint of a cold start is written at once. Reference and critic are built from the actor afterwards, so a
+    run that resumes there builds them again equally. An interrupted cold start continues from its own checkpoint.
     """
     config = c.config
     resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
@@ -82,10 +81,10 @@ def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunS
 
 
 def fit_schedules(c: RankState) -> None:
-    """Let the learning rates that decay over the whole run do so over the updates made and those to come.
+    """Set the length of learning rate schedules that span the whole run to the updates made plus the updates to come.
 
-    The recipe may have changed how many updates a step makes. Counted as if it had always been as many as now, the
-    updates of the checkpoint would be too many, and the rate at its end long before the run, or too few.
+    The recipe may have changed the number of updates per step since the checkpoint, so the total cannot be computed
+    from the number of steps.
     """
     for name, engine in c.trained.items():
         role = c.config.critic if name == Role.CRITIC.value else c.config.actor
@@ -94,7 +93,7 @@ def fit_schedules(c: RankState) -> None:
 
 
 def make_models(c: RankState, start: RunStart) -> None:
-    """Make this team's models that follow from where RL starts."""
+    """Build this team's models that depend on where RL starts: reference, teacher, reward model and critic."""
     makers: dict[Role, Callable[[], ModelRole]] = {
         Role.REFERENCE: lambda: make_reference(c, start),
         Role.TEACHER: lambda: make_teacher(c, start),
@@ -111,7 +110,7 @@ def make_models(c: RankState, start: RunStart) -> None:
 
 
 def accept_start(c: RankState, graph: TaskGraph, checkpoints: CheckpointPart) -> None:
-    """Make the run folder that of this start: before a record is opened, and after all that may refuse the start."""
+    """Commit to this start (`Checkpoints.begin`) and write graph.svg; call it after every check that may reject it."""
     checkpoints.begin()
     if c.team.leads and c.layout.rank == 0:
         write_atomically(c.run_dir / "graph.svg", as_svg(graph, c.team.placement))  # shown in the report

@@ -1,4 +1,4 @@
-"""How long each of several teams works and waits, for whom and for what; and which team bounds the step.
+"""Metrics of how long each team works and waits, for which team and for what, and which team is the bottleneck.
 
 rank of the critic's team     phases that name another team      mean over the team's ranks, in team/critic/...
   step/take/wait     3 s      waits_for draw                     wait_for/draw_s 3, wait/samples_s 3
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from megarl.system.metrics import Metrics
     from megarl.system.tracing import PhaseEvent
 
-_AWAIT = "await_"  # begins the names of phases that wait for something else than samples
+_AWAIT = "await_"  # prefix of phases that wait for something other than samples
 SAMPLES, WEIGHTS = "samples", "weights"
 
 
 class TeamTime:
-    """The time of one rank of one of several teams."""
+    """Measures the working and waiting time of one rank in a run of several teams."""
 
     def __init__(self, team: TeamContext) -> None:
         self._team, self._name = team, f"team/{team.plan.name}"
         self._since: int | None = None
         self._tokens = 0
-        self._kinds = {SAMPLES, WEIGHTS}  # what has been waited for so far
+        self._kinds = {SAMPLES, WEIGHTS}  # things that this rank has waited for so far
 
     def start_step(self) -> None:
-        """Begin a step. In a team that does not lead, the step began when the one before ended: it may have waited."""
+        """Start the clock of a step. In other teams than the actor's, a step starts when the one before ends."""
         if self._since is None or self._team.leads:
             self._since = time.time_ns()
 
     def end_step(self, metrics: Metrics, events: Iterable[PhaseEvent], tokens: int | None) -> None:
-        """Count the step that ends now.
+        """Add the times of the step that ends now to `metrics`.
 
         Args:
-            metrics: of this rank, which it is counted in.
+            metrics: this rank's metrics.
             events: phases that have ended.
-            tokens: of the samples that this rank's replica has worked on since the run began; None: another rank
-                speaks for the replica.
+            tokens: number of tokens that this rank's replica has processed since the run began; None: another rank of
+                the replica counts them.
         """
         assert self._since is not None, "a step has begun"
         now, since = time.time_ns(), self._since
@@ -71,32 +71,32 @@ class TeamTime:
 
 
 def _kind(event: PhaseEvent) -> str:
-    """Return what it waited for."""
+    """Return what the phase `event` waited for: `samples`, or its name without `await_`."""
     name = event.path.rsplit("/", 1)[-1]
     return name.removeprefix(_AWAIT) if name.startswith(_AWAIT) else SAMPLES
 
 
 class AllTeams:
-    """The comparison of teams that the leading one adds to what each has counted."""
+    """Compares the teams, in the actor's team, to name the bottleneck."""
 
     def __init__(self, teams: Iterable[str]) -> None:
         self._busy: dict[str, float | None] = dict.fromkeys(teams)
 
     def look(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """`perf/bottleneck/NAME`: 1 for the busiest team, which bounds the run, 0 for the others.
+        """Return `perf/bottleneck/NAME`: 1 for the busiest team, 0 for the others; and times of teams without metrics.
 
-        A team that generates until it is called may have told nothing of this step. Then it has spent 0 seconds on it,
-        and is as busy as it last was. As long as one has told nothing at all, nobody is the busiest.
+        A rollout team that generates continuously may have sent no metrics of this step. Its times count as 0, and its
+        busy share is the last known one. There is no bottleneck until every team has sent metrics once.
         """
-        found: dict[str, float] = {}
+        added: dict[str, float] = {}
         for name in self._busy:
             if f"team/{name}/busy" in numbers:
                 self._busy[name] = numbers[f"team/{name}/busy"]
                 continue
             others = [f"wait_for/{other}_s" for other in self._busy if other != name]
-            found |= {f"team/{name}/{what}": 0.0 for what in ("busy_s", "wait_s", *others)}
+            added |= {f"team/{name}/{metric}": 0.0 for metric in ("busy_s", "wait_s", *others)}
         known = {name: busy for name, busy in self._busy.items() if busy is not None}
         if len(known) == len(self._busy):
             busiest = max(known, key=known.__getitem__)
-            found |= {f"perf/bottleneck/{name}": float(name == busiest) for name in known}
-        return found
+            added |= {f"perf/bottleneck/{name}": float(name == busiest) for name in known}
+        return added

@@ -1,4 +1,4 @@
-"""Groups of training samples for the report: each sample with its score and advantage, and its tokens with theirs."""
+"""Groups of training samples for the report, with scores and advantages of samples and tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.rank_state import RankState
 
-_MOST_SAMPLES = 16  # of a group
-_MOST_TOKENS = 512  # of a response
+_MOST_SAMPLES = 16  # shown per group
+_MOST_TOKENS = 512  # shown per response
 _NEEDED = ("uid", "prompt_ids", "response_ids", "response_mask", "advantages")
 
 
 def shows_groups(config: RunConfig, step: int, *, early: bool = False) -> bool:
-    """Tell whether groups of a training step are kept: of the first one, each `validation.every`-th, and the last.
+    """Return whether the report shows groups of a step: the first, every `validation.every`-th and the last.
 
-    `early`: `trainer.early_stop` makes it the last one.
+    `early`: `trainer.early_stop` makes the step the last one.
     """
     every = config.validation.every
     due = early or step in (1, config.trainer.steps) or (every > 0 and step % every == 0)
@@ -32,10 +32,10 @@ def group_rows(c: RankState, samples: Batch) -> list[dict[str, Any]]:
     A line has the `group`, `prompt`, `answer`, `score`, `finish_reason`, the response's number of `tokens` and the mean
     `advantage` of those that are trained on. `pieces` are the texts of the first tokens; `advantages`, `ratios`
     (pi_old / pi_rollout, before an update) and `ages` (steps between the weights that generated a token and those that
-    are trained) are theirs, with None where a token is not trained on. What the team does not know is left out.
+    are trained) are values per token, None for a token that is not trained on. Fields the samples lack are left out.
 
     Args:
-        samples: of this replica, after the walk.
+        samples: this replica's samples after the step.
     """
     if not c.config.task.writes_text or not all(name in samples for name in _NEEDED):
         return []

@@ -1,4 +1,4 @@
-"""Held-out evaluation: every rank generates for its share of the prompts, only scores are gathered."""
+"""Held-out evaluation: every replica generates for its share of the prompts; only scores are gathered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Validation:
     """This rank's part of an evaluation: metrics that merge over ranks, and some generations for the report.
 
-    `unplayed` is why the first of a task's episodes could not be played; empty: all were.
+    `unplayed`: error of the first episode that a task could not play; empty: all were played.
     """
 
     metrics: Metrics
@@ -42,10 +42,10 @@ class Validation:
 
 
 def validate(c: RankState, films_of: int | None = None) -> Validation | None:
-    """Evaluate on the held-out prompts; None when the recipe has none.
+    """Generate for the held-out prompts and score; None: the recipe has none.
 
     Args:
-        films_of: the training step that a player's episodes are filmed for; None: they are not.
+        films_of: the training step for which episodes of a task's player are filmed; None: no films.
     """
     if c.val_data is None:
         return None
@@ -65,7 +65,7 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
             why = why or next(filter(None, unplayed), "")
             columns = (samples["uid"], results, samples["response_text"], samples["data_source"], parts)
             for one, error in zip(zip(*columns, strict=True), unplayed, strict=True):
-                if not error:  # an episode whose simulator failed says nothing of the policy
+                if not error:  # a failed simulator is not the policy's fault
                     scored.append(from_reward(*one, select_by=settings.select_by))
             wanted = settings.log_samples - len(rows)
             if films_of is not None and player is not None:
@@ -81,7 +81,7 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
 
 
 def _scored(c: RankState, samples: Batch) -> list[dict[str, Any]]:
-    """Return the results of the rewards, with the reward model's where this team has it."""
+    """Return the samples' reward results, including the reward model's score if this team holds it."""
     results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
     model = c.held.get("reward_model")
     if not isinstance(model, RewardModelRole):
@@ -90,7 +90,7 @@ def _scored(c: RankState, samples: Batch) -> list[dict[str, Any]]:
 
 
 def _report_rows(c: RankState, samples: Batch, results: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the first `count` samples for the report; the first rank writes pictures of their images."""
+    """Return the first `count` samples as rows of the report; rank 0 also writes their images to files."""
     shown = samples.select(list(range(min(count, len(samples)))))
     text = "transcript" if "transcript" in shown else "response_text"
     columns = (shown["prompt_text"], shown[text], shown["answer"], results[: len(shown)])
@@ -106,10 +106,10 @@ def _report_rows(c: RankState, samples: Batch, results: list[dict[str, Any]], co
 
 
 def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False) -> float | None:
-    """Evaluate and hand everything to the step's record. Returns the accuracy over all ranks, None without prompts.
+    """Run the held-out evaluation and record its metrics and samples; return the accuracy over all ranks.
 
-    Collective over the ranks of a team that generates samples, also those of a cold start. Where pairs are learnt, the
-    accuracy is the share of held-out ones that are ranked right; a cold start before that evaluates nothing.
+    None: there are no held-out prompts. Collective over the team. In preference training the accuracy is the share of
+    held-out pairs that are ranked correctly; a cold start before it evaluates nothing.
     """
     if c.val_pairs is not None:
         settings = c.config.preference
@@ -123,7 +123,7 @@ def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False
 
 
 def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
-    """Count the metrics of held-out pairs with those of the step; the share that is ranked right, over all ranks."""
+    """Add the metrics of held-out pairs to the step's; return the share of correctly ranked pairs over all ranks."""
     settings = c.config.preference
     assert settings is not None, "there are pairs"
     found = Metrics()
@@ -146,7 +146,7 @@ def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
 
 
 def _take_up(c: RankState, result: Validation) -> float:
-    """Count metrics with those of the step; the accuracy over all ranks."""
+    """Add the evaluation's metrics to the step's; return the accuracy over all ranks."""
     numbers = c.layout.dp_group.reduce_metrics(result.metrics).result()
     if "val/acc" not in numbers:
         failed, name = numbers["val/env_errors"], c.config.task.place(c.config)
@@ -156,21 +156,21 @@ def _take_up(c: RankState, result: Validation) -> float:
 
 
 def validates(config: RunConfig, step: int, *, early: bool = False) -> bool:
-    """Held-out responses are generated after `step` (1 or more): the last one, and every `validation.every`-th.
+    """Return whether there is a validation after `step` (1 or more): the last and every `validation.every`-th.
 
-    `early`: `trainer.early_stop` makes it the last one.
+    `early`: `trainer.early_stop` makes the step the last one.
     """
     last = early or step == config.trainer.steps
     return bool(config.data.held_out) and (last or due(step, config.validation.every))
 
 
 def may_be_last(config: RunConfig, step: int) -> bool:
-    """Say whether a metric of training may make `step` the last one, which then is validated although it is not due."""
+    """Return whether a training metric may end the run at `step`, which then needs a validation that is not due."""
     stop = config.trainer.early_stop
     by_training = stop is not None and not stop.metric.startswith("val/")
     return by_training and bool(config.data.held_out) and not validates(config, step)
 
 
 def due(step: int, every: int) -> bool:
-    """True on every `every`-th step; never when it is 0."""
+    """Return whether `step` is a multiple of `every`; False if `every` is 0."""
     return every > 0 and step % every == 0

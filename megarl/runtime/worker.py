@@ -4,11 +4,11 @@
 
 RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment, so
 `torchrun ... -m megarl.runtime.worker --entry ... --config ...` works without any launcher of ours. In a run with
-several teams they are those of the team, and `megarl.system.processes` names the variables that tell the rest.
+several teams they describe the team's world; `megarl.system.processes` names the variables of the whole run.
 
-Signals that end a run are its launcher's to decide on; a worker that gets one itself asks for a checkpoint. Batch
-systems and containers may signal every process of a job at once (`scancel`, systemd, `kill -- -GROUP`). The launcher
-has the step finished and saved then (megarl/launchers/interrupt.py), and ends its workers by other signals.
+Batch systems and containers may send a signal to every process of a job at once (`scancel`, systemd, `kill -- -GROUP`).
+A worker with a launcher does not end then, but requests a checkpoint. The launcher lets the step finish and be saved
+(megarl/launchers/interrupt.py), and ends its workers by other signals.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from megarl.system.imports import import_callable
 from megarl.system.processes import die_with_parents, own_worker_name, raise_descriptor_limit, worker_number
 from megarl.system.tracing import beat, current, phase
 
-WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
+WATCHED = "MEGARL_WATCHED"  # set by megarl's launchers, which read errors/ and print what went wrong
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run(entry: str, config_path: Path) -> int:
-    """Load the configuration, call the entry function, and return the exit code; a failure is left in errors/.
+    """Load the configuration, call the entry function, and return the exit code; a failure is written to errors/.
 
-    Without a launcher of ours the first worker has the folder, and no other one knows its attempt.
+    Without a megarl launcher the first worker locks the run folder and begins the attempt.
     """
     run_dir, worker = config_path.parent, worker_number()
     try:
@@ -67,7 +67,7 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
             from megarl.config.load import hide_credentials, load_config
 
             if WATCHED not in os.environ and worker == 0:
-                discard_config(run_dir)  # of a launcher that was killed: the record of this start is not to take it up
+                discard_config(run_dir)  # left by a killed launcher, and not this start's
             path = next_config(run_dir) if WATCHED in os.environ else config_path
             config = hide_credentials(load_config(path))
             if worker == 0 and config.tracking.console != "quiet":
@@ -89,7 +89,7 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
     return 0
 
 
-#: Phases on the console, where their names do not say what is waited for.
+#: Texts for phases on the console, if the phase's name is not clear by itself.
 _WAITS = {
     "idle": "importing PyTorch and Megatron",
     "start": "importing the recipe's entry",
@@ -115,11 +115,11 @@ _TRAINING = ("step", "sft")
 
 @contextlib.contextmanager
 def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
-    """Print what this process does while that takes long, except in training steps after the first one.
+    """Print the current phase if it takes long, except in training steps after the first one.
 
     Args:
-        silent_s: seconds in one phase after which it is named.
-        every_s: seconds until it is named again; six times that after half a minute.
+        silent_s: seconds in one phase before it is printed.
+        every_s: seconds until it is printed again; six times as long once the phase has taken six times `every_s`.
     """
     done = threading.Event()
 
@@ -150,14 +150,15 @@ def _wait_text(path: str) -> str:
 
 class _Beats(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find nothing; beat for the main thread, whose hang other threads' imports must not hide."""
+        """Find no module; send a heartbeat if the main thread imports, as other threads' imports must not hide its
+        hang."""
         if threading.current_thread() is threading.main_thread():
             beat()
 
 
 @contextlib.contextmanager
 def _imports_beat() -> Iterator[None]:
-    """Beat at every module that is imported: libraries take minutes from a slow file system."""
+    """Send a heartbeat at every import: libraries may take minutes to load from a slow file system."""
     finder = _Beats()
     sys.meta_path.insert(0, finder)
     try:
@@ -205,11 +206,10 @@ _LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def leave_to_launcher(run_dir: Path) -> Iterator[None]:
-    """Within this block these signals do not end this process, but ask the run in `run_dir` for a checkpoint.
+    """Let SIGINT, SIGTERM and SIGHUP request a checkpoint of the run in `run_dir` instead of ending this process.
 
-    After it they do nothing: Ray ends actors by SIGTERM when their work is done, and one that is still reporting its
-    result is not to die of it. What the process starts is ended by them as always: a handler does not outlive exec, and
-    a fork gets the default again.
+    After the block they are ignored: Ray sends SIGTERM to finished actors, which may still be reporting their result.
+    Child processes keep the default handlers.
     """
     working = True
 

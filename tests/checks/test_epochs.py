@@ -69,7 +69,7 @@ def test_a_robots_trials_are_no_epoch(recipe):
 def test_workers_that_find_other_prompts_say_so(recipe):
     config = with_steps(recipe("trainer.epochs=4"))
     check_epochs(config, 7)
-    with pytest.raises(ConfigError, match="10 prompts are 10 steps, and the run was started with 7"):
+    with pytest.raises(ConfigError, match="10 prompts are 10 steps, but the run was started with 7"):
         check_epochs(config, 10)
 
 
@@ -108,4 +108,4 @@ def test_demonstrations_are_no_epoch(recipe):
 def test_a_held_out_loss_that_is_not_measured_is_named(config_of, capsys):
     config = config_of("sft.train_files=[more.jsonl]", "data.val_files=[test.jsonl]")
     assert load_held_out(SimpleNamespace(config=config, layout=SimpleNamespace(rank=0))) is None
-    assert "val/loss is not measured: with sft.train_files" in capsys.readouterr().out
+    assert "val/loss is not measured: sft.train_files is set" in capsys.readouterr().out

@@ -130,7 +130,7 @@ def test_a_run_keeps_what_is_left_of_the_steps_that_were_drawn(now, good):
     if good:
         refuse_other_sampling(3, state, config(staleness=now), placement())
         return
-    with pytest.raises(ConfigError, match="samples of 3 steps") as error:
+    with pytest.raises(ConfigError, match="samples for 3 steps") as error:
         refuse_other_sampling(3, state, config(staleness=now), placement())
     assert (error.value.where, error.value.allowed) == ("async.max_staleness", "2 or more")
 
@@ -145,8 +145,8 @@ def test_what_was_drawn_is_not_trained_on_with_other_settings(changed, key, befo
     with pytest.raises(ConfigError) as error:
         refuse_other_sampling(3, state, config(**changed), placement())
     assert (error.value.where, error.value.allowed) == (key, before)
-    assert f"finish step 4 with {key}={before} and trainer.steps=4" in error.value.fix
-    assert "unless optim.decay_steps says" in error.value.fix
+    assert f"train step 4 with {key}={before} and trainer.steps=4" in error.value.fix
+    assert "unless optim.decay_steps is set" in error.value.fix
 
 
 @pytest.mark.parametrize(("before", "now"), [("in_order", "as_ready"), ("as_ready", "in_order")])
@@ -156,16 +156,16 @@ def test_the_order_stays_while_samples_wait(before, now):
 
     state = describe_buffered(ordered(before), placement(), 3)
     refuse_other_sampling(3, state, ordered(before), placement())
-    with pytest.raises(ConfigError, match="in another order") as error:
+    with pytest.raises(ConfigError, match="the order has changed") as error:
         refuse_other_sampling(3, state, ordered(now), placement())
     assert (error.value.where, error.value.allowed) == ("async.order", before)
-    assert f"finish steps 4 to 5 with async.order={before} and trainer.steps=5" in error.value.fix
+    assert f"train steps 4 to 5 with async.order={before} and trainer.steps=5" in error.value.fix
 
 
 @pytest.mark.parametrize(
     ("now", "where", "lacking"),
     [
-        (placement(apart=False), "placement", "the rollout in the team of the actor"),
+        (placement(apart=False), "placement", "the rollout in the actor's team"),
         (
             placement(handovers=(Handover("rollout", "draw", ("response_ids", "text"), ("train",), "rollout"),)),
             "recipe",
@@ -185,4 +185,4 @@ def test_a_run_that_cannot_hand_it_over_is_refused(now, where, lacking):
     with pytest.raises(ConfigError) as error:
         refuse_other_sampling(3, state, config(), now)
     assert (error.value.where, error.value.found) == (where, lacking)
-    assert "of before and trainer.steps=4" in error.value.fix
+    assert "and trainer.steps=4" in error.value.fix

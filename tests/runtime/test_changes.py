@@ -138,7 +138,7 @@ def test_what_is_ready_stays_as_it_is_and_what_is_not_takes_new_settings():
     before = config(**{"async": READY})
     now = config(**{"async": {**READY, "partial": True}, "reward": {"kwargs": {"most": 2}}})
     late, at_once = announcements(before, now, "train", generated=4)
-    assert late.endswith("(not for the finished groups of the checkpoint, which are generated and scored already)")
+    assert late.endswith("(not used for finished groups in the checkpoint, which are generated and scored already)")
     assert at_once == "async.partial: False -> True"
 
 
@@ -146,7 +146,7 @@ def test_what_is_ready_stays_as_it_is_and_what_is_not_takes_new_settings():
 def test_what_is_ready_was_chosen_with_the_filter_of_then(of_async, chosen):
     before, now = (config(**{"async": of_async}, algorithm={"filter": {"high": high}}) for high in (0.9, 0.8))
     (line,) = announcements(before, now, "train", generated=4)
-    assert ("not for the finished groups" in line) == chosen
+    assert ("not used for finished groups" in line) == chosen
 
 
 def test_less_staleness_draws_again_what_would_be_too_old():

@@ -99,7 +99,7 @@ def test_contents_that_decide_what_weights_mean_are_refused(
     changes: Callable[..., list[str]], recipe: dict[str, Any], tmp_path: Path, file: str
 ) -> None:
     (tmp_path / "model" / file).write_text('{"rope_theta": 5}')
-    with pytest.raises(ConfigError, match="cannot be continued with other contents") as refused:
+    with pytest.raises(ConfigError, match="cannot be continued with the new contents") as refused:
         changes()
     assert refused.value.where in ("model.path", "critic.path")
     others = {section: {"path": "another/model"} for section in ("model", "critic")}

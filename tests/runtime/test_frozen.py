@@ -90,7 +90,7 @@ def test_a_damaged_reference_is_made_again_and_the_resumed_run_is_the_same(tmp_p
         said = Path(f"{copy}.0.txt").read_text() + Path(f"{copy}.1.txt").read_text()
         (line,) = [line for line in said.splitlines() if line.startswith(f"WARNING: the reference in {copy}")]
         assert why in line
-        assert line.endswith("it is made again from the policy's initial weights")
+        assert line.endswith("it is written again from the policy's initial weights")
         assert (
             changed_files(copy / "reference", frozen_in(copy / "checkpoints" / "step_2")["reference"].files, ALONE)
             == []
@@ -141,7 +141,7 @@ def test_a_teacher_that_has_changed_since_the_checkpoint_is_refused(tmp_path, da
     record_frozen(_worker(tmp_path), "teacher", "teacher.path", str(teacher), str(checkpoint))
     change, message = DAMAGE[damage]
     change(teacher)
-    with pytest.raises(ConfigError, match=rf"teacher\.path: the files of this model are not those(?s:.*){message}"):
+    with pytest.raises(ConfigError, match=rf"teacher\.path: the model's files have changed(?s:.*){message}"):
         record_frozen(_worker(tmp_path), "teacher", "teacher.path", str(teacher), str(checkpoint))
     record_frozen(_worker(tmp_path), "teacher", "teacher.path", str(_model(tmp_path / "another")), str(checkpoint))
 
@@ -152,7 +152,7 @@ def test_weights_that_would_be_read_in_place_of_the_old_ones_are_a_change(tmp_pa
     (teacher / f"{WEIGHTS}.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
     record_frozen(c, "teacher", "teacher.path", str(teacher), None)
     (teacher / WEIGHTS).touch()
-    with pytest.raises(ConfigError, match=f"{WEIGHTS} is there now and was not read before"):
+    with pytest.raises(ConfigError, match=f"{WEIGHTS} is new"):
         record_frozen(_worker(tmp_path), "teacher", "teacher.path", str(teacher), str(_checkpoint(tmp_path, c)))
 
 
@@ -170,7 +170,7 @@ class _Machines:
 def test_machines_with_different_files_of_a_model_are_refused(tmp_path):
     c = _worker(tmp_path)
     c.layout.world = _Machines()
-    with pytest.raises(ConfigError, match=rf"machines of this run have different files(?s:.*){WEIGHTS}"):
+    with pytest.raises(ConfigError, match=rf"files differ between the machines of this run(?s:.*){WEIGHTS}"):
         record_frozen(c, "teacher", "teacher.path", str(_model(tmp_path / "teacher")), None)
 
 
@@ -183,11 +183,11 @@ def test_a_damaged_reference_that_cannot_be_made_again_ends_the_start(tmp_path, 
     (tmp_path / "checkpoints" / "step_0" / "meta.json").touch()
     _flip_a_byte(tmp_path / "reference")
     monkeypatch.setattr(frozen_models, "_export_actor", lambda c, folder: _zero_a_block(_model(folder)))
-    why = "RL began after a cold start" if sft_steps else "the policy's initial weights are other ones now"
-    with pytest.raises(ConfigError, match=rf"damaged, and cannot be made again: {why}") as caught:
+    why = "RL began after a cold start" if sft_steps else "the policy's initial weights have changed"
+    with pytest.raises(ConfigError, match=rf"damaged, and cannot be written again: {why}") as caught:
         keep_reference(_worker(tmp_path, sft={"steps": sft_steps}), resumed_from=checkpoint, begun=True)
     assert caught.value.where == str(tmp_path / "reference")
-    assert re.search("copy it from a backup, or set reference.path.*step_0 begins RL again", caught.value.fix)
+    assert re.search("copy it from a backup, or set reference.path.*step_0 restarts RL", caught.value.fix)
 
 
 def test_a_reference_that_is_the_policys_own_files_needs_no_folder_in_the_run(tmp_path):
@@ -202,5 +202,5 @@ def test_a_reference_that_is_the_policys_own_files_needs_no_folder_in_the_run(tm
     assert keep_reference(again, resumed_from=checkpoint, begun=True) == source
     assert json.loads((run_dir / "reference.next" / "origin.json").read_text()) == {"path": str(policy)}
     _zero_a_block(policy)
-    with pytest.raises(ConfigError, match=r"model\.path: the files of this model are not those"):
+    with pytest.raises(ConfigError, match=r"model\.path: the model's files have changed"):
         record_frozen(again, "reference", source.key, source.path, str(checkpoint))

@@ -74,7 +74,7 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_its_files_are_the_adapters
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(AssertionError, match="the files of this model are not those that the run began with"):
+    with pytest.raises(AssertionError, match="the model's files have changed since the run began"):
         harness.train(recipe, killed, *settings, "trainer.steps=4")
 
 

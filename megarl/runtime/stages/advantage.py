@@ -53,7 +53,7 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
     return samples
 
 
-#: Offered to every estimator, which may take them or not.
+#: Fields passed to every estimator, if the samples have them.
 OFFERED = (
     *("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared"),
     *("uid", "greedy_score", "reward_parts", "is_weights"),
@@ -61,9 +61,9 @@ OFFERED = (
 
 
 def _mask(samples: Batch, *, grouped: bool) -> Jagged:
-    """`response_mask`, empty for samples that rollout correction takes out of their group: they are in no statistic.
+    """Return `response_mask`, emptied for samples that rollout correction removes from their group's statistics.
 
-    An estimator that reads values has no groups, and its returns are those of all samples, for the critic.
+    Without `grouped` (an estimator that reads values) no sample is removed, as the critic needs all returns.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Rollout correction: measure and correct the gap between the policy that generated the samples and the trained one.
 
-Decoupled, a node does it between the old log-probs and the advantage. In bypass, and when a single update needs no old
-log-probs, the ratio is known in the update only: `megarl.algorithms.objective` does it there, by micro-batches.
+In decoupled mode a node does this between old log-probs and advantage. In bypass mode, and if a single update needs no
+old log-probs, the ratio is known only in the update: `megarl.algorithms.objective` corrects per micro-batch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from megarl.system.metrics import Metrics
 
 
-#: What the distance between two policies, and the age of the older one, is measured with.
+#: Fields for measuring the gap between the two policies and the off-policy steps.
 _MEASURED = ["old_logp", "rollout_logp", "response_mask", *VERSION_FIELDS]
 
 
 @stage(reads=_MEASURED, writes=["loss_mask", "keep", "is_weights"], role=Role.ACTOR)
 def rollout_correction(c: StepContext, samples: Batch) -> Batch:
-    """Importance weights and rejection from pi_old / pi_rollout; the samples themselves stay as they are.
+    """Compute importance weights and rejection from pi_old / pi_rollout.
 
-    `loss_mask` is what losses and their normalisers use, `keep` is false for samples that leave their group's baseline.
+    Losses and their normalisers use `loss_mask`; `keep` is False for samples left out of their group's baseline.
     """
     correction = c.config.rollout_correction.resolved()
     mask, result = samples["response_mask"], _measure(c, samples, correction)
@@ -47,7 +47,7 @@ def rollout_gap(c: StepContext, samples: Batch) -> Batch:
 
 @stage(reads=["rollout_logp"], writes=["old_logp"], role=Role.ACTOR)
 def rollout_as_old(c: StepContext, samples: Batch) -> Batch:
-    """Bypass: the policy that generated the samples is the one that the update starts from; nothing is computed."""
+    """Use the rollout log-probs as old log-probs (bypass mode), without a forward pass."""
     samples.set("old_logp", samples["rollout_logp"])
     return samples
 
@@ -77,7 +77,7 @@ def _measure(c: StepContext, samples: Batch, correction: ResolvedCorrection) -> 
 
 
 def ages(c: StepContext, samples: Batch) -> Metrics:
-    """Record how old the weights were that sampled this rank's tokens; those of an environment have no age."""
+    """Return metrics of the off-policy steps of this rank's generated tokens; an environment's tokens do not count."""
     from megarl.algorithms.correction import staleness
 
     versions, tokens = tokens_by_version(samples, samples["response_mask"].values)

@@ -42,7 +42,7 @@ def value(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
     role=Role.CRITIC,
 )
 def critic_train(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
-    """`critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch."""
+    """Train the critic: `critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch."""
     from megarl.runtime.stages.update import mini_batches
 
     settings = c.config.critic
@@ -57,7 +57,7 @@ def critic_train(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch
 
 
 def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
-    """One optimizer step on the value loss of the mini-batch over all ranks, aggregated by `critic.aggregation`."""
+    """Take one optimizer step on the mini-batch's value loss over all ranks, aggregated by `critic.aggregation`."""
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
 
     mask, settings = mini["response_mask"], c.config.critic
@@ -75,7 +75,7 @@ def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
         )
         token_loss, metrics = value_loss(values, old, returns, valid, clip=settings.value_clip)
         total = (weights * token_loss).sum()
-        # The shares of all parts add up to 1 per mini-batch, so several mini-batches average.
+        # The weights of all micro-batches add up to 1 per mini-batch, so the metric is the mean over mini-batches.
         metrics.mean("critic/vf_loss", total.item(), float(valid.sum()) / max(tokens, 1.0))
         return total, metrics
 
@@ -83,7 +83,7 @@ def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
 
 
 def _record(c: StepContext, samples: Batch) -> None:
-    """Record what the values of before the update were worth."""
+    """Record the explained variance of the values predicted before the update, and the mean return."""
     values, returns, mask = (samples[name].values for name in ("values", "returns", "response_mask"))
     share = explained_variance(values, returns, mask, all_sum=c.all_sum)
     if share is not None:

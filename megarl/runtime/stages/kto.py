@@ -52,18 +52,19 @@ def mismatched_ref_logp(c: StepContext, samples: Batch, *, reference: ReferenceR
     role=Role.ACTOR,
 )
 def kto_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
-    """`ppo_epochs` passes over the examples, one optimizer step per mini-batch."""
+    """Train the policy with KTO: `ppo_epochs` passes over the examples, one optimizer step per mini-batch."""
     train_actor(c, samples, lambda mini: example_step(c, mini, actor))
     count_tokens(c, samples)
     return samples
 
 
 def example_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
-    """One optimizer step on this rank's examples of a mini-batch, against the baseline of the policy before it."""
+    """Take one optimizer step on this rank's examples of a mini-batch; the KL baseline is that of the policy before
+    it."""
     from megarl.algorithms.kto import kto_loss
 
     settings = c.config.preference
-    assert settings is not None, "the pipeline asks for it"
+    assert settings is not None, "the pipeline requires the section preference"
     z, counts = _baseline(c, _sums(mini, actor.log_probs(mismatched(mini)), mini["mismatched_ref_logp"]))
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
@@ -76,10 +77,10 @@ def example_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 
 
 def measure_examples(c: StepContext, rounds: Iterable[Batch], actor: ActorRole, reference: ReferenceRole) -> Metrics:
-    """Return the loss and the rewards of held-out examples, against one baseline for all of them. Collective.
+    """Return metrics of loss and rewards on held-out examples, with one KL baseline for all of them. Collective.
 
     Args:
-        rounds: the examples in parts, of which this rank may have none.
+        rounds: batches of examples; a batch may be empty on this rank.
     """
     import torch
 
@@ -104,19 +105,19 @@ def measure_examples(c: StepContext, rounds: Iterable[Batch], actor: ActorRole, 
 
 
 def mismatched(samples: Batch) -> Batch:
-    """Return the samples with the response of another one in the place of their own."""
+    """Return the samples with each response replaced by its mismatched one (the response to another prompt)."""
     other = samples.copy()
     other.set("response_ids", samples["mismatched_ids"])
     return other
 
 
 def _sums(samples: Batch, logp: Jagged, ref_logp: Jagged) -> Tensor:
-    """Return the sum of the log-ratios of mismatched responses, and how many examples are desirable and undesirable:
-    float64 [3].
+    """Return float64 [3]: the sum of the log-ratios of mismatched responses, and the numbers of desirable and
+    undesirable examples.
 
     Args:
-        logp: of the mismatched responses under the policy.
-        ref_logp: the same under the reference.
+        logp: log-probs of the mismatched responses under the policy.
+        ref_logp: their log-probs under the reference.
     """
     import torch
 
@@ -126,10 +127,10 @@ def _sums(samples: Batch, logp: Jagged, ref_logp: Jagged) -> Tensor:
 
 
 def _baseline(c: StepContext, sums: Tensor) -> tuple[float, Counts]:
-    """Return the baseline of the examples of all ranks, and how many there are of each kind. Collective.
+    """Return the KL baseline over all ranks, and the numbers of desirable and undesirable examples. Collective.
 
     Args:
-        sums: `_sums` of this rank's examples.
+        sums: the result of `_sums` for this rank's examples.
     """
     from megarl.algorithms.kto import Counts, baseline
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from megarl.runtime.roles import ActorRole, ReferenceRole, TeacherRole
 
 
-#: What the policy of its own step said of a sample that waited for this one (dynamic sampling); NaN: a fresh sample.
+#: Values under the policy of its own step, for a surplus sample of an earlier step (dynamic sampling); NaN: a new
+# sample.
 DRAWN_LOGP, DRAWN_SUM = "drawn_logp", "drawn_sum_pi_squared"
 
 
@@ -29,7 +30,8 @@ _scores = partial(stage, reads=["prompt_ids", "response_ids"], needs=call_fields
 
 @_scores(optional=[DRAWN_LOGP], writes=["old_logp"], role=Role.ACTOR)
 def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
-    """Score the responses with the policy that is about to be trained; samples that waited keep what theirs said."""
+    """Score the responses with the policy before the update; surplus samples keep log-probs of their own step's
+    policy."""
     samples.set("old_logp", _scored_once(samples, DRAWN_LOGP, actor.log_probs))
     return samples
 
@@ -43,20 +45,20 @@ def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     role=Role.ACTOR,
 )
 def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
-    """Sum over the vocabulary of pi(v)^2 at every response token, for the optimal token baselines.
+    """Compute the sum over the vocabulary of pi(v)^2 at every response token, for the optimal token baselines.
 
-    At half the temperature a token's log-prob is 2 log pi(y) - log sum pi(v)^2, so a second scoring pass gives the sum
-    without looking at the vocabulary again. Both passes are of one policy, for samples that waited, too.
+    At half the temperature a token's log-prob is 2 log pi(y) - log sum pi(v)^2, so a second scoring pass gives the sum.
+    Both passes use the same policy, also for surplus samples of an earlier step.
     """
     samples.set("sum_pi_squared", _scored_once(samples, DRAWN_SUM, lambda some: _sum_pi_squared(c, some, actor)))
     return samples
 
 
 def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
-    """`samples`, which wait for a later step, with all that this step's policy has to say of them.
+    """Return surplus samples, which wait for a later step, with their log-probs under this step's policy.
 
-    The ratio of PPO and its clip are against the policy that generated a sample, and that one is gone by then. In
-    bypass the log-probs of the rollout take this place.
+    PPO's ratio and clip refer to the policy that generated a sample, which is gone in the later step. In bypass mode
+    the rollout log-probs serve instead.
     """
     if c.config.rollout_correction.resolved().bypass:
         return samples.drop([DRAWN_LOGP, DRAWN_SUM])
@@ -69,7 +71,8 @@ def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
 
 
 def like_waiting(c: StepContext, fresh: Batch) -> Batch:
-    """`fresh` samples, in the form of those that waited and stand in one batch with them."""
+    """Return new samples with the additional fields of surplus samples, filled with NaN, so that both form one
+    batch."""
     if c.surplus is None:
         return fresh
     import torch
@@ -82,7 +85,7 @@ def like_waiting(c: StepContext, fresh: Batch) -> Batch:
 
 
 def _scored_once(samples: Batch, known: str, score: Callable[[Batch], Jagged]) -> Jagged:
-    """`score` of the samples, and of those that bring one in field `known` that one. Collective, as `score` is."""
+    """Return `score` of the samples; one with values in field `known` keeps them instead. Collective, as `score` is."""
     import torch
 
     if known not in samples:
@@ -122,9 +125,9 @@ def teacher_hidden(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> B
 
 @_scores(needs=teacher_fields, writes=["teacher_topk"], role=Role.TEACHER)
 def teacher_topk(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
-    """Compute the tokens that the frozen teacher finds likeliest in the place of every response token.
+    """Compute the frozen teacher's k likeliest tokens at the position of every response token.
 
-    float32 [tokens, k + 1, 2]: ids and log-probs, the last ones of all other tokens together.
+    Writes float32 [tokens, k + 1, 2]: ids and log-probs; the last entry stands for all other tokens together.
     """
     chosen = chosen_divergence(c.config.algorithm.distillation)
     assert chosen is not None, "the node is in the graph only for such an estimator"

@@ -1,6 +1,6 @@
-"""Which fields of the samples a recipe's settings need: its estimator, its loss, and the further terms of the update.
+"""Functions that list which sample fields a recipe needs, for its estimator, its loss, and further terms of the update.
 
-Stages state with these what they read (`@stage(needs=...)`), and recipes which nodes they add.
+Stages declare with them what they read (`@stage(needs=...)`), and pipelines decide with them which nodes to add.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ def needed_fields(config: RunConfig) -> set[str]:
 
 
 def part_fields(config: RunConfig) -> list[str]:
-    """List what rewards are written as in addition to the score."""
+    """List the fields that hold parts of rewards in addition to the score."""
     return ["reward_parts"] if config.algorithm.advantage.parts else []
 
 
 def model_fields(config: RunConfig) -> list[str]:
-    """List what a reward model reads of samples beside their tokens: text where it has a tokenizer of its own."""
+    """List the fields that a reward model reads in addition to tokens: texts if it has a tokenizer of its own."""
     return [] if config.reward_model.form == "tokens" else ["prompt_text", "response_text", "row"]
 
 
 def call_fields(config: RunConfig) -> list[str]:
-    """List what a model reads of samples beside their tokens: images, or what the policy's task names."""
+    """List the fields that a model reads in addition to tokens: images, or the fields of the policy's task."""
     if config.task.writes_text:
         return [] if config.data.image_key is None else list(IMAGES)
     return config.task.model_fields(config)
 
 
 def update_fields(config: RunConfig) -> list[str]:
-    """List what the policy update reads in addition to advantages."""
+    """List the fields that the policy update reads in addition to advantages."""
     algorithm = config.algorithm
     wanted = {
         "old_logp": config.rollout_correction.resolved().bypass or needs_old_logp(config),
         "ref_logp": algorithm.kl.use == "loss",
     }
     read, taught = loss_fields(algorithm), distillation_fields(algorithm)
-    found = list(dict.fromkeys([*read, *(name for name, needed in wanted.items() if needed), *taught]))
-    return found + call_fields(config)
+    fields = list(dict.fromkeys([*read, *(name for name, needed in wanted.items() if needed), *taught]))
+    return fields + call_fields(config)
 
 
 def needs_old_logp(config: RunConfig) -> bool:
-    """False when one optimizer step uses every sample once: then the ratio is 1 and old log-probs are the new ones.
+    """Return whether old log-probs have to be computed.
 
-    True whatever the steps when the estimator, or the loss before the batch is cut, reads them or what is computed with
-    them, and when weights and rejection are made of them. In bypass nobody needs them.
+    They have to be if a step has several optimizer steps (with one, the ratio is 1), if the estimator, the loss or the
+    KL penalty in the reward reads them, or if rollout correction in decoupled mode does.
     """
     algorithm, correction = config.algorithm, config.rollout_correction.resolved()
     if correction.active:
@@ -72,5 +72,5 @@ def needs_old_logp(config: RunConfig) -> bool:
 
 
 def teacher_fields(config: RunConfig) -> list[str]:
-    """List what a teacher reads of samples beside their tokens; several ones, also whose each prompt is."""
+    """List the fields that teachers read in addition to tokens; several teachers also need each prompt's row."""
     return call_fields(config) + (["uid", "row", "data_source"] if config.teacher.models else [])

@@ -50,14 +50,14 @@ _PAIR = 2  # samples that are never in different micro-batches
     role=Role.ACTOR,
 )
 def dpo_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
-    """`ppo_epochs` passes over the pairs, one optimizer step per mini-batch."""
+    """Train the policy on pairs: `ppo_epochs` passes over the pairs, one optimizer step per mini-batch."""
     train_actor(c, samples, lambda mini: pair_step(c, mini, actor))
     count_tokens(c, samples)
     return samples
 
 
 def pair_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
-    """One optimizer step on this rank's pairs of a mini-batch."""
+    """Take one optimizer step on this rank's pairs of a mini-batch."""
     from megarl.algorithms.preference import local_pair_counts, preference_loss
 
     settings, mask = c.config.preference, mini["response_mask"]
@@ -77,7 +77,7 @@ def count_tokens(c: StepContext, samples: Batch) -> None:
 
 
 def margin_fields(config: RunConfig) -> list[str]:
-    """List what a reward model's update reads in addition to the sequences."""
+    """List the fields that a reward model's update reads in addition to tokens."""
     return [] if config.preference is None or config.preference.margin_key is None else ["margin"]
 
 
@@ -90,14 +90,14 @@ def margin_fields(config: RunConfig) -> list[str]:
     role=Role.ACTOR,
 )
 def reward_model_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
-    """`ppo_epochs` passes over the pairs, one optimizer step of a reward model per mini-batch."""
+    """Train a reward model: `ppo_epochs` passes over the pairs, one optimizer step per mini-batch."""
     train_actor(c, samples, lambda mini: score_step(c, mini, actor), head=False)
     count_tokens(c, samples)
     return samples
 
 
 def score_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
-    """One optimizer step of a reward model on this rank's pairs of a mini-batch."""
+    """Take one optimizer step of a reward model on this rank's pairs of a mini-batch."""
     import torch
 
     from megarl.algorithms.preference import score_loss
@@ -113,9 +113,10 @@ def score_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 
 
 def sequences_of(samples: Batch) -> Batch:
-    """Return the samples as sequences with one score each: that of a token after the last one, which is not read.
+    """Return samples whose prompt is the whole sequence and whose response is one dummy token, so that each gets one
+    score.
 
-    It is made from the state at the last token, where a classifier of transformers has it.
+    The score is computed at the last token of the sequence, as transformers' classifiers do.
     """
     from megarl.data.batch import Jagged
 
@@ -137,10 +138,10 @@ def _margins(samples: Batch, settings: PreferenceConfig, device: torch.device | 
 
 
 def measure_pairs(c: StepContext, pairs: Batch, actor: ActorRole, reference: ReferenceRole | None) -> Metrics:
-    """Return the loss and the rewards of held-out pairs, of which this rank may have none. Collective.
+    """Return metrics of loss and rewards on held-out pairs; a rank may have no pairs. Collective.
 
     Args:
-        reference: of a policy; a reward model has none.
+        reference: the policy's reference; None: the actor is a reward model.
     """
     import torch
 
@@ -160,14 +161,14 @@ def measure_pairs(c: StepContext, pairs: Batch, actor: ActorRole, reference: Ref
 
 
 def dtype_of(c: StepContext) -> torch.dtype:
-    """Return the type that the models of the run compute in."""
+    """Return the dtype of the run's models."""
     from megarl.system.device import DTYPES
 
     return DTYPES[c.config.model.dtype]
 
 
 def responses_of(samples: Batch, device: torch.device | str) -> Responses:
-    """Return the response tokens of the samples, on `device`."""
+    """Return the response masks and reference log-probs of the samples, on `device`."""
     from megarl.algorithms.preference import Responses
 
     mask = samples["response_mask"].to(device)

@@ -1,4 +1,4 @@
-"""Drawing the samples of a step again from themselves, by their scores (PF-PPO)."""
+"""Resampling of a step's samples by their scores (PF-PPO)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COPIES = "copies"
 
 @stage(reads=["score", "sample_id", "response_mask"], writes=[COPIES], role=Role.ADVANTAGE)
 def resample(c: StepContext, samples: Batch) -> Batch:
-    """Return how often each sample of all ranks is trained on, by `algorithm.resampling`.
+    """Draw how often each sample is trained on (field `copies`), from all ranks' samples by `algorithm.resampling`.
 
-    Samples that are masked entirely are not drawn. The draws follow from the run's seed, the step and the names of the
-    samples: ranks and places in the batch do not enter.
+    Entirely masked samples get 0. The draws depend on the run's seed, the step and the samples' names, not on ranks or
+    positions in the batch.
     """
     import torch
 

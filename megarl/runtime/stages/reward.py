@@ -29,7 +29,7 @@ PENDING = "pending_reward"
 
 @dataclass(frozen=True)
 class Pending:
-    """A sample's score that is being computed: its submission, and its place in it."""
+    """A sample's score in flight: the handle of its submission, and the sample's position in that submission."""
 
     handle: Submitted
     place: int
@@ -42,7 +42,7 @@ class Pending:
     role=Role.REWARD,
 )
 def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
-    """Hand the samples to the reward function; only the first rank of a replica runs it."""
+    """Submit the samples to the reward functions, which run only on the first rank of a replica."""
     samples.set(PENDING, submit(scorer, samples))
     return samples
 
@@ -56,7 +56,8 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
     role=Role.REWARD,
 )
 def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
-    """Wait for the scores and give them to all ranks of the replica; the score sits on the last response token."""
+    """Wait for the scores and broadcast them to the replica's ranks; each score becomes the reward of the last
+    token."""
     results = collect(c, scorer, samples[PENDING], samples)
     take_up(c, samples, results, by_turn=scorer.by_environment)
     return samples
@@ -70,7 +71,7 @@ def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
     role=Role.REWARD,
 )
 def rule_rewards(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
-    """Wait for the scores of the functions beside a reward model, as `reward` does."""
+    """Wait for the results of reward functions that are used together with a reward model."""
     samples.set("rule_rewards", collect(c, scorer, samples[PENDING], samples))
     return samples
 
@@ -96,7 +97,7 @@ def model_score(c: StepContext, samples: Batch, *, reward_model: RewardModelRole
     role=Role.ADVANTAGE,
 )
 def total_reward(c: StepContext, samples: Batch) -> Batch:
-    """Add up the reward model's score and the other rewards; the sum sits on the last response token."""
+    """Add the reward model's scores to the other rewards; the sum becomes the reward of the last response token."""
     from megarl.rewards.parts import with_model_scores
 
     results = with_model_scores(c.config.reward, samples["rule_rewards"], samples["model_score"].tolist())
@@ -105,7 +106,7 @@ def total_reward(c: StepContext, samples: Batch) -> Batch:
 
 
 def take_up(c: StepContext, samples: Batch, results: list[dict[str, Any]], *, by_turn: bool) -> None:
-    """Write the fields that rewards are made of, from their results, and count their metrics."""
+    """Write `score`, `token_rewards` and `reward_parts` from reward results, and record their metrics."""
     from megarl.evaluation.metrics import correctness
     from megarl.rewards.runner import reward_metrics
 
@@ -121,9 +122,9 @@ def take_up(c: StepContext, samples: Batch, results: list[dict[str, Any]], *, by
 
 
 def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
-    """Start scoring; one handle per sample on the rank that has the reward function, None on the others.
+    """Submit samples for scoring; return one handle per sample on the rank with the reward functions, None elsewhere.
 
-    There is nothing to start when the environment gives the rewards.
+    Nothing is submitted if the environment gives the rewards.
     """
     if scorer.runner is None or scorer.by_environment:
         return [None] * len(samples)
@@ -132,7 +133,7 @@ def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
 
 
 def _images(runner: Rewards, samples: Batch) -> list[list[str]] | None:
-    """Return the images of each sample for the functions, None where there are none, or nothing asks for them."""
+    """Return each sample's images, encoded for reward functions; None: there are none, or no function uses them."""
     if not runner.asks_images or PATCHES not in samples:
         return None
     from megarl.data.image_set import image_sets, pixels_of
@@ -142,10 +143,10 @@ def _images(runner: Rewards, samples: Batch) -> list[list[str]] | None:
 
 
 def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], samples: Batch) -> list[dict[str, Any]]:
-    """Results of what `submit` started for `samples`, on every rank of the replica.
+    """Wait for the results of `submit` for `samples`, and return them on every rank of the replica.
 
-    Where the environment gives the rewards a result is their sum. An episode whose environment failed has a result that
-    says so, whatever a function makes of it.
+    If the environment gives the rewards, a result is their sum. An episode whose environment failed gets a result
+    marked as an error instead.
     """
     from megarl.rewards.scoring import ERROR_KEY
 
@@ -160,14 +161,14 @@ def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], s
 
 
 def is_scored(samples: Batch) -> bool:
-    """Say whether the results of what `submit` started for `samples` are there; asked on the rank that has them."""
+    """Return whether all results of `submit` for `samples` are ready; call it on the rank with the reward functions."""
     if PENDING not in samples:
         return True
     return all(one is None or one.handle.done() for one in samples[PENDING])
 
 
 def _own_results(runner: Rewards | None, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
-    """Wait for the answers of this rank's reward function; None where it has none."""
+    """Wait for the results of this rank's reward functions; None on a rank without them."""
     if runner is None:
         return None
     mine = [one for one in pending if one is not None]
@@ -176,11 +177,10 @@ def _own_results(runner: Rewards | None, pending: list[Pending | None]) -> list[
 
 
 def reward_inputs(samples: Batch, prompts: PromptColumn) -> list[dict[str, Any]]:
-    """One dict per sample, as reward functions get them.
+    """Return one dict per sample, the input of reward functions.
 
-    The row's columns are in it by name where the sample has nothing of that name itself, and all of them in `row`. The
-    answer is there as `ground_truth`, too, unless a column is called so.
-    `messages` are those of the prompt, None where it is text.
+    It has the sample's own entries, the row's columns whose names do not clash with them, and all columns in `row`.
+    `ground_truth` equals `answer`, unless the row has such a column. `messages`: the prompt's messages; None: a text.
     """
     from megarl.data.trajectory import policy_tokens
 
@@ -228,10 +228,10 @@ def set_scores(samples: Batch, results: list[dict[str, Any]], *, by_turn: bool =
 
 
 def part_table(results: list[dict[str, Any]], parts: list[str]) -> Tensor:
-    """float32 [B, K]: the named parts of the rewards. A failed sample's parts are all its score, `reward.on_error`.
+    """Return the K named parts of the rewards, float32 [B, K]; each part of a failed sample is its score.
 
     Raises:
-        ConfigError: a result without one of the parts.
+        ConfigError: a result lacks one of the parts.
     """
     import torch
 
@@ -251,7 +251,7 @@ def part_table(results: list[dict[str, Any]], parts: list[str]) -> Tensor:
 
 
 def record_scores(c: StepContext, samples: Batch) -> None:
-    """Metrics of the scores of samples."""
+    """Record mean, maximum and minimum of the samples' scores."""
     score = samples["score"]
     if len(score) == 0:
         return
@@ -261,10 +261,10 @@ def record_scores(c: StepContext, samples: Batch) -> None:
 
 
 def record_groups(c: StepContext, samples: Batch, correct: Sequence[float]) -> None:
-    """Metrics of what groups of two samples and more have to learn from, as they were scored.
+    """Record the spread of scores in groups of two or more samples, and the shares of groups without a signal.
 
     Args:
-        samples: with `uid` and `score`, whole groups.
+        samples: whole groups, with `uid` and `score`.
         correct: how correct each sample is, usually 0 or 1.
     """
     from statistics import stdev

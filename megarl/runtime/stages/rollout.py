@@ -31,23 +31,23 @@ SAMPLE_FIELDS = (
     "response_text",
     "finish_reason",
 )
-#: What episodes of several turns have in addition, which begin with the environment's first observation.
+#: Additional fields of episodes, whose prompt includes the environment's first observation.
 TURN_FIELDS = ("turn_starts", "turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
-#: The prompt of the data, beside the first observation that has taken its place; it has DATA_IMAGES, too.
+#: The original prompt, kept because the first observation replaces it; its images are in DATA_IMAGES.
 DATA_PROMPT = ("data_prompt_ids", "data_prompt_text")
 _OF_ROWS = ("uid", "answer", "data_source", "row")
 _OF_PROMPTS = ("prompt_text", *_OF_ROWS)
 
 
 def _of_prompts(config: RunConfig) -> list[str]:
-    """List the columns of a prompt that episodes read."""
+    """List the fields of prompts that generation reads in addition to tokens."""
     if not config.task.writes_text:
         return config.task.prompt_fields(config)
     return [*call_fields(config), *(_OF_PROMPTS if config.has_turns else [])]
 
 
 def _of_episodes(config: RunConfig) -> list[str]:
-    """List the fields that samples of several turns have in addition."""
+    """List the additional fields of samples that are episodes."""
     if not config.task.writes_text:
         return config.task.sample_fields(config)
     if not config.has_turns:
@@ -56,14 +56,14 @@ def _of_episodes(config: RunConfig) -> list[str]:
 
 
 def _data_prompt(config: RunConfig) -> list[str]:
-    """List the fields that a greedy episode begins with, where one is played."""
+    """List the fields that keep the original prompt for a greedy episode; empty if none is played."""
     if not config.has_turns or "greedy_score" not in needed_fields(config):
         return []
     return [*DATA_PROMPT, *(DATA_IMAGES if config.data.image_key is not None else ())]
 
 
 def _of_greedy(config: RunConfig) -> list[str]:
-    """List the fields that greedy responses begin with, and the mask of samples that are compared with one."""
+    """List the fields that greedy generation reads: prompts, and with an environment the samples' mask."""
     if config.has_turns:
         return [*_data_prompt(config), "response_mask"]
     return ["prompt_ids", "prompt_text", *call_fields(config)]
@@ -74,7 +74,7 @@ def _masked(config: RunConfig) -> list[str]:
 
 
 def generated_fields(config: RunConfig) -> list[str]:
-    """List the fields that generation gives every sample."""
+    """List the fields that generation writes for every sample."""
     if not config.task.writes_text:
         return [*SAMPLE_FIELDS, *_of_episodes(config)]
     return [*SAMPLE_FIELDS, *(TURN_FIELDS if config.has_turns else []), *_data_prompt(config)]
@@ -117,11 +117,10 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     role=Role.ROLLOUT,
 )
 def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scorer: ScorerRole) -> Batch:
-    """Score of a greedy response to every sample's prompt, the baseline of ReMax.
+    """Generate and score a greedy response to every prompt, the baseline of ReMax.
 
-    With an environment it is the score of a greedy episode, which begins with the prompt of the data and the seed that
-    the samples' environments had. Where its environment failed there is no baseline: all samples of the prompt are
-    masked out, like episodes that failed themselves.
+    With an environment it is a greedy episode from the original prompt, with the samples' environment seed. If its
+    environment fails there is no baseline, and all samples of the prompt are masked out.
     """
     import torch
 
@@ -152,8 +151,8 @@ def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scor
 
 
 def _given_prompts(samples: Batch, prefix: str, images: Sequence[str]) -> Batch:
-    """Return the prompts of the data, one per sample; `prefix`: of the fields that have them; `images`: the fields of
-    their images."""
+    """Return the original prompts of samples; `prefix`: prefix of the fields that hold them; `images`: their image
+    fields."""
     from megarl.data.batch import Batch
 
     columns = {"prompt_text": samples[f"{prefix}prompt_text"], **{name: samples[name] for name in _OF_ROWS}}
@@ -164,11 +163,11 @@ def _given_prompts(samples: Batch, prefix: str, images: Sequence[str]) -> Batch:
 def generate(
     c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig, *, scored: bool = False
 ) -> Batch:
-    """`sampling.n` samples of each of `prompts`, one prompt after the other.
+    """Generate `sampling.n` samples of each of `prompts`, in the order of the prompts.
 
     Args:
         prompts: B prompts.
-        scored: a player's episodes get scores, and have all fields that these read.
+        scored: episodes of a task's player are scored for training, with all fields that this needs.
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS (with an environment also
@@ -193,7 +192,7 @@ def generate(
 
 
 def refuse_broken_logprobs(samples: Batch) -> None:
-    """One NaN would be in every mean over the batch, and from there in the weights.
+    """Reject samples with a log-prob that is not finite, which would turn losses and then weights into NaN.
 
     Raises:
         RolloutError: a log-prob is not finite.
@@ -211,13 +210,13 @@ def refuse_broken_logprobs(samples: Batch) -> None:
         f"  found:   {len(broken)} of {len(logp.values)} log-probs of this rank are not finite; weight version "
         f"{int(token_versions(samples).values[place])}\n"
         "  allowed: finite numbers\n"
-        "  fix:     if the weights are not finite, go on from an earlier checkpoint with a lower actor.optim.lr; if "
+        "  fix:     if the weights are not finite, resume from an earlier checkpoint with a lower actor.optim.lr; if "
         "they are, decode in the trainer's dtype: rollout.dtype=model"
     )
 
 
 def record_samples(c: StepContext, samples: Batch) -> None:
-    """Metrics of how long prompts and responses are, of the work that they were, and of episodes."""
+    """Record lengths of prompts and responses, images, the FLOPs of generation, and metrics of episodes."""
     from megarl.data.trajectory import policy_tokens
 
     lengths, prompt_lengths = policy_tokens(samples, by_turn=c.config.has_turns), samples["prompt_ids"].lengths
@@ -243,15 +242,15 @@ def record_samples(c: StepContext, samples: Batch) -> None:
 
 
 def record_unknown(c: StepContext, samples: Batch) -> None:
-    """Count generated tokens that the tokenizer does not have, where the model's vocabulary is padded beyond it."""
+    """Record the share of generated tokens that are padding of the model's vocabulary, unknown to the tokenizer."""
     if c.tokens is None or c.tokens >= c.hf_config.vocab_size:
         return
-    said = samples["response_ids"].values[samples["response_mask"].values.bool()]
-    c.metrics.mean("rollout/unknown_tokens", float((said >= c.tokens).sum()), len(said))
+    generated = samples["response_ids"].values[samples["response_mask"].values.bool()]
+    c.metrics.mean("rollout/unknown_tokens", float((generated >= c.tokens).sum()), len(generated))
 
 
 def _record_images(m: Metrics, grids: Jagged) -> None:
-    """Count the images of samples, and the tokens that stand for each."""
+    """Record the number of images per sample, and of tokens per image."""
     images = len(grids.values)
     m.mean("images/per_sample", images, len(grids))
     if images:
@@ -261,7 +260,7 @@ def _record_images(m: Metrics, grids: Jagged) -> None:
 
 
 def _record_work(c: StepContext, samples: Batch) -> None:
-    """Count the generation of samples; the prompt of a group is prefilled once."""
+    """Record FLOPs and tokens of generating samples; the prompt of a group is prefilled once."""
     if not c.config.task.writes_text:
         c.count_pass(samples)
         c.metrics.sum("perf/generated_tokens", float(samples["response_mask"].values.sum()))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _read(config: RunConfig) -> list[str]:
-    """List the fields that groups are judged by, and that tell episodes whose environment failed."""
+    """List the fields that decide whether a group is kept."""
     settings = config.algorithm.dynamic_sampling
     cut = ["finish_step", "max_steps"] if settings.drop_cut else []
     mask = ["response_mask"] if config.has_episodes else []
@@ -38,7 +38,7 @@ class NoSignalError(MegarlError):
 @stage(
     reads=["uid"],
     needs=_read,
-    optional=["prompt_ids", "response_ids"],  # their tokens count; groups that wait for the next step are scored
+    optional=["prompt_ids", "response_ids"],  # for sharing by tokens, and for scoring surplus groups
     writes=[],
     may_write=[DRAWN_LOGP, DRAWN_SUM, ORDINAL],
     role=Role.DYNAMIC_SAMPLING,
@@ -46,20 +46,20 @@ class NoSignalError(MegarlError):
     refills=True,
 )
 def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], *, actor: ActorRole) -> Batch:
-    """This rank's share of `data.batch_size` groups that carry a signal, the same groups on any number of ranks.
+    """Return this rank's share of `data.batch_size` groups that carry a signal, the same groups on any number of ranks.
 
-    Groups beyond that wait for the next step (`algorithm.dynamic_sampling.surplus`), with the log-probs of this step's
-    policy. Where `max_rounds` rounds of generation do not fill the batch and `short` says so, groups of the last one
-    that would have been dropped fill it.
+    Surplus groups wait for the next step (`algorithm.dynamic_sampling.surplus`) with log-probs of this step's policy.
+    If `max_rounds` rounds of generation do not fill the batch, `short: fill` fills it with dropped groups of the last
+    round.
 
     Raises:
-        NoSignalError: the batch is not full, and is not to be filled.
+        NoSignalError: the batch is not full, and `short` is not `fill`.
     """
     from megarl.runtime.exchange import GroupPool
     from megarl.system.tracing import phase
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
-    if not settings.enabled or not c.config.async_.in_order:  # then groups without signal never come here
+    if not settings.enabled or not c.config.async_.in_order:  # as_ready: `admitted` has dropped groups without a signal
         return samples
     pool = GroupPool(c.layout.dp_group, c.cuts)
     if c.surplus is not None:
@@ -92,7 +92,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
 
 
 def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
-    """Say which groups `algorithm.dynamic_sampling` keeps; add the scores of this rank's groups to `seen`."""
+    """Return, for each group, whether `algorithm.dynamic_sampling` keeps it; append the groups' scores to `seen`."""
     live = None
     if c.config.has_episodes:
         mask = samples["response_mask"]
@@ -109,10 +109,10 @@ def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool
 
 
 def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
-    """Say which groups are handed over where they come as they get ready; add their scores to `seen`.
+    """Return, for each group, whether training gets it with async.order=as_ready; append the groups' scores to `seen`.
 
-    Those that dynamic sampling keeps, and of which `algorithm.filter` left a sample: other prompts take the place of
-    the rest.
+    Dynamic sampling must keep the group, and `algorithm.filter` must leave a sample of it; other prompts replace the
+    dropped groups.
     """
     uid = samples["uid"]
     if c.config.algorithm.dynamic_sampling.enabled:
@@ -126,11 +126,11 @@ def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bo
     mask = samples["response_mask"]
     left = [any(of_samples) for of_samples in by_group(uid, live_rows(mask.values, mask.offsets).tolist())]
     c.metrics.mean("filter/groups_kept", sum(left), len(left))
-    return [one and other for one, other in zip(keep, left, strict=True)]
+    return [kept and has_sample for kept, has_sample in zip(keep, left, strict=True)]
 
 
 def asked_of_groups(config: RunConfig) -> str | None:
-    """Return the condition that `admitted` sets for a group, for messages; None: there is none."""
+    """Return the condition of `admitted` for a group, as text for messages; None: every group is admitted."""
     sampling, chosen = config.algorithm.dynamic_sampling, config.algorithm.filter
     asked = [sampling.kept_groups] if sampling.enabled else []
     asked += [f"a sample that the filter {chosen.name} keeps"] if config.filter_admits else []
@@ -138,12 +138,13 @@ def asked_of_groups(config: RunConfig) -> str | None:
 
 
 def no_signal(what: str, groups: str, seen: list[list[float]], others: str = "") -> NoSignalError:
-    """Too few groups carry a signal.
+    """Return the error that too few groups carry a signal.
 
     Args:
-        what: the trouble, as a sentence.
-        groups: what to call those with the scores `seen`.
-        others: further ways out.
+        what: first sentence of the message.
+        groups: how the message names the groups with the scores `seen`.
+        seen: scores of the samples, by group.
+        others: further advice, inserted into the fix.
     """
     return NoSignalError(
         f"{what}\n  {groups} by the scores of their samples: {score_histogram(seen)}\n"

@@ -1,4 +1,4 @@
-"""Rewards and masks by a response's form, or by how its group did: the length penalty, and filters."""
+"""The length penalty on rewards, and filters that mask out samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def overlong(c: StepContext, samples: Batch) -> Batch:
     """Subtract the soft penalty of responses near the length limit from the reward of their last token.
 
-    `score` stays what the reward function said, so dynamic sampling and accuracy do not see the penalty.
+    `score` stays the reward function's, so dynamic sampling and accuracy do not see the penalty.
     """
     from megarl.algorithms.overlong import overlong_penalty
 
@@ -47,10 +47,10 @@ def overlong(c: StepContext, samples: Batch) -> Batch:
     role=Role.ADVANTAGE,
 )
 def filter_samples(c: StepContext, samples: Batch, *, own: Mapping[str, Any] | None = None) -> Batch:
-    """Mask out the samples that a filter leaves out: they take no part in baselines, loss and its divisor.
+    """Mask out the samples that a filter drops: baselines, the loss and its divisor ignore them.
 
     Args:
-        own: the filter of this node, as the section `algorithm.filter` has it; None: that section. See `own_filter`.
+        own: settings of this node's own filter, in the form of the section `algorithm.filter`; None: that section.
     """
     from megarl.config.algorithm import FilterConfig
     from megarl.data.batch import Jagged
@@ -70,13 +70,13 @@ def filter_samples(c: StepContext, samples: Batch, *, own: Mapping[str, Any] | N
 
 
 def own_filter(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Pipeline.add` for a node with a filter of its own, as many of them and wherever a pipeline wants.
+    """Return arguments of `Pipeline.add` for a `filter_samples` node with its own filter instead of `algorithm.filter`.
 
     Args:
-        section: name and settings, as `algorithm.filter` has them.
+        section: name and settings of the filter, in the form of the section `algorithm.filter`.
 
     Raises:
-        UserError: there is no such filter.
+        UserError: no filter has this name.
 
     >>> own_filter({"name": "bounds", "high": 0.9})["contract"].reads
     ('score', 'uid', 'response_mask', 'finish_reason')

@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     role=Role.ACTOR,
 )
 def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
-    """`ppo_epochs` passes over the samples, one optimizer step per mini-batch.
+    """Train the policy: `ppo_epochs` passes over the samples, one optimizer step per mini-batch.
 
-    Without `old_logp` every sample is used once, as if by the policy that generated it: the ratio is 1, except for
-    samples that waited since an earlier step. While a critic warms up the policy rests.
+    Without `old_logp` each sample is used in one optimizer step only, with a ratio of 1 (except surplus samples of an
+    earlier step). Nothing is trained while only the critic warms up (`critic.warmup_steps`).
     """
     from megarl.runtime.exchange import record_tokens
 
@@ -70,8 +70,8 @@ def train_actor(c: StepContext, samples: Batch, step: Callable[[Batch], Metrics]
     """Make `ppo_epochs` passes over the samples, with one `step` of the optimizer per mini-batch.
 
     Args:
-        step: returns metrics that are merged over all ranks.
-        head: the passes compute log-probs of the vocabulary.
+        step: takes one optimizer step; returns metrics already merged over all ranks.
+        head: whether a pass runs the output layer, for counting FLOPs.
     """
     for epoch in range(c.config.actor.ppo_epochs):
         for mini in mini_batches(c, samples, "actor", epoch):
@@ -82,16 +82,15 @@ def train_actor(c: StepContext, samples: Batch, step: Callable[[Batch], Metrics]
 
 
 def mini_batches(c: StepContext, samples: Batch, role: Literal["actor", "critic"], epoch: int) -> Iterator[Batch]:
-    """This rank's part of each mini-batch of a role's `mini_batch_size` prompts (null: of all).
+    """Yield this rank's part of each mini-batch of a role's `mini_batch_size` prompts (null: one mini-batch of all).
 
-    Samples that were resampled away are in none. Prompts are whole, and in the order of the data; with `shuffle` in
-    another one in every epoch of every step. Mini-batches are equally many on every rank, whose part of one may be
-    empty.
+    All samples of a prompt are in one mini-batch, in the order of the data, or with `shuffle` in a random order for
+    each epoch. Samples with 0 copies are left out. Every rank yields equally many parts; a part may be empty.
     """
     settings = getattr(c.config, role)
     size = settings.mini_batch_size
     if size is None or size >= c.config.data.batch_size:
-        parts = iter([samples.copy()])  # an update adds fields of its own to a mini-batch
+        parts = iter([samples.copy()])  # a copy, because an update adds fields to its mini-batch
     elif settings.shuffle:
         parts = _shuffled(c, samples, size, c.seeds.order(role, c.step, epoch))
     else:
@@ -112,7 +111,7 @@ def _in_order(c: StepContext, samples: Batch, size: int) -> Iterator[Batch]:
 
 
 def _shuffled(c: StepContext, samples: Batch, size: int, seed: int) -> Iterator[Batch]:
-    """Prompts in the order of `seed`, whichever ranks hold them; parts of a mini-batch may differ in size."""
+    """Yield mini-batches of prompts in a random order that depends on `seed`, not on which rank holds a prompt."""
     import numpy as np
 
     order = np.random.Generator(np.random.PCG64(seed)).permutation(c.config.data.batch_size).tolist()
@@ -127,7 +126,7 @@ def _shuffled(c: StepContext, samples: Batch, size: int, seed: int) -> Iterator[
 
 
 def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
-    """One optimizer step on this rank's part of a mini-batch; the maths is in `megarl.algorithms.objective`."""
+    """Take one optimizer step on this rank's part of a mini-batch; the maths is in `megarl.algorithms.objective`."""
     from megarl.algorithms.correction import finish
     from megarl.algorithms.objective import Objective
     from megarl.runtime.stages.correction import ages
@@ -171,7 +170,7 @@ def _taught(objective: Objective) -> TeacherTargets | None:
 
 
 def trained_mask(samples: Batch) -> Jagged:
-    """Tokens that are trained on: the response mask, without what rollout correction rejected."""
+    """Return the mask of tokens to train on: the response mask without tokens rejected by rollout correction."""
     mask = samples["response_mask"]
     return mask.like(mask.values & samples["loss_mask"].values) if "loss_mask" in samples else mask
 
@@ -179,7 +178,7 @@ def trained_mask(samples: Batch) -> Jagged:
 def token_inputs(
     samples: Batch, own: Mapping[str, str] | None = None, device: torch.device | str = "cpu"
 ) -> TokenInputs:
-    """Return what the objective takes of `samples`, on `device`; `own` maps what the policy loss wants to fields."""
+    """Return the inputs of the objective from `samples`, on `device`; `own`: field by argument of the policy loss."""
     from megarl.algorithms.objective import TokenInputs
     from megarl.data.batch import Jagged
 
@@ -198,8 +197,8 @@ def token_inputs(
 
 
 def _keys(c: StepContext, mini: Batch, update: int) -> Tensor:
-    """int64 [N]: what a loss draws for each token. It depends on the sample's name and the optimizer step, not on rank
-    or place in the batch."""
+    """Return a random key for each token, int64 [N], for losses with randomness; it depends on the sample's name and
+    the optimizer step, not on the rank or the position in the batch."""
     import torch
 
     mask = mini["loss_mask"]
