@@ -60,11 +60,7 @@ def add_scoring(p: Pipeline, config: RunConfig) -> None:
 
 
 def add_reward(p: Pipeline, config: RunConfig) -> None:
-    """Add the node that waits for rewards; for a reward from a model of the run, also the nodes that score and sum.
-
-    Raises:
-        ConfigError: the sum is needed before the model can score.
-    """
+    """Add the node that waits for rewards; for a reward from a model of the run, also the nodes that score and sum."""
     if config.reward.of_model is None:
         p.add(reward.reward)
         return
@@ -115,9 +111,6 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
     """Add the node that masks out samples by `algorithm.filter`, if the recipe has a filter.
 
     If the filter decides which groups are delivered, the rollout's team runs it.
-
-    Raises:
-        ConfigError: the filter reads model outputs, which the rollout's team does not have.
     """
     if not config.algorithm.filter.active:
         return

@@ -53,11 +53,7 @@ def build_reward_model(config: RunConfig) -> TaskGraph:
 
 
 def _pipeline(pipeline: str, title: str, config: RunConfig) -> Pipeline:
-    """Return a pipeline without nodes.
-
-    Raises:
-        ConfigError: the recipe has no section `preference`, or its loss belongs to another pipeline.
-    """
+    """Return a pipeline without nodes."""
     losses = _LOSSES[pipeline]
     if config.preference is None:
         raise ConfigError(

@@ -62,9 +62,6 @@ def aggregation_weights(
         sum_norm: divisor of seq-mean-token-sum-norm, for instance the longest response allowed.
         copies: int64 [B], how often each sequence counts: its weights are multiplied by this count. None: once.
 
-    Raises:
-        ConfigError: unknown mode, or seq-mean-token-sum-norm without `sum_norm`.
-
     Source: DAPO (arXiv 2503.14476) for token-mean, Dr. GRPO (arXiv 2503.20783) for the constant divisor.
 
     >>> mask = torch.tensor([[True, True, True], [True, False, False]])

@@ -60,11 +60,7 @@ class ForwardTopKSettings(DivergenceSettings):
 
 
 def chosen_divergence(section: ComponentSection) -> Chosen | None:
-    """Return the divergence that the section names, or None if it names an estimator that uses the sampled token only.
-
-    Raises:
-        UserError: the estimator is unknown, or a key is not a setting of it.
-    """
+    """Return the divergence that the section names, or None for an estimator that uses the sampled token only."""
     chosen = KL.choose(section, "algorithm.distillation")
     if not chosen.spec.distributions:
         return None

@@ -203,9 +203,6 @@ def kept_samples(
         uid: B group names.
         fields: `mask` (bool [N]), `offsets` (int64 [B + 1]) and `live` (bool [B] or None), which the filter gets if its
             parameters name them, and the fields that the filter declares.
-
-    Raises:
-        UserError: the filter is unknown, a key is not a setting of it, or its result is not bool [B].
     """
     chosen = FILTERS.choose(section)
     named = FILTERS.parameters(section.component)

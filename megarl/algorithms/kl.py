@@ -20,14 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KLSpec(Spec):
-    """The declaration of an estimator.
+    """The declaration of an estimator."""
 
-    Attributes:
-        distributions: the estimator compares whole distributions, not only the sampled token: fn(teacher, policy,
-            **settings) returns a term per token; see `megarl.algorithms.divergences`. Only for distillation; its
-            settings are a `DivergenceSettings`.
-    """
-
+    # the estimator compares whole distributions, not only the sampled token: fn(teacher, policy, **settings) returns a
+    # term per token; see `megarl.algorithms.divergences`. Only for distillation; its settings are a
+    # `DivergenceSettings`.
     distributions: bool = False
 
 
@@ -77,11 +74,7 @@ for _names in (("kl", "k1"), ("abs",), ("mse", "k2"), ("low_var_kl", "k3")):
 
 
 def chosen_estimator(section: ComponentSection) -> Estimator:
-    """Return the estimator that `algorithm.kl` or `algorithm.distillation` names, with its settings.
-
-    Raises:
-        UserError: the name is unknown, or a key is not a setting of it.
-    """
+    """Return the estimator that `algorithm.kl` or `algorithm.distillation` names, with its settings."""
     chosen = KL.choose(section)
     plain = partial(chosen.function, **chosen.own) if chosen.own else chosen.function
     return partial(_checked, chosen.function, plain) if from_users(chosen.function) else plain
@@ -109,9 +102,6 @@ def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: 
 
     Returns:
         The inputs' shape; half precision is returned as float32.
-
-    Raises:
-        ConfigError: unknown estimator.
 
     Source: Schulman, Approximating KL Divergence (2020); gradients: arXiv 2506.09477.
     """

@@ -46,32 +46,25 @@ class TokenInputs:
     Tensors are [N], N tokens of all samples end to end, on one device.
 
     Attributes:
-        offsets: int64 [B + 1], boundaries of the samples.
-        response_mask: bool, tokens that the policy generated.
-        loss_mask: bool, tokens that are trained on.
-        weights: float32, share of each token in the loss, from `Objective.weigh`.
-        old_logp: log-probs in the denominator of the ratio. None: the log-probs of this update, which is the only one.
-        drawn_logp: old log-probs of samples that waited since an earlier step, NaN for others.
         rollout_logp, ref_logp, teacher_logp: log-probs of the generation engine, the reference and the teacher.
-        teacher_topk: float32 [N, K + 1, 2], the teacher's most likely tokens, see `MegatronEngine.top_tokens`.
-        is_weights: importance weights of rollout correction.
-        copies: int64 [B], how often each sample counts; None: once.
-        own: further inputs of the policy loss by name: fields that it reads, and the results of its `prepare`.
     """
 
-    offsets: Tensor
+    offsets: Tensor  # int64 [B + 1], boundaries of the samples
     advantages: Tensor
-    response_mask: Tensor
-    loss_mask: Tensor
-    weights: Tensor | None = None
+    response_mask: Tensor  # bool, tokens that the policy generated
+    loss_mask: Tensor  # bool, tokens that are trained on
+    weights: Tensor | None = None  # float32, share of each token in the loss, from `Objective.weigh`
+    # log-probs in the denominator of the ratio. None: the log-probs of this update, which is the only one.
     old_logp: Tensor | None = None
-    drawn_logp: Tensor | None = None
+    drawn_logp: Tensor | None = None  # old log-probs of samples that waited since an earlier step, NaN for others
     rollout_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     teacher_logp: Tensor | None = None
+    # float32 [N, K + 1, 2], the teacher's most likely tokens, see `MegatronEngine.top_tokens`
     teacher_topk: Tensor | None = None
-    is_weights: Tensor | None = None
-    copies: Tensor | None = None
+    is_weights: Tensor | None = None  # importance weights of rollout correction
+    copies: Tensor | None = None  # int64 [B], how often each sample counts; None: once
+    # further inputs of the policy loss by name: fields that it reads, and the results of its `prepare`
     own: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -40,17 +40,11 @@ _UNITS = 16
 
 @dataclass(frozen=True)
 class Responses:
-    """The response tokens of whole pairs: responses 0, 2, 4, ... are chosen, each followed by its rejected one.
+    """The response tokens of whole pairs: responses 0, 2, 4, ... are chosen, each followed by its rejected one."""
 
-    Attributes:
-        mask: bool [N], tokens that count.
-        offsets: int64 [2P + 1], where each response begins.
-        ref_logp: float32 [N], log-probs of the reference.
-    """
-
-    mask: Tensor
-    offsets: Tensor
-    ref_logp: Tensor
+    mask: Tensor  # bool [N], tokens that count
+    offsets: Tensor  # int64 [2P + 1], where each response begins
+    ref_logp: Tensor  # float32 [N], log-probs of the reference
 
 
 def log_ratios(logp: Tensor, responses: Responses) -> tuple[Tensor, Tensor]:

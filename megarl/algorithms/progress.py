@@ -64,21 +64,14 @@ class ProgressSettings(Settings):
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """Scores of a global batch of episodes, and the intermediate results.
+    """Scores of a global batch of episodes, and the intermediate results."""
 
-    Attributes:
-        scores: float64 [B], 1 for a success, below that for a failure.
-        distances: float64 [B], distance of each failure to the nearest reference; NaN if there is none.
-        failed: bool [B].
-        invalid: bool [B], episodes whose embedding is zero, NaN or infinite.
-        clusters: number of clusters of each task's successes; 0 if their mean was the only reference. Tasks without a
-            success are missing.
-    """
-
-    scores: Tensor
-    distances: Tensor
-    failed: Tensor
-    invalid: Tensor
+    scores: Tensor  # float64 [B], 1 for a success, below that for a failure
+    distances: Tensor  # float64 [B], distance of each failure to the nearest reference; NaN if there is none
+    failed: Tensor  # bool [B]
+    invalid: Tensor  # bool [B], episodes whose embedding is zero, NaN or infinite
+    # number of clusters of each task's successes; 0 if their mean was the only reference. Tasks without a success are
+    # missing.
     clusters: dict[Hashable, int]
     task: Sequence[Hashable]
 
@@ -143,7 +136,6 @@ def progress_scores(
 
     Raises:
         ValueError: shapes or types are wrong.
-        UserError: the bank's embeddings have a different size.
 
     >>> points = torch.tensor([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0], [0.0, 0.0]])
     >>> report = progress_scores(points, torch.tensor([True, False, False, False]), ["reach"] * 4, ProgressSettings())
@@ -403,11 +395,7 @@ class SuccessBank:
         return sum(map(len, self._held.values()))
 
     def references(self, task: Hashable, dims: int) -> Tensor | None:
-        """Return the embeddings of a task's successes, float32 [n, dims], oldest first; None if there are none.
-
-        Raises:
-            UserError: its embeddings do not have size `dims`.
-        """
+        """Return the embeddings of a task's successes, float32 [n, dims], oldest first; None if there are none."""
         self._check(dims)
         return self._held.get(task)
 
@@ -418,9 +406,6 @@ class SuccessBank:
             embeddings: float [B, E].
             success: bool [B].
             task: B names or numbers.
-
-        Raises:
-            UserError: the embeddings have a different size than the stored ones.
         """
         taken = (success.cpu() & valid_embeddings(embeddings)).tolist()
         rows = embeddings.detach().float().cpu()

@@ -38,15 +38,10 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Spec:
-    """The declaration of a component.
+    """The declaration of a component."""
 
-    Attributes:
-        settings: model of the component's keys.
-        reads: batch fields that the component receives as keyword arguments of these names.
-    """
-
-    settings: type[Settings] = Settings
-    reads: tuple[str, ...] = ()
+    settings: type[Settings] = Settings  # model of the component's keys
+    reads: tuple[str, ...] = ()  # batch fields that the component receives as keyword arguments of these names
 
 
 S = TypeVar("S", bound=Spec)
@@ -116,12 +111,7 @@ class Registry(Generic[S]):
         return sorted(self._functions)
 
     def get(self, name: str) -> Callable[..., Any]:
-        """Return the function with this registered name or import path (`pkg.mod:fn` or `file.py:fn`).
-
-        Raises:
-            ConfigError: unknown name; the message suggests the nearest one.
-            UserError: the import fails.
-        """
+        """Return the function with this registered name or import path (`pkg.mod:fn` or `file.py:fn`)."""
         if name in self._functions:
             return self._functions[name]
         if ":" in name:
@@ -139,10 +129,6 @@ class Registry(Generic[S]):
 
         A function without a declaration reads the keys of all named components; with `by_name`, those that its
         parameters name.
-
-        Raises:
-            UserError: as for `get`; or the component is of another kind; or `by_name` is set and its parameters are
-                unknown.
         """
         function = self.get(name)
         declared = self.declared(function)
@@ -162,11 +148,7 @@ class Registry(Generic[S]):
         return self._named[function]
 
     def declared(self, function: Callable[..., Any]) -> S | None:
-        """Return a function's declaration as a component of this kind; None without one.
-
-        Raises:
-            ConfigError: it is declared as a component of another kind.
-        """
+        """Return a function's declaration as a component of this kind; None without one."""
         spec: S | None = getattr(function, "__component__", None)
         other: Registry[Any] | None = getattr(function, "__registry__", None)
         if other is not None and other is not self:
@@ -198,10 +180,6 @@ class Registry(Generic[S]):
 
         `path` is the section's path if it is not the registry's. The settings of a function without a declaration
         include the section's shared keys.
-
-        Raises:
-            ConfigError: the component is unknown, or the section has keys that the component does not have.
-            UserError: the import fails.
         """
         name, named_by = section.component, section.named_by
         spec = self.spec(name)
@@ -216,11 +194,7 @@ class Registry(Generic[S]):
         return Chosen(function, spec, settings)
 
     def required(self, name: str) -> list[str]:
-        """Return the names of the parameters without a default, in order.
-
-        Raises:
-            UserError: as for `parameters`.
-        """
+        """Return the names of the parameters without a default, in order."""
         return [
             p.name
             for p in self.parameters(name).values()
@@ -228,11 +202,7 @@ class Registry(Generic[S]):
         ]
 
     def parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
-        """Return the parameters of the function with this name or path, in order.
-
-        Raises:
-            UserError: as for `get`; or Python cannot inspect its parameters.
-        """
+        """Return the parameters of the function with this name or path, in order."""
         return self._parameters(self.get(name))
 
     def _parameters(self, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -79,9 +79,6 @@ def resampled(section: ComponentSection, scores: Tensor, seed: int) -> Tensor:
         scores: float [B] of all unmasked samples of the batch, in an order that does not depend on ranks.
         seed: of the choices.
 
-    Raises:
-        UserError: the function is unknown, a key is not a setting of it, or its weights are negative or not finite.
-
     Source: PF-PPO (arXiv 2409.06957); the weights are those of verl's `pf_ppo`.
     """
     import numpy as np

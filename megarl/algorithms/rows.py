@@ -29,15 +29,10 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """The boundaries of rows in flat values [N].
+    """The boundaries of rows in flat values [N]."""
 
-    Attributes:
-        offsets: int64 [B + 1], from 0 to N.
-        width: length of every row in the padded form; None in the packed form.
-    """
-
-    offsets: Tensor
-    width: int | None
+    offsets: Tensor  # int64 [B + 1], from 0 to N
+    width: int | None  # length of every row in the padded form; None in the packed form
 
     @classmethod
     def of(cls, mask: Tensor, offsets: Tensor | None) -> Rows:

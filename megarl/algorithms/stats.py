@@ -34,30 +34,17 @@ def group_index(uid: Sequence[Hashable]) -> tuple[Tensor, dict[Hashable, int]]:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Statistics of B scores by group; fully masked samples are excluded from all statistics.
+    """Statistics of B scores by group; fully masked samples are excluded from all statistics."""
 
-    Attributes:
-        index: int64 [B], group number of each sample.
-        live: bool [B], samples with a valid token.
-        count: float64 [B], live samples in the sample's group.
-        mean: float64 [B], mean score of the live samples in the sample's group (0 without any).
-        scores: float64 [B], zero for samples that are not live.
-    """
-
-    index: Tensor
-    live: Tensor
-    count: Tensor
-    mean: Tensor
-    scores: Tensor
+    index: Tensor  # int64 [B], group number of each sample
+    live: Tensor  # bool [B], samples with a valid token
+    count: Tensor  # float64 [B], live samples in the sample's group
+    mean: Tensor  # float64 [B], mean score of the live samples in the sample's group (0 without any)
+    scores: Tensor  # float64 [B], zero for samples that are not live
 
     @classmethod
     def of(cls, scores: Tensor, live: Tensor, uid: Sequence[Hashable], *, allow_singleton: bool) -> GroupStats:
-        """Group `scores` [B] by `uid` (B values). A group must not be split over ranks.
-
-        Raises:
-            UserError: a group has one sample, and `allow_singleton` is false. (A group with one unmasked sample is
-                allowed; its advantage is 0.)
-        """
+        """Group `scores` [B] by `uid` (B values). A group must not be split over ranks."""
         if len(uid) != len(scores):
             raise ValueError(f"number of uids must be that of samples, {len(scores)}, got {len(uid)}")
         index, numbers = group_index(uid)

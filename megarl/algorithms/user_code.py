@@ -51,9 +51,6 @@ def located(kind: str, function: Callable[..., Any]) -> Iterator[None]:
 
     Args:
         kind: kind of component, for the message.
-
-    Raises:
-        ConfigError: the component raised.
     """
     try:
         yield
@@ -74,11 +71,7 @@ def located(kind: str, function: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def naming_samples(names: Sequence[str]) -> Iterator[None]:
-    """Add the names of the first samples of the micro-batch to a component's ConfigError.
-
-    Raises:
-        ConfigError: the error of the component, with the names.
-    """
+    """Add the names of the first samples of the micro-batch to a component's ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -125,9 +118,6 @@ def check_tokens(
         like: tensor with the right shape, such as the mask.
         inputs: arguments of the component; if a floating tensor among them is not finite, the result may be, too.
         per_sample: number of samples, for a hint if the result has one number per sample.
-
-    Raises:
-        ConfigError: the result has another form, or holds NaN or infinity.
     """
     allowed = f"a floating tensor of shape {list(like.shape)}, one finite number per token, 0 where the mask hides"
     if not isinstance(value, torch.Tensor) or value.shape != like.shape or not value.is_floating_point():

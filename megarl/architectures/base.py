@@ -16,39 +16,27 @@ Refusal = Callable[[Mapping[str, Any], Mapping[str, Any], Refuse], None]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model class of transformers.
+    """One model class of transformers."""
 
-    Attributes:
-        model_type: its name in config.json.
-        keys: keys that it reads and that change the computation, with the defaults of its configuration class.
-            `num_experts` stands for both names of this number.
-        null: keys that may be null.
-        windows: layers with a sliding window: `none`; `all`, when `sliding_window` is a number; `all_if_used`, when
-            `use_sliding_window` is also set; `chosen`, those of `layer_types`.
-        tensors: its weights, without the head.
-        fields: other fields of its configuration class, which do not change the computation here.
-        experts_keys: the field and the other name of the number of experts. transformers stores both in one attribute;
-            if a config has both, the name that is no field of the class is set last and wins.
-        qkv_bias: the projections to query, key and value have a bias.
-        qk_norm: queries and keys are normalised per head.
-        even_hidden: its configuration class requires hidden_size to be a multiple of the number of heads, even with
-            `head_dim`.
-        experts_optional: a config without experts is a dense model.
-        refusals: further refusals, one function each.
-    """
-
-    model_type: str
+    model_type: str  # its name in config.json
+    # keys that it reads and that change the computation, with the defaults of its configuration class. `num_experts`
+    # stands for both names of this number.
     keys: dict[str, Any]
-    null: tuple[str, ...]
+    null: tuple[str, ...]  # keys that may be null
+    # layers with a sliding window: `none`; `all`, when `sliding_window` is a number; `all_if_used`, when
+    # `use_sliding_window` is also set; `chosen`, those of `layer_types`
     windows: Literal["none", "all", "all_if_used", "chosen"]
-    tensors: tuple[WeightRule, ...]
-    fields: tuple[str, ...] = ()
+    tensors: tuple[WeightRule, ...]  # its weights, without the head
+    fields: tuple[str, ...] = ()  # other fields of its configuration class, which do not change the computation here
+    # the field and the other name of the number of experts. transformers stores both in one attribute; if a config has
+    # both, the name that is no field of the class is set last and wins.
     experts_keys: tuple[str, str] | None = None
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool = False  # the projections to query, key and value have a bias
+    qk_norm: bool = False  # queries and keys are normalised per head
+    # its configuration class requires hidden_size to be a multiple of the number of heads, even with `head_dim`
     even_hidden: bool = False
-    experts_optional: bool = False
-    refusals: tuple[Refusal, ...] = ()
+    experts_optional: bool = False  # a config without experts is a dense model
+    refusals: tuple[Refusal, ...] = ()  # further refusals, one function each
 
 
 #: RoPE settings that are read although they are no fields of a configuration class.

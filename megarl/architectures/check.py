@@ -42,12 +42,7 @@ _FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")  # tra
 
 
 def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Check every value of `read_keys` and return them.
-
-    Raises:
-        ConfigError: the architecture is not supported, a value is missing or invalid for transformers, or Megatron
-            would compute a variant differently; `source` names the config.
-    """
+    """Check every value of `read_keys` and return them."""
     found = architecture(raw.get("model_type"), source)
     values = read_keys(raw)
 

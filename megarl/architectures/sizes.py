@@ -14,15 +14,10 @@ COMPONENTS = ("embedding", "norms", "attention", "router", "experts", "mlp", "fi
 
 @dataclass(frozen=True)
 class Elements:
-    """The number of parameters of one component.
+    """The number of parameters of one component."""
 
-    Attributes:
-        matrices: elements of matrices.
-        vectors: elements of biases and scales.
-    """
-
-    matrices: int = 0
-    vectors: int = 0
+    matrices: int = 0  # elements of matrices
+    vectors: int = 0  # elements of biases and scales
 
     @property
     def all(self) -> int:

@@ -27,24 +27,18 @@ class TowerShape:
     """The used part of a vision transformer: the features of patches after `blocks` blocks, without a last norm.
 
     Attributes:
-        width: of features.
-        blocks: number of executed blocks: all but the last of a published tower.
-        mlp: width between the two linear maps of a block.
         patch, image: side of a patch and of a picture, in pixels.
-        class_token: whether a token represents the whole picture.
-        registers: number of tokens without meaning.
-        layer_scale: whether a vector scales each branch of a block.
     """
 
-    width: int
-    blocks: int
+    width: int  # of features
+    blocks: int  # number of executed blocks: all but the last of a published tower
     heads: int
-    mlp: int
+    mlp: int  # width between the two linear maps of a block
     patch: int
     image: int
-    class_token: bool = False
-    registers: int = 0
-    layer_scale: bool = False
+    class_token: bool = False  # whether a token represents the whole picture
+    registers: int = 0  # number of tokens without meaning
+    layer_scale: bool = False  # whether a vector scales each branch of a block
 
     @property
     def patches(self) -> int:
@@ -83,17 +77,12 @@ _AFTER_BLOCKS = ("norm.", "fc_norm.", "attn_pool.", "head.")
 
 @dataclass(frozen=True)
 class VisionShape:
-    """The vision part of a policy.
+    """The vision part of a policy."""
 
-    Attributes:
-        towers: one or two, of equally many patches, for the same pictures in each tower's own normalisation.
-        hidden: width of the language model.
-        state: numbers of the policy's state, which are one more embedding; 0: there is none.
-    """
-
+    # one or two, of equally many patches, for the same pictures in each tower's own normalisation
     towers: tuple[TowerShape, ...]
-    hidden: int
-    state: int = 0
+    hidden: int  # width of the language model
+    state: int = 0  # numbers of the policy's state, which are one more embedding; 0: there is none
 
     @property
     def patches(self) -> int:
@@ -126,9 +115,6 @@ class VisionShape:
         """Return the vision part that `config`, a policy's config.json, describes.
 
         Towers are `timm_model_ids` of a published checkpoint, or `vision_towers`: a list of their sizes.
-
-        Raises:
-            ConfigError: unknown towers, or sizes that are missing or do not fit; the message names `where`.
         """
         spelt, names = config.get("vision_towers"), config.get("timm_model_ids")
         if spelt is not None:
@@ -168,9 +154,6 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
 
     It is `state_dim`, or `use_proprio` and `proprio_dim` as SimpleVLA-RL writes them, where `use_proprio` is false for
     a policy without a state.
-
-    Raises:
-        ConfigError: they contradict each other, or are invalid.
     """
     own, used, size = config.get("state_dim"), config.get("use_proprio"), config.get("proprio_dim")
     for key, value in (("state_dim", own), ("proprio_dim", size)):

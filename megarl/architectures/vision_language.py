@@ -73,36 +73,25 @@ class VisionEncoder:
     """The vision encoder of a model, and how the decoder uses its features.
 
     Attributes:
-        model_type: of the whole model; a key of `DECODERS`.
         width, blocks, ffn, heads: sizes of the encoder's layers.
-        out: width of its features, that of the decoder.
-        patch: side of a patch in pixels.
-        merge: side of the square of patches that become one feature.
-        temporal: frames of a patch; an image is repeated.
-        grid: number of learned positions; 0: only rotary positions.
-        deepstack: blocks whose features are also used; the i-th is added after decoder layer i.
-        window: side in pixels of the attention windows of blocks that are not `full`; 0: no windows.
-        full: blocks that attend to the whole image.
-        sections: number of rotary frequencies for the first, second and third number of a position.
-        interleaved: these frequencies alternate; otherwise they are consecutive.
-        image_tokens: ids of the token before an image, the token that a feature replaces, and the token after it.
     """
 
-    model_type: str
+    model_type: str  # of the whole model; a key of `DECODERS`
     width: int
     blocks: int
     ffn: int
     heads: int
-    out: int
-    patch: int
-    merge: int
-    temporal: int
-    grid: int
-    deepstack: tuple[int, ...]
-    window: int
-    full: tuple[int, ...]
-    sections: tuple[int, int, int]
-    interleaved: bool
+    out: int  # width of its features, that of the decoder
+    patch: int  # side of a patch in pixels
+    merge: int  # side of the square of patches that become one feature
+    temporal: int  # frames of a patch; an image is repeated
+    grid: int  # number of learned positions; 0: only rotary positions
+    deepstack: tuple[int, ...]  # blocks whose features are also used; the i-th is added after decoder layer i
+    window: int  # side in pixels of the attention windows of blocks that are not `full`; 0: no windows
+    full: tuple[int, ...]  # blocks that attend to the whole image
+    sections: tuple[int, int, int]  # number of rotary frequencies for the first, second and third number of a position
+    interleaved: bool  # these frequencies alternate; otherwise they are consecutive
+    # ids of the token before an image, the token that a feature replaces, and the token after it
     image_tokens: tuple[int, int, int]
 
     @property
@@ -165,9 +154,6 @@ class VisionEncoder:
         Args:
             hidden: width of the decoder.
             where: names `raw` in errors.
-
-        Raises:
-            ConfigError: sizes are missing, inconsistent or not supported.
         """
         kind = str(raw["model_type"])
         older = kind == "qwen2_5_vl"
@@ -291,11 +277,7 @@ class ImageSettings:
     deviation: tuple[float, float, float]
 
     def limited(self, least: int | None, most: int | None) -> ImageSettings:
-        """Return the settings with different limits on an image's pixels; None keeps the model's limit.
-
-        Raises:
-            ConfigError: no image size with whole features is within the limits.
-        """
+        """Return the settings with different limits on an image's pixels; None keeps the model's limit."""
         unit = (self.patch * self.merge) ** 2
         settings = replace(self, min_pixels=least or self.min_pixels, max_pixels=most or self.max_pixels)
         if settings.min_pixels > settings.max_pixels or settings.max_pixels < unit:
@@ -311,11 +293,7 @@ class ImageSettings:
     def from_config(
         cls, encoder: VisionEncoder, processor: Mapping[str, Any] | None = None, where: str = ""
     ) -> ImageSettings:
-        """Build the settings from a model's preprocessor_config.json; None: as in its published models.
-
-        Raises:
-            ConfigError: patch sizes differ from config.json; `where` names the file.
-        """
+        """Build the settings from a model's preprocessor_config.json; None: as in its published models."""
         given, published = processor or {}, _PROCESSORS[encoder.model_type == "qwen2_5_vl"]
         limits = given.get("size") or {}
         for key, size in (("patch_size", encoder.patch), ("merge_size", encoder.merge)):

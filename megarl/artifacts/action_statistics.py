@@ -28,27 +28,16 @@ _TINY = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class ActionStatistics:
-    """The statistics of each of the D numbers of an action, or of a robot's own state.
+    """The statistics of each of the D numbers of an action, or of a robot's own state."""
 
-    Attributes:
-        mean: float64 [D], like the next ones.
-        std: standard deviation, of the population.
-        max: largest one.
-        min: smallest one.
-        q01: 1% quantile.
-        q99: 99% quantile.
-        mask: bool [D]: which numbers are normalised; the others pass through.
-        bounds: the statistics that are scaled to -1 and 1.
-    """
-
-    mean: NDArray[np.float64]
-    std: NDArray[np.float64]
-    max: NDArray[np.float64]
-    min: NDArray[np.float64]
-    q01: NDArray[np.float64]
-    q99: NDArray[np.float64]
-    mask: NDArray[np.bool_]
-    bounds: Bounds = "q99"
+    mean: NDArray[np.float64]  # float64 [D], like the next ones
+    std: NDArray[np.float64]  # standard deviation, of the population
+    max: NDArray[np.float64]  # largest one
+    min: NDArray[np.float64]  # smallest one
+    q01: NDArray[np.float64]  # 1% quantile
+    q99: NDArray[np.float64]  # 99% quantile
+    mask: NDArray[np.bool_]  # bool [D]: which numbers are normalised; the others pass through
+    bounds: Bounds = "q99"  # the statistics that are scaled to -1 and 1
 
     @property
     def dim(self) -> int:
@@ -57,11 +46,7 @@ class ActionStatistics:
 
     @classmethod
     def of(cls, values: ArrayLike, mask: Sequence[bool] | None = None, bounds: Bounds = "q99") -> ActionStatistics:
-        """Compute the exact statistics of values [N, D].
-
-        Raises:
-            DataError: there are none, or one is not finite, or the mask has another length.
-        """
+        """Compute the exact statistics of values [N, D]."""
         table = np.asarray(values)
         if table.ndim != 2 or not table.size:
             raise DataError(
@@ -84,11 +69,7 @@ class ActionStatistics:
 
     @classmethod
     def from_json(cls, content: Any, where: str, bounds: Bounds = "q99") -> ActionStatistics:
-        """Read the statistics from a dictionary of lists; without a mask all numbers are normalised.
-
-        Raises:
-            DataError: a statistic is missing, not of finite numbers, or of another length than the others.
-        """
+        """Read the statistics from a dictionary of lists; without a mask all numbers are normalised."""
         if not isinstance(content, Mapping):
             raise DataError(
                 "not a mapping of statistics", where=where, found=content, allowed=f"lists {', '.join(NAMES)}"
@@ -123,9 +104,6 @@ class ActionStatistics:
         """Scale values [..., D] from their range to -1 to 1, clipped; float32.
 
         A masked-out number passes through; a constant one becomes 0.
-
-        Raises:
-            DataError: D differs.
         """
         table = self._table(values)
         low, high = self.range
@@ -134,11 +112,7 @@ class ActionStatistics:
         return np.where(self.mask, scaled, table).astype(np.float32)
 
     def denormalise(self, values: ArrayLike) -> NDArray[np.float32]:
-        """Scale values [..., D] from -1 to 1 back to their range, float32; a masked-out number passes through.
-
-        Raises:
-            DataError: D differs.
-        """
+        """Scale values [..., D] from -1 to 1 back to their range, float32; a masked-out number passes through."""
         table = self._table(values)
         low, high = self.range
         return np.where(self.mask, 0.5 * (table + 1) * (high - low + _TINY) + low, table).astype(np.float32)
@@ -157,27 +131,16 @@ class ActionStatistics:
 
 @dataclass(frozen=True, eq=False)
 class DatasetStatistics:
-    """The statistics of one data set.
+    """The statistics of one data set."""
 
-    Attributes:
-        action: of its actions.
-        state: of the robot's own state; None: it was not recorded.
-        transitions: environment steps.
-        trajectories: episodes.
-    """
-
-    action: ActionStatistics
-    state: ActionStatistics | None = None
-    transitions: int = 0
-    trajectories: int = 0
+    action: ActionStatistics  # of its actions
+    state: ActionStatistics | None = None  # of the robot's own state; None: it was not recorded
+    transitions: int = 0  # environment steps
+    trajectories: int = 0  # episodes
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], where: str, bounds: Bounds = "q99") -> DatasetStatistics:
-        """Read the statistics from an entry of the file, which has `action`.
-
-        Raises:
-            DataError: something is missing; the message names the place.
-        """
+        """Read the statistics from an entry of the file, which has `action`."""
         state = entry.get("proprio")
         return cls(
             ActionStatistics.from_json(entry["action"], f"{where}.action", bounds),
@@ -205,11 +168,7 @@ class StatisticsCollector:
     states: list[NDArray[np.float32]] = field(default_factory=list)
 
     def add(self, actions: ArrayLike, states: ArrayLike | None = None) -> None:
-        """Add one episode: actions [T, D], grippers in the policy's convention, and states [T, state_dim].
-
-        Raises:
-            DataError: the shape differs from the first episode's, or a number is not finite.
-        """
+        """Add one episode: actions [T, D], grippers in the policy's convention, and states [T, state_dim]."""
         episode = len(self.actions)
         if episode and (states is None) != (not self.states):
             raise DataError("some episodes have states and others have none", where=f"episode {episode}")
@@ -237,9 +196,6 @@ class StatisticsCollector:
         Args:
             mask: which numbers of an action are normalised; None: all.
             bounds: the statistics that are scaled to -1 and 1.
-
-        Raises:
-            DataError: there was no episode, or the mask has another length.
         """
         if not self.actions:
             raise DataError("cannot compute statistics without episodes", where="demonstrations")
@@ -249,11 +205,7 @@ class StatisticsCollector:
 
 
 def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStatistics]:
-    """Read the statistics of all data sets in a file, by name.
-
-    Raises:
-        DataError: it cannot be read, or something is missing; the message names the place.
-    """
+    """Read the statistics of all data sets in a file, by name."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
@@ -262,11 +214,7 @@ def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStat
 
 
 def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[str, DatasetStatistics]:
-    """Parse the content of such a file; `where` names its place.
-
-    Raises:
-        DataError: something is missing; the message names the place.
-    """
+    """Parse the content of such a file; `where` names its place."""
     if not isinstance(content, dict) or not content:
         raise DataError(
             "the file must map data sets to statistics", where=where, allowed='{"name": {"action": {...}, ...}, ...}'
@@ -297,10 +245,6 @@ def choose_statistics(
     Args:
         statistics: by data set.
         unnorm_key: its name; None: there is only one.
-        where: the file, for error messages.
-
-    Raises:
-        ConfigError: the name is unknown or missing; the message lists the known ones.
     """
     if unnorm_key is None and len(statistics) == 1:
         return next(iter(statistics.values()))

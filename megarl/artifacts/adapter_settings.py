@@ -42,9 +42,6 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
 
     Args:
         where: the recipe key that sets the folder, for errors.
-
-    Raises:
-        ConfigError: there is none, or it computes more than lora_alpha / r * B A.
     """
     file = folder.expanduser() / CONFIG
     try:
@@ -86,9 +83,6 @@ def check_scale(settings: Mapping[str, Any], lora: LoraConfig, where: str) -> No
 
     Args:
         where: the recipe key that sets the adapter, for errors.
-
-    Raises:
-        ConfigError: one of them differs.
     """
     for key, name, value in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
         if settings.get(name) != value:

@@ -41,9 +41,6 @@ def weight_files(folder: Path, raw: Mapping[str, Any]) -> list[Path]:
     These are `transformers_weights` of its config.json `raw`, else model.safetensors, else the files in the index
     (`_get_resolved_checkpoint_files` in transformers 5.23). If two files of an index have a tensor of the same name,
     the later file counts.
-
-    Raises:
-        ConfigError: there are no files, one is missing, or the folder has an adapter instead of a whole model.
     """
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
@@ -95,9 +92,6 @@ def _named_by_index(index: Path) -> list[Path]:
 def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | None:
     """Return the rows and columns that share a scale in block-wise fp8 (DeepSeek-V3, Qwen3-FP8); None: not quantised.
     Such weights are dequantised when they are read.
-
-    Raises:
-        ConfigError: the quantisation is not supported; `source` names the config.
     """
     section = raw.get("quantization_config") or raw.get("compression_config")
     if not section:
@@ -135,9 +129,6 @@ def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShap
         read: those that the model uses.
         sight: vision part of a VLA policy, whose towers have unused parts.
         where: the folder.
-
-    Raises:
-        ConfigError: there are unused tensors; the message names the first ones.
     """
     unread = [
         name

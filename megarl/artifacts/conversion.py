@@ -16,12 +16,7 @@ _SOURCES = "a folder with config.json and *.safetensors, a hub name, a checkpoin
 
 
 def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
-    """Check that a conversion can work.
-
-    Raises:
-        ConfigError: `source` has no model (the error names one inside it) or an unsupported one, `target` exists or
-            cannot be written, or the file size is invalid.
-    """
+    """Check that a conversion can work."""
     _check_source(source)
     check_target(target)
     if not max_shard_gb > 0:
@@ -31,11 +26,7 @@ def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Check that `target` is free (or an empty folder) and that a folder can be created there.
-
-    Raises:
-        ConfigError: it exists, or cannot be created.
-    """
+    """Check that `target` is free (or an empty folder) and that a folder can be created there."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(
             "the target already exists and is not an empty folder",
@@ -78,11 +69,7 @@ def _check_source(source: Path) -> None:
 
 
 def refuse_without_model(source: Path, where: str, allowed: str) -> NoReturn:
-    """Raise an error for a folder that has no model or does not exist; `where` names the command.
-
-    Raises:
-        ConfigError: suggests the newest model inside the folder, if any.
-    """
+    """Raise an error for a folder that has no model or does not exist; `where` names the command."""
     newest = [root / f"step_{steps[-1]}" for root in (source, source / "checkpoints") if (steps := steps_in(root))]
     inside = [*newest, *(file.parent for file in source.glob("hf/config.json"))]
     raise ConfigError(

@@ -158,9 +158,6 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
     """Return the facts of a Hugging Face config; `source` names it in errors.
 
     For a robot policy these are the facts of its language model, with its vision part.
-
-    Raises:
-        ConfigError: an unsupported architecture, variant, value or quantisation.
     """
     if raw.get("model_type") == VLA_TYPE:
         text = {"model_type": "llama", **(raw.get("text_config") or {})}
@@ -203,11 +200,7 @@ def _labels(raw: dict[str, Any]) -> int | None:
 
 
 def known_facts(model: ModelConfig, fix: str) -> ModelFacts:
-    """Return `model_facts`, or raise an error if they are unknown.
-
-    Raises:
-        ConfigError: the model's sizes are not known on this machine.
-    """
+    """Return `model_facts`, or raise an error if they are unknown."""
     facts = model_facts(model)
     if facts is None:
         raise ConfigError(

@@ -75,9 +75,6 @@ class FolderLock:
     Attributes:
         machine: number of this machine.
         notes: lines for the log of the run.
-
-    Raises:
-        UserError: another command holds the folder, on any machine.
     """
 
     def __init__(self, run_dir: Path, machine: int = 0, machines: int = 1, meets: str = "") -> None:
@@ -150,11 +147,7 @@ class FolderLock:
             )
 
     def _create(self) -> None:
-        """Create the record after any other command has ended.
-
-        Raises:
-            UserError: another command is running, or was faster.
-        """
+        """Create the record after any other command has ended."""
         contested = False
         while True:
             try:
@@ -174,13 +167,9 @@ class FolderLock:
     def _await_end(self, record: Path, joins: Mapping[str, Any] | None = None) -> bool | None:
         """Wait until the command of a record has ended; return whether that is certain, or None if the record is gone.
 
-
         Args:
             record: path of a command's record.
             joins: fields of the record if this machine belongs to that command, which also ends the wait.
-
-        Raises:
-            UserError: the command is running.
         """
         first, start, announced = _touched(record), time.monotonic(), False
         while (touched := _touched(record)) is not None:
@@ -240,7 +229,6 @@ def refuse_if_taken(run_dir: Path) -> None:
     """Check that this worker may write to its run folder.
 
     Raises:
-        UserError: the folder was deleted or moved.
         FolderTaken: another attempt holds the folder.
     """
     refuse_if_gone(run_dir)

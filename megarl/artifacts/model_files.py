@@ -23,9 +23,6 @@ _TOKENS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab*", "*.ti
 def check_tokenizer_files(folder: Path, key: str) -> None:
     """Check that a folder has a tokenizer; without one, transformers would invent one with a few tokens. `key` names
     it.
-
-    Raises:
-        ConfigError: the folder has no tokenizer files.
     """
     if not any(any(folder.glob(pattern)) for pattern in _TOKENS):
         raise ConfigError(
@@ -41,11 +38,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """Return `eos_token_id` in the folder's generation_config.json as a list; empty if it or the file is missing.
-
-    Raises:
-        ConfigError: the file cannot be read, or the value has another type.
-    """
+    """Return `eos_token_id` in the folder's generation_config.json as a list; empty if it or the file is missing."""
     file = folder / GENERATION_CONFIG
     if not file.is_file():
         return []

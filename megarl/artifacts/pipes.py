@@ -12,11 +12,7 @@ _DEPTH = 3  # nested folders: RUN_DIR/checkpoints/step_N
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Check that a run or model folder has only files and folders; one that does not exist passes.
-
-    Raises:
-        UserError: there is a pipe, socket or device.
-    """
+    """Check that a run or model folder has only files and folders; one that does not exist passes."""
     for path in _special(folder, _DEPTH):
         raise UserError(
             "found a pipe, socket or device instead of a file",

@@ -86,11 +86,7 @@ class RunFolder:
             return False
 
     def check(self, *, now: bool = True) -> None:
-        """Raise an error if the folder is gone; unless `now`, look at most once per second.
-
-        Raises:
-            UserError: the folder is gone.
-        """
+        """Raise an error if the folder is gone; unless `now`, look at most once per second."""
         if now or time.monotonic() - self._looked > _LOOK_S:
             self._looked = time.monotonic()
             if self.is_gone():
@@ -112,11 +108,7 @@ def held(path: Path) -> Iterator[RunFolder]:
 
 
 def refuse_if_gone(path: Path) -> None:
-    """Raise an error if the run folder is gone; call this before a write that would create a folder like a run's.
-
-    Raises:
-        UserError: the folder that this process holds was deleted or moved.
-    """
+    """Raise an error if the run folder is gone; call this before a write that would create a folder like a run's."""
     if (folder := _HELD.get(path.absolute())) is not None:
         folder.check()
 
@@ -134,11 +126,7 @@ def folder_gone(run_dir: Path) -> UserError:
 
 
 def refuse_other_files(run_dir: Path) -> None:
-    """Raise an error if a folder for a run has files, but none of a run: a run would write among them.
-
-    Raises:
-        UserError: names some of the files. A folder that is missing or has only hidden entries passes.
-    """
+    """Raise an error if a folder for a run has files, but none of a run: a run would write among them."""
     if not run_dir.is_dir():
         return
     names = sorted(os.listdir(run_dir))

@@ -26,27 +26,18 @@ _TIMING = "timing_s/"
 
 @dataclass(frozen=True)
 class Timings:
-    """The measurements of the steps `first` to `last` of a run.
-
-    Attributes:
-        seconds: median over the steps, by node or phase of the step.
-        teams: roles and workers of every team, by name; empty: one team of all workers.
-        workers: number of workers of all teams.
-    """
+    """The measurements of the steps `first` to `last` of a run."""
 
     first: int
     last: int
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float]  # median over the steps, by node or phase of the step
+    # roles and workers of every team, by name; empty: one team of all workers
     teams: Mapping[str, tuple[tuple[str, ...], int]]
-    workers: int
+    workers: int  # number of workers of all teams
 
 
 def read_timings(run_dir: Path) -> Timings:
-    """Return the timings of a training run's steps after the first `WARM_UP`; the run may be in progress.
-
-    Raises:
-        DataError: this is not a training run's folder, or it has too few steps.
-    """
+    """Return the timings of a training run's steps after the first `WARM_UP`; the run may be in progress."""
     lines = _lines(run_dir / "metrics.jsonl")
     steps = {line["step"]: line for line in lines if line["stage"] == "train" and line["step"] > 0}
     counted = sorted(steps)[WARM_UP:]

@@ -106,11 +106,7 @@ def run_folder_fix(folder: Path) -> str:
 
 
 def check_holds_run(run_dir: Path) -> None:
-    """Check that a training run wrote this folder.
-
-    Raises:
-        UserError: no run wrote it; suggests the newest run inside the folder.
-    """
+    """Check that a training run wrote this folder."""
     if not (run_dir / "config.yaml").is_file():
         raise _no_run(run_dir)
 
@@ -134,9 +130,6 @@ def overrides_for_model(run_dir: Path, which: Which) -> tuple[list[str], str]:
     Args:
         run_dir: folder of a training run.
         which: best or last model.
-
-    Raises:
-        UserError: this is not a training run's folder, or it has neither an exported model nor a checkpoint.
     """
     check_holds_run(run_dir)
     models = {model.which: model for model in exported(run_dir)}

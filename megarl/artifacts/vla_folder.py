@@ -32,11 +32,7 @@ _PROJECTOR_TENSORS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
 
 def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a policy's config.json `raw`, completed by the size of the state from the files next to it.
-
-    Raises:
-        ConfigError: a part is not supported, or a projector cannot be read, exists twice, or contradicts config.json.
-    """
+    """Return a policy's config.json `raw`, completed by the size of the state from the files next to it."""
     _refuse_other_parts(folder)
     file, where = projector_file(folder), str(folder / "config.json")
     if file is None:
@@ -58,11 +54,7 @@ def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def projector_file(folder: Path) -> Path | None:
-    """Return the separate file of the state's projector, if there is one.
-
-    Raises:
-        ConfigError: there are several such files.
-    """
+    """Return the separate file of the state's projector, if there is one."""
     found = sorted(file for file in folder.glob("*proprio_projector*") if file.is_file())
     if len(found) > 1:
         raise ConfigError(
@@ -76,11 +68,7 @@ def projector_file(folder: Path) -> Path | None:
 
 
 def read_projector(file: Path) -> dict[str, Tensor]:
-    """Return the projector's tensors by their names in a policy, without running code from the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or has other tensors.
-    """
+    """Return the projector's tensors by their names in a policy, without running code from the file."""
     import torch
 
     allowed = f"a torch file of {', '.join(_PROJECTOR_TENSORS)}"
@@ -113,11 +101,7 @@ def read_projector(file: Path) -> dict[str, Tensor]:
 
 
 def read_preprocessor(folder: Path) -> dict[str, Any] | None:
-    """Return a policy's preprocessor_config.json; None if it has none.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return a policy's preprocessor_config.json; None if it has none."""
     return read_mapping(folder / PREPROCESSOR)
 
 

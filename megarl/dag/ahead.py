@@ -36,11 +36,7 @@ _GREEDY = "megarl.runtime.stages.rollout:greedy_rollout"
 
 
 def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> None:
-    """Check that the teams allow the recipe's `async.max_staleness`.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that the teams allow the recipe's `async.max_staleness`."""
     _refuse_keys(config)
     lag = config.async_.max_staleness
     if lag == 0:

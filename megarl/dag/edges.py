@@ -135,17 +135,12 @@ class _History:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a node.
+    """The inputs of a node."""
 
-    Attributes:
-        waits: nodes that must run before it, in the order of the list.
-        sources: the writer of each field that it uses, except fields of the entry and fields that no node wrote.
-        samples: the node that made its samples by resampling; None: they are the samples that enter the graph.
-    """
-
-    waits: list[str]
+    waits: list[str]  # nodes that must run before it, in the order of the list
+    # the writer of each field that it uses, except fields of the entry and fields that no node wrote
     sources: dict[str, str]
-    samples: str | None
+    samples: str | None  # the node that made its samples by resampling; None: they are the samples that enter the graph
 
 
 def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str, Inputs]:
@@ -154,10 +149,6 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
     Args:
         nodes: resolved nodes in reading order.
         entry: fields of the batch that enters the graph.
-        where: names the pipeline in messages.
-
-    Raises:
-        UserError: a node needs a field that nothing before it writes, or names a dependency that does not exist.
     """
     place = {node.id: number for number, node in enumerate(nodes)}
     history, inputs = _History(entry), dict[str, Inputs]()

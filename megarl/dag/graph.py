@@ -16,10 +16,6 @@ class TaskGraph:
     Args:
         description: purpose of the graph, in a few words.
         entry: fields of the batch that enters the graph.
-
-    Raises:
-        UserError: the graph is empty or has a cycle, an id is not unique, a func does not import, a dependency is
-            unknown, or a node reads a field that no earlier node writes.
     """
 
     def __init__(self, id: str, description: str, nodes: Iterable[Node], entry: Iterable[str] = LOADER_FIELDS) -> None:

@@ -18,20 +18,14 @@ _SWEEPS = 24
 
 @dataclass
 class Drawing:
-    """Coordinates of a drawing, in pixels.
-
-    Attributes:
-        boxes: top left corner of each node.
-        sizes: width and height of each node.
-        captions: second line of each box.
-        routes: points of each edge, from the right side of one box to the left side of another.
-    """
+    """Coordinates of a drawing, in pixels."""
 
     width: float = 0.0
     height: float = 0.0
-    boxes: dict[str, Point] = field(default_factory=dict)
-    sizes: dict[str, Point] = field(default_factory=dict)
-    captions: dict[str, str] = field(default_factory=dict)
+    boxes: dict[str, Point] = field(default_factory=dict)  # top left corner of each node
+    sizes: dict[str, Point] = field(default_factory=dict)  # width and height of each node
+    captions: dict[str, str] = field(default_factory=dict)  # second line of each box
+    # points of each edge, from the right side of one box to the left side of another
     routes: list[list[Point]] = field(default_factory=list)
 
 

@@ -23,15 +23,11 @@ _KEY = "placement.measured"
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of the earlier run.
-
-    Attributes:
-        workers: number of workers that ran each node, by its id.
-        served: nodes whose work servers do on separate devices, so that more workers would not make them faster.
-    """
+    """The measurements of the earlier run."""
 
     timings: Timings
-    workers: dict[str, int]
+    workers: dict[str, int]  # number of workers that ran each node, by its id
+    # nodes whose work servers do on separate devices, so that more workers would not make them faster
     served: frozenset[str]
 
     def device_seconds(self, nodes: Iterable[str]) -> float:
@@ -40,11 +36,7 @@ class Measured:
 
 
 def read_measured(config: RunConfig, graph: TaskGraph) -> Measured:
-    """Read the measurements of the nodes of `graph` from the run `placement.measured`.
-
-    Raises:
-        ConfigError: no run is set, it cannot be read, or it lacks a node.
-    """
+    """Read the measurements of the nodes of `graph` from the run `placement.measured`."""
     folder = config.placement.measured
     if folder is None:
         raise ConfigError(

@@ -135,34 +135,23 @@ class Message:
 
 @dataclass(frozen=True, config=_STRICT)
 class LoaderAtStart(Message):
-    """Rollout's team to actor's team, before it chooses a checkpoint: the data, and the loader's place at the start.
-
-    Attributes:
-        state: `PromptLoader.state_dict`.
-    """
+    """Rollout's team to actor's team, before it chooses a checkpoint: the data, and the loader's place at the start."""
 
     topic = "loader"
-    state: dict[str, Any]
+    state: dict[str, Any]  # `PromptLoader.state_dict`
 
 
 @dataclass(frozen=True, config=_STRICT)
 class RunStart(Message):
-    """Actor's team to all teams, as soon as it has the actor that RL starts from: where the run begins.
-
-    Attributes:
-        resumed_at: step of the checkpoint that the run resumes from; None: it starts without a checkpoint.
-        source: folder of this checkpoint, RUN_DIR/checkpoints/step_N.
-        reference: folder of the reference's weights; None: there is no reference.
-        critic: folder of the weights that a critic of another team starts from; None: `critic.path` or `source`.
-        reference_key: the recipe key that names the reference's weights; empty: they are in the run's folder.
-    """
+    """Actor's team to all teams, as soon as it has the actor that RL starts from: where the run begins."""
 
     topic = "start"
-    resumed_at: int | None
-    source: str | None
-    reference: str | None
+    resumed_at: int | None  # step of the checkpoint that the run resumes from; None: it starts without a checkpoint
+    source: str | None  # folder of this checkpoint, RUN_DIR/checkpoints/step_N
+    reference: str | None  # folder of the reference's weights; None: there is no reference
+    # folder of the weights that a critic of another team starts from; None: `critic.path` or `source`
     critic: str | None
-    reference_key: str = ""
+    reference_key: str = ""  # the recipe key that names the reference's weights; empty: they are in the run's folder
 
     @property
     def begun(self) -> bool:
@@ -177,13 +166,10 @@ class RunStart(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class EngineAddresses(Message):
-    """Rollout's team to actor's team, when its embedded engines wait for weights.
-
-    Attributes:
-        engines: for each engine, the host and port at which each of its ranks receives weights.
-    """
+    """Rollout's team to actor's team, when its embedded engines wait for weights."""
 
     topic = "engines"
+    # for each engine, the host and port at which each of its ranks receives weights
     engines: list[list[list[str | int]]]
 
 
@@ -206,15 +192,11 @@ class WeightsName(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class TeamReady(Message):
-    """Every other team to the actor's team, when it has loaded its models; no step begins before that.
-
-    Attributes:
-        frozen: checksums of its frozen models, for checkpoints.
-    """
+    """Every other team to the actor's team, when it has loaded its models; no step begins before that."""
 
     topic, keys = "ready", 1
     team: str
-    frozen: dict[str, Any]
+    frozen: dict[str, Any]  # checksums of its frozen models, for checkpoints
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -230,30 +212,21 @@ class WeightsPushed(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class ServerStates(Message):
-    """Rollout's team to actor's team, before each push to servers: their states, after it has restarted failed servers.
-
-    Attributes:
-        servers: `Fleet.reports`.
-    """
+    """Rollout's team to actor's team, before each push to servers: their states, after it has restarted failed servers."""
 
     topic, keys = "servers", 1
     version: int
-    servers: list[dict[str, Any]]
+    servers: list[dict[str, Any]]  # `Fleet.reports`
 
 
 @dataclass(frozen=True, config=_STRICT)
 class ServersFilled(Message):
-    """Actor's team to rollout's team, after each push to servers; only servers with this version get requests.
-
-    Attributes:
-        updated: numbers of the servers that have the version.
-        failed: why each other server failed, by its number.
-    """
+    """Actor's team to rollout's team, after each push to servers; only servers with this version get requests."""
 
     topic, keys = "servers_filled", 1
     version: int
-    updated: list[int]
-    failed: dict[str, str]
+    updated: list[int]  # numbers of the servers that have the version
+    failed: dict[str, str]  # why each other server failed, by its number
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -266,14 +239,10 @@ class StepGenerated(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class UpdateWanted(Message):
-    """Actor's team to rollout's team (as ready), after a step: stop generating, so that an update can be sent.
-
-    Attributes:
-        update: number of the weight update since the start of the processes.
-    """
+    """Actor's team to rollout's team (as ready), after a step: stop generating, so that an update can be sent."""
 
     topic, keys = "wanted", 1
-    update: int
+    update: int  # number of the weight update since the start of the processes
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -308,19 +277,13 @@ class LoaderPlace(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class Validated(Message):
-    """Rollout's team to actor's team, after it has evaluated the weights of `step`.
-
-    Attributes:
-        accuracy: of the held-out rows, 0 to 1.
-        metrics: reduced over its ranks.
-        rows: generated samples for the report.
-    """
+    """Rollout's team to actor's team, after it has evaluated the weights of `step`."""
 
     topic, keys = "validation", 1
     step: int
-    accuracy: float
-    metrics: MetricsJson
-    rows: list[dict[str, Any]]
+    accuracy: float  # of the held-out rows, 0 to 1
+    metrics: MetricsJson  # reduced over its ranks
+    rows: list[dict[str, Any]]  # generated samples for the report
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -335,17 +298,12 @@ class StepIsLast(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class StepMetrics(Message):
-    """Every other team to the actor's team, at the end of its step.
-
-    Attributes:
-        step: the training step; from the rollout's team as ready, the number of the weight update that ended it.
-        metrics: reduced over its ranks.
-    """
+    """Every other team to the actor's team, at the end of its step."""
 
     topic, keys = "metrics", 2
     team: str
-    step: int
-    metrics: MetricsJson
+    step: int  # the training step; from the rollout's team as ready, the number of the weight update that ended it
+    metrics: MetricsJson  # reduced over its ranks
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -372,15 +330,11 @@ class SavesStep(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class CheckpointTag(Message):
-    """Actor's team to all teams with a part in checkpoints, after each step.
-
-    Attributes:
-        tag: part of the name of the checkpoint's temporary folder; None: the step has no checkpoint.
-    """
+    """Actor's team to all teams with a part in checkpoints, after each step."""
 
     topic, keys = "checkpoint", 1
     step: int
-    tag: str | None
+    tag: str | None  # part of the name of the checkpoint's temporary folder; None: the step has no checkpoint
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -388,32 +342,24 @@ class PartCopied(Message):
     """Every other team that writes into checkpoints to the actor's team, when it has copied its part to host memory.
 
     Attributes:
-        workers: number of the team's first worker, and how many workers it has.
-        layout: sizes of the parallel layout of its models.
         optimizer_steps, vocab_sizes: of its models, by name.
-        nbytes: bytes of all its files.
     """
 
     topic, keys = "checkpoint_part", 2
     team: str
     step: int
-    workers: list[int]
-    layout: dict[str, int]
+    workers: list[int]  # number of the team's first worker, and how many workers it has
+    layout: dict[str, int]  # sizes of the parallel layout of its models
     optimizer_steps: dict[str, int]
     vocab_sizes: dict[str, int]
-    nbytes: int
+    nbytes: int  # bytes of all its files
 
 
 @dataclass(frozen=True, config=_STRICT)
 class CheckpointFolder(Message):
-    """Actor's team to all teams that write into a checkpoint, when it has made the folder, or failed to.
-
-    Attributes:
-        problem: why the folder could not be made; None: it exists.
-        fix: what the user can do about the problem.
-    """
+    """Actor's team to all teams that write into a checkpoint, when it has made the folder, or failed to."""
 
     topic, keys = "checkpoint_folder", 1
     step: int
-    problem: str | None
-    fix: str
+    problem: str | None  # why the folder could not be made; None: it exists
+    fix: str  # what the user can do about the problem

@@ -18,38 +18,23 @@ _TRAINED = tuple(role.value for role in _WITH_MODEL if role is not Role.ROLLOUT)
 
 @dataclass(frozen=True)
 class Node:
-    """One node.
+    """One node."""
 
-    Attributes:
-        id: unique name in the graph, also used for its phase in traces and errors.
-        func: called as `func(context, batch, **roles, **config)`, returns a batch. A callable, or
-            "pkg.mod:Class.method", "pkg.mod:fn" or "pkg.mod.fn".
-        deps: ids of nodes that must run before it, in addition to those that fields imply.
-        config: further keyword arguments of `func`.
-        contract: its reads and writes; None: as declared by the callable's `@stage`.
-        needs_roles: names of the roles that the function of a resolved node needs.
-        may_take: names of the roles that it takes if the run has them.
-    """
-
-    id: str
+    id: str  # unique name in the graph, also used for its phase in traces and errors
+    # called as `func(context, batch, **roles, **config)`, returns a batch. A callable, or "pkg.mod:Class.method",
+    # "pkg.mod:fn" or "pkg.mod.fn".
     func: Callable[..., Any] | str
-    deps: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
-    contract: Contract | None = None
-    needs_roles: tuple[str, ...] = ()
-    may_take: tuple[str, ...] = ()
+    deps: tuple[str, ...] = ()  # ids of nodes that must run before it, in addition to those that fields imply
+    config: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of `func`
+    contract: Contract | None = None  # its reads and writes; None: as declared by the callable's `@stage`
+    needs_roles: tuple[str, ...] = ()  # names of the roles that the function of a resolved node needs
+    may_take: tuple[str, ...] = ()  # names of the roles that it takes if the run has them
 
     def resolved(self, settings: Any = None) -> Node:
         """Return this node with `func` imported and its contract complete.
 
         Args:
             settings: the run's configuration, for stages whose fields depend on it.
-
-        Raises:
-            UserError: the path does not import; `config` has keys that `func` does not take; an argument is neither a
-                key nor
-                a role; the stage takes roles without declaring its own; it trains without taking its role's model; or
-                its fields depend on settings, but none are passed.
         """
         where = f"node {self.id!r}"
         func = import_callable(self.func, where=f"{where}, func")
@@ -142,11 +127,7 @@ def _settled(contract: Contract, settings: Any, where: str) -> Contract:
 
 
 def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the roles that `func` needs, and of those that it takes if the run has them.
-
-    Raises:
-        UserError: it needs an argument that is neither a role nor a config key.
-    """
+    """Return the names of the roles that `func` needs, and of those that it takes if the run has them."""
     try:
         arguments = list(inspect.signature(func).parameters.values())[2:]
     except ValueError:

@@ -48,9 +48,6 @@ class Pipeline:
             deps: ids of nodes that must run before it, in addition to those that fields imply.
             config: further keyword arguments of the stage.
             contract: the stage's reads and writes; None: as declared by its `@stage`.
-
-        Raises:
-            UserError: the id is empty, taken, or contains "/" (phases are named after nodes).
         """
         where = f"pipeline {self.id!r}"
         if id is None:
@@ -72,10 +69,6 @@ class Pipeline:
 
         Args:
             entry: fields of the batch that enters the graph.
-
-        Raises:
-            UserError: there is no node, a dependency is unknown, there is a cycle, a func does not import, or a node
-                reads a field that neither the entry nor an earlier node provides.
         """
         nodes = [node.resolved(self.config) for node in self._nodes.values()]
         return TaskGraph(self.id, self.description, nodes, entry)

@@ -36,23 +36,15 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class TeamPlan:
-    """One team of a run.
+    """One team of a run."""
 
-    Attributes:
-        name: name in messages and metrics.
-        roles: models that it holds and that the graph uses.
-        first: number of its first worker, counted over all teams, team by team.
-        nodes: nodes that it runs, in the graph's order.
-        cuts: prompts of a step at which mini-batches of its trained models begin, except the first.
-    """
-
-    name: str
-    roles: tuple[Role, ...]
+    name: str  # name in messages and metrics
+    roles: tuple[Role, ...]  # models that it holds and that the graph uses
     devices: int
-    first: int
+    first: int  # number of its first worker, counted over all teams, team by team
     parallel: ParallelConfig
-    nodes: tuple[str, ...]
-    cuts: tuple[int, ...] = ()
+    nodes: tuple[str, ...]  # nodes that it runs, in the graph's order
+    cuts: tuple[int, ...] = ()  # prompts of a step at which mini-batches of its trained models begin, except the first
 
     @property
     def replicas(self) -> int:
@@ -75,19 +67,13 @@ def begins_again(config: RunConfig, team: TeamPlan) -> bool:
 
 @dataclass(frozen=True)
 class Handover:
-    """The fields of one node that the same other teams read; a node may have several handovers.
+    """The fields of one node that the same other teams read; a node may have several handovers."""
 
-    Attributes:
-        node: node that wrote the fields; `giver` is its team.
-        fields: fields that exactly the teams `takers` read.
-        samples: node that made these samples by resampling.
-    """
-
-    node: str
+    node: str  # node that wrote the fields; `giver` is its team
     giver: str
-    fields: tuple[str, ...]
+    fields: tuple[str, ...]  # fields that exactly the teams `takers` read
     takers: tuple[str, ...]
-    samples: str
+    samples: str  # node that made these samples by resampling
 
     @property
     def key(self) -> str:
@@ -159,11 +145,7 @@ def together(config: RunConfig, roles: Sequence[Role] = (Role.ACTOR, Role.ROLLOU
 
 
 def place(graph: TaskGraph, config: RunConfig) -> Placement:
-    """Return the teams that `placement` sets, with their nodes and handovers.
-
-    Raises:
-        ConfigError: roles, devices and graph do not match.
-    """
+    """Return the teams that `placement` sets, with their nodes and handovers."""
     roles = roles_of(graph)
     shares = _shares(config, graph, roles)
     teams, first = [], 0

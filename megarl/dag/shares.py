@@ -18,12 +18,7 @@ Roles = tuple[Role, ...]
 
 
 def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[str, tuple[Roles, int]]:
-    """Return the roles and workers of every team: one for the actor (with an embedded rollout), one per other model.
-
-    Raises:
-        ConfigError: teams are also set by hand; there are too few workers; no whole replicas add up; or sizes of
-            models or measurements of an earlier run are needed but not known.
-    """
+    """Return the roles and workers of every team: one for the actor (with an embedded rollout), one per other model."""
     placement, nproc = config.placement, config.cluster.nproc
     if placement.teams:
         raise ConfigError(

@@ -43,21 +43,13 @@ class PolicyError(MegarlError):
 
 
 class StalenessSettings(NamedTuple):
-    """The values from which every process creates its policy.
+    """The values from which every process creates its policy."""
 
-    Attributes:
-        order: `async.order`; a file has its absolute path.
-        max_staleness: k.
-        groups: groups per step, B.
-        steps: steps of the run.
-        partial: new weights interrupt samples, which continue with them.
-    """
-
-    order: str
-    max_staleness: int
-    groups: int
-    steps: int
-    partial: bool = False
+    order: str  # `async.order`; a file has its absolute path
+    max_staleness: int  # k
+    groups: int  # groups per step, B
+    steps: int  # steps of the run
+    partial: bool = False  # new weights interrupt samples, which continue with them
 
     @classmethod
     def of(cls, config: RunConfig) -> StalenessSettings:
@@ -75,18 +67,12 @@ class StalenessPolicy(ABC):
 
     `oldest`, `last_step`, `steps_ahead`, `in_time` and `capacity` define `async.max_staleness`: every policy must keep
     to them, and must not override them. The other methods are the policy's own decisions.
-
-    Attributes:
-        max_staleness: k.
-        groups: groups per step, B.
-        steps: steps of the run; no group begins that no step needs.
-        partial: new weights interrupt samples, which continue with them.
     """
 
-    max_staleness: int
-    groups: int
-    steps: int
-    partial: bool = False
+    max_staleness: int  # k
+    groups: int  # groups per step, B
+    steps: int  # steps of the run; no group begins that no step needs
+    partial: bool = False  # new weights interrupt samples, which continue with them
 
     # -- what k means ------------------------------------------------------------------------------------------------
 
@@ -248,21 +234,13 @@ ORDERS: Mapping[str, type[StalenessPolicy]] = {"in_order": InOrder, "as_ready": 
 
 
 def policy_of(config: RunConfig) -> StalenessPolicy:
-    """Return the policy of a recipe.
-
-    Raises:
-        ConfigError: a user's class cannot be imported, or a run could not follow it.
-    """
+    """Return the policy of a recipe."""
     return make_policy(StalenessSettings.of(config))
 
 
 @cache
 def make_policy(settings: StalenessSettings) -> StalenessPolicy:
-    """Return the policy with these settings, one object per process.
-
-    Raises:
-        ConfigError: a user's class cannot be imported, or a run could not follow it.
-    """
+    """Return the policy with these settings, one object per process."""
     order, values = settings.order, settings[1:]
     if order in ORDERS:
         return ORDERS[order](*values)

@@ -8,15 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Announcement:
-    """The tools that every prompt presents.
+    """The tools that every prompt presents."""
 
-    Attributes:
-        schemas: JSON schemas of the tools: the value of the chat template's variable `tools`.
-        system: text that is added at the end of the system message; empty: nothing is added.
-    """
-
+    # JSON schemas of the tools: the value of the chat template's variable `tools`
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    system: str = ""
+    system: str = ""  # text that is added at the end of the system message; empty: nothing is added
 
 
 #: The announcement of a run without tools.

@@ -26,19 +26,12 @@ _QUESTION: Message = {"role": "user", "content": "x"}
 
 
 class Turn(NamedTuple):
-    """A turn of the assistant.
+    """A turn of the assistant."""
 
-    Attributes:
-        before: text from the end token of the turn before, or from the start, to where the assistant begins.
-        text: the assistant's text with the end token that the template writes.
-        ended: `text` ends with an end token; if not, one is appended to the tokens to learn.
-        learnt: the turn counts in the loss.
-    """
-
-    before: str
-    text: str
-    ended: bool
-    learnt: bool = True
+    before: str  # text from the end token of the turn before, or from the start, to where the assistant begins
+    text: str  # the assistant's text with the end token that the template writes
+    ended: bool  # `text` ends with an end token; if not, one is appended to the tokens to learn
+    learnt: bool = True  # the turn counts in the loss
 
 
 class Conversations:
@@ -70,9 +63,6 @@ class Conversations:
             prompt: text of the prompt as the model sees it.
             given: messages of the prompt, or its text if no chat template is used.
             talk: messages of the response.
-
-        Raises:
-            DataError: an end token stands inside a turn, or the template does not write a message; it names the row.
         """
         talk = [self._without_end(message, row) if message["role"] == ASSISTANT else message for message in talk]
         if self._chat is not None and not isinstance(given, str) and (len(talk) > 1 or self._writes_turns):

@@ -27,15 +27,10 @@ _TOKENIZER, _TEMPLATE = "the tokenizer", "the chat template"
 
 @dataclass(frozen=True)
 class EndTokens:
-    """The tokens that end a response.
+    """The tokens that end a response."""
 
-    Attributes:
-        sources: token id -> where it comes from; the tokenizer's end token is first.
-        notes: further messages for the user, a line each.
-    """
-
-    sources: dict[int, list[str]]
-    notes: tuple[str, ...] = ()
+    sources: dict[int, list[str]]  # token id -> where it comes from; the tokenizer's end token is first
+    notes: tuple[str, ...] = ()  # further messages for the user, a line each
 
     @property
     def ids(self) -> list[int]:
@@ -53,9 +48,6 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: Dat
 
     A token of generation_config.json counts if the tokenizer is the model's own or the token is special in it: in
     another tokenizer the number may mean a letter.
-
-    Raises:
-        ConfigError: generation_config.json cannot be read.
     """
     found = EndTokens({int(tokenizer.eos_token_id): [_TOKENIZER]})
     notes: list[str] = []

@@ -35,15 +35,13 @@ class Field:
 
     Attributes:
         dtype, shape: as the module's docstring lists them.
-        writer: the stages, or other parts of the program, that write it.
-        example: value of one sample.
     """
 
     dtype: str
     shape: str
-    writer: str
+    writer: str  # the stages, or other parts of the program, that write it
     meaning: str
-    example: str
+    example: str  # value of one sample
 
     @property
     def is_column(self) -> bool:

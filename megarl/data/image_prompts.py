@@ -29,26 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImagePrompts:
-    """Reader of images for prompts, and how they stand in the text.
+    """Reader of images for prompts, and how they stand in the text."""
 
-    Attributes:
-        key: `data.image_key`.
-        prompt_key: `data.prompt_key`; the messages in that column may contain images, too.
-        folder: `data.image_dir`.
-        limit: `data.limit_images`.
-        settings: sizes of patches and pixels.
-        token: id of the image token, which stands for one feature.
-        text: text of one image in a prompt, with one image token.
-    """
-
-    key: str
-    prompt_key: str
-    folder: Path | None
-    limit: int | None
-    settings: ImageSettings
-    token: int
+    key: str  # `data.image_key`
+    prompt_key: str  # `data.prompt_key`; the messages in that column may contain images, too
+    folder: Path | None  # `data.image_dir`
+    limit: int | None  # `data.limit_images`
+    settings: ImageSettings  # sizes of patches and pixels
+    token: int  # id of the image token, which stands for one feature
     token_text: str
-    text: str
+    text: str  # text of one image in a prompt, with one image token
 
     @classmethod
     def of(
@@ -58,10 +48,6 @@ class ImagePrompts:
 
         Args:
             encoder, settings: those of the model; `data.min_pixels` and `data.max_pixels` replace its limits.
-
-        Raises:
-            ConfigError: the limits of pixels contradict each other, the folder does not exist, or the tokenizer lacks
-                the model's image tokens.
         """
         if config.image_key is None:
             return None
@@ -86,20 +72,12 @@ class ImagePrompts:
         return row_images(row, self.key, self.prompt_key, self.limit)
 
     def marked(self, text: str, row: Row) -> str:
-        """Replace each `<image>` in a prompt by the text that the model expects for an image.
-
-        Raises:
-            DataError: the number of `<image>` differs from the row's number of images.
-        """
+        """Replace each `<image>` in a prompt by the text that the model expects for an image."""
         check_marks(text, len(self.values(row)), self.key, row)
         return text.replace(MARK, self.text)
 
     def expanded(self, ids: Sequence[int], row: Row) -> list[int]:
-        """Repeat each image token of a prompt once per feature of its image.
-
-        Raises:
-            DataError: an image cannot be opened, or the row's text itself contains the image token.
-        """
+        """Repeat each image token of a prompt once per feature of its image."""
         values = self.values(row)
         if ids.count(self.token) != len(values):
             raise DataError(
@@ -126,11 +104,7 @@ class ImagePrompts:
         return patches_of(value, self.settings, self.folder, where)
 
     def patches(self, row: Row) -> list[ImageSet]:
-        """Read the images of a row.
-
-        Raises:
-            DataError: an image cannot be read.
-        """
+        """Read the images of a row."""
         return [self.read(value, self._where(row)) for value in self.values(row)]
 
     def placed(self, ids: Sequence[int], images: Sequence[ImageSet]) -> tuple[list[int], ImageSet | None]:
@@ -138,9 +112,6 @@ class ImagePrompts:
 
         Args:
             ids: tokens with one image token for each image.
-
-        Raises:
-            DataError: the number of image tokens differs from the number of images.
         """
         if ids.count(self.token) != len(images):
             raise DataError(

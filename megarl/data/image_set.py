@@ -30,19 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """The images of a sequence, or one image by itself, which is at place 0.
+    """The images of a sequence, or one image by itself, which is at place 0."""
 
-    Attributes:
-        patches: uint8 [P, 3 * patch * patch], the patches of all images, one image after the other.
-        places: for each image the position of its first feature among the tokens, and its rows and columns of features.
-        sizes: for each image the number of its patches.
-        digests: for each image a hash of its pixels.
-    """
-
-    patches: Tensor
+    patches: Tensor  # uint8 [P, 3 * patch * patch], the patches of all images, one image after the other
+    # for each image the position of its first feature among the tokens, and its rows and columns of features
     places: tuple[tuple[int, int, int], ...]
-    sizes: tuple[int, ...]
-    digests: tuple[int, ...]
+    sizes: tuple[int, ...]  # for each image the number of its patches
+    digests: tuple[int, ...]  # for each image a hash of its pixels
 
     @classmethod
     def joined(cls, images: Sequence[ImageSet], shifts: Sequence[int]) -> ImageSet | None:
@@ -175,9 +169,6 @@ def patches_of(value: Any, settings: ImageSettings, folder: Path | None, where: 
         settings: sizes of patches, and limits for the number of pixels.
         folder: `data.image_dir`.
         where: row and column, for errors.
-
-    Raises:
-        DataError: the image cannot be read, or its size is not supported.
     """
     pixels = resized(open_image(value, folder, where), settings)
     values = patchify(pixels, settings.patch, settings.merge)

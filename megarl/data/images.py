@@ -50,11 +50,7 @@ def image_folder(config: DataConfig) -> Path | None:
 
 
 def open_image(value: Any, folder: Path | None, where: str) -> Image:
-    """Return the image as 8-bit RGB.
-
-    Raises:
-        DataError: the file is missing or no image, has several frames, or no encoder accepts its size.
-    """
+    """Return the image as 8-bit RGB."""
     with _reading(value, folder, where) as (image, name):
         image.load()
         return _as_rgb(image, name)
@@ -131,11 +127,7 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """Convert every exception that PIL raises for damaged files.
-
-    Raises:
-        DataError: the image at `where` cannot be read.
-    """
+    """Convert every exception that PIL raises for damaged files."""
     try:
         yield
     except (MemoryError, MegarlError):

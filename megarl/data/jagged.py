@@ -37,17 +37,13 @@ def as_index(index: Index, size: int, device: torch.device) -> Tensor:
 class Jagged:
     """B sequences stored as one tensor.
 
-    Attributes:
-        values: [total, ...] of any dtype; sequence i is `values[offsets[i]:offsets[i + 1]]`.
-        offsets: int64 [B + 1] on the device of `values`; starts at 0, never decreases, ends at `total`.
-
     >>> j = Jagged.from_list([[1, 2], [], [3]])
     >>> j.lengths.tolist(), j.select([2, 0]).values.tolist()
     ([2, 0, 1], [3, 1, 2])
     """
 
-    values: Tensor
-    offsets: Tensor
+    values: Tensor  # [total, ...] of any dtype; sequence i is `values[offsets[i]:offsets[i + 1]]`
+    offsets: Tensor  # int64 [B + 1] on the device of `values`; starts at 0, never decreases, ends at `total`
 
     def __post_init__(self) -> None:
         values, offsets = self.values, self.offsets

@@ -125,22 +125,14 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at `state`, whose seed and shuffle replace this loader's.
-
-        Raises:
-            DataError: as `check_state`.
-        """
+        """Continue at `state`, whose seed and shuffle replace this loader's."""
         self.check_state(state)
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
         self._orders = {}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise an error if this loader cannot continue at `state`.
-
-        Raises:
-            DataError: the state belongs to other data, in which its position means another sample.
-        """
+        """Raise an error if this loader cannot continue at `state`."""
         refuse_other_data(self.state_dict(), state)
 
     def _pieces(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -166,11 +158,7 @@ class PromptLoader:
 
 
 def refuse_other_data(state: dict[str, Any], other: dict[str, Any]) -> None:
-    """Raise an error if a loader with `state` cannot continue at the state `other` of a checkpoint.
-
-    Raises:
-        DataError: the states belong to different data.
-    """
+    """Raise an error if a loader with `state` cannot continue at the state `other` of a checkpoint."""
     if any(state[name] != other[name] for name in ("samples", "fingerprint")):
         raise DataError(
             "the data is not what the checkpoint was trained on, so the loader cannot continue in it",

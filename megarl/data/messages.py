@@ -35,9 +35,6 @@ def read_messages(value: Any, row: Row, column: str, *, images: bool = False) ->
 
     Args:
         images: convert image parts to `<image>`, except in the assistant's messages; if false, they are errors.
-
-    Raises:
-        DataError: `value` is neither text nor messages, a message has no text, or a weight is not 0 or 1.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -75,10 +72,6 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
         value: value of the prompt's column.
         whole: the column holds conversations with the responses to learn; the prompt is the part before them.
         images: as in `read_messages`.
-
-    Raises:
-        DataError: as `read_messages`; or the prompt ends with the assistant's message, or the conversation begins with
-            it.
     """
     messages = read_messages(value, row, column, images=images)
     if not whole and messages[-1]["role"] == ASSISTANT:
@@ -102,11 +95,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
 
 
 def response_of(row: Row, prompt_key: str, response_key: str, *, images: bool = False) -> list[Message]:
-    """Return a row's response: messages of which the assistant's are learnt. See `response_messages`.
-
-    Raises:
-        DataError: as `response_messages` and `prompt_messages`, or both keys name a column of plain text.
-    """
+    """Return a row's response: messages of which the assistant's are learnt. See `response_messages`."""
     value = row.column(response_key, "sft.response_key")
     whole = prompt_key == response_key
     if whole and not isinstance(value, list):
@@ -135,9 +124,6 @@ def response_messages(
         prompt: messages of the row's prompt. If the response begins with them, they are removed; messages after the
             assistant's last one are removed, too.
         images: the prompt may contain images; the response never may.
-
-    Raises:
-        DataError: `value` is none of these, or no message in it is learnt.
     """
     if isinstance(value, str):
         return [{"role": ASSISTANT, "content": value}]
@@ -275,11 +261,10 @@ class PromptColumn:
     """The column of rows that contains the prompts.
 
     Attributes:
-        name: `data.prompt_key`.
         whole, images: as in `prompt_messages`.
     """
 
-    name: str = "prompt"
+    name: str = "prompt"  # `data.prompt_key`
     whole: bool = False
     images: bool = False
 

@@ -36,9 +36,6 @@ def taken_apart(observation: Any, images: ImagePrompts | None) -> tuple[Any, lis
     Args:
         observation: text, parts, or chat messages; other values are returned unchanged.
         images: reader of images; None: the recipe has none.
-
-    Raises:
-        DataError: a part is neither text nor an image, or an image cannot be read, or `images` is None.
     """
     patches: list[ImageSet] = []
 

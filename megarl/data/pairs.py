@@ -25,10 +25,6 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
     """Return one row per preference pair, with prompt, chosen and rejected response in separate columns.
 
     Rows with two equal responses are dropped.
-
-    Raises:
-        DataError: a row lacks a column, one of its responses is text and the other messages, or the responses have no
-            common beginning that could be the prompt; the error names the row.
     """
     pairs = []
     for row in rows:
@@ -52,11 +48,7 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
 
 
 def differing_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig, split: str) -> list[Row]:
-    """Return the preference pairs of a split (see `as_pairs`), and raise an error if none is left.
-
-    Raises:
-        DataError: as `as_pairs`, or the two responses are equal in every row.
-    """
+    """Return the preference pairs of a split (see `as_pairs`), and raise an error if none is left."""
     pairs = as_pairs(rows, config, settings)
     if rows and not pairs:
         raise DataError(
@@ -73,10 +65,6 @@ def as_examples(rows: Sequence[Row], config: DataConfig, settings: PreferenceCon
     """Return KTO examples: one row per response, with its prompt, completion and label.
 
     A pair becomes two examples. Labelled rows come first, then all chosen responses, then all rejected ones.
-
-    Raises:
-        DataError: a row lacks a column, its completion is empty, its label is not true or false, or its pair is invalid
-            (see `as_pairs`); the error names the row.
     """
     examples, paired = list[Row](), list[Row]()
     for row in rows:
@@ -101,11 +89,7 @@ _LABEL_TEXTS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def label_of(row: Row, settings: PreferenceConfig) -> bool:
-    """Return whether a KTO example's response is desirable, from the column `preference.label_key`.
-
-    Raises:
-        DataError: the label is not true, false, 1 or 0; the error names the row.
-    """
+    """Return whether a KTO example's response is desirable, from the column `preference.label_key`."""
     key = settings.label_key
     label = row.column(key, "preference.label_key")
     if isinstance(label, str):

@@ -60,10 +60,6 @@ class PairDataset:
             max_tokens: the most tokens of a sequence that the model takes; `preference.max_tokens` can lower it.
             stop_ids: as in SFTDataset.
             images: as in PromptDataset.
-
-        Raises:
-            DataError: a row is not a pair, is too long while data.overlong is `error`, or no pair is left.
-            ConfigError: the recipe names no files for the split.
         """
         self.split, self._margin_key = split, settings.margin_key
         rows = read_split(config, split)
@@ -128,13 +124,7 @@ class LabelledDataset(SFTDataset):
         stop_ids: Sequence[int] = (),
         images: ImagePrompts | None = None,
     ) -> None:
-        """Read, render and tokenise prompts and responses; arguments are those of PairDataset.
-
-        Raises:
-            DataError: a row is neither an example nor a pair, is too long while data.overlong is `error`, or no
-                example is left.
-            ConfigError: the recipe names no files for the split.
-        """
+        """Read, render and tokenise prompts and responses; arguments are those of PairDataset."""
         rows = as_examples(read_split(config, split), config, settings)
         key, limit = settings.completion_key, settings.limit(max_tokens)
         super().__init__(config, tokenizer, key, split, limit, stop_ids=stop_ids, images=images, rows=rows)

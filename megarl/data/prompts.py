@@ -57,11 +57,6 @@ class PromptDataset:
             whole: the prompt column has whole conversations, responses included; a prompt is the part before them.
             answered: the run reads reference answers, so every row needs one.
             images: reads the images of a vision-language model's prompts; None: prompts have no images.
-
-        Raises:
-            DataError: a file is unreadable, a column is missing or has a wrong type, a prompt is overlong while
-                data.overlong is `error`, or no prompt is left.
-            ConfigError: the recipe names no files for the split, or a template is broken.
         """
         self.config, self.split = config, split
         rows = read_split(config, split) if rows is None else rows
@@ -137,12 +132,7 @@ class PromptDataset:
 
 
 def read_split(config: DataConfig, split: Split) -> list[Row]:
-    """Read the rows of a split from its files, or by `data.val_split` from the training files.
-
-    Raises:
-        DataError: a file is unreadable, or `data.val_split` leaves the split without rows.
-        ConfigError: the recipe names no files for the split.
-    """
+    """Read the rows of a split from its files, or by `data.val_split` from the training files."""
     sources = config.train_files if split == "train" else config.held_out
     if not sources:
         raise ConfigError(

@@ -40,9 +40,6 @@ def render_prompts(
     Args:
         chat: (messages, row) -> text; None: no chat template is used.
         whole, mark: as in `given_prompts`.
-
-    Raises:
-        DataError, ConfigError: as `given_prompts`, or the chat template fails on the messages.
     """
     return written(given_prompts(config, rows, chat=chat is not None, whole=whole, mark=mark), chat, rows)
 
@@ -70,10 +67,6 @@ def given_prompts(
         chat: whether a chat template is used.
         whole: the column has whole conversations, responses included; a prompt is the part before the responses.
         mark: replaces `<image>` by the model's image tokens, in the text of a whole prompt.
-
-    Raises:
-        DataError: a column is missing, has a wrong type or unread images; the error names the row.
-        ConfigError: the recipe sets options of a chat template or a system prompt, but no chat template is used.
     """
     if config.chat_template_kwargs and not chat:
         raise ConfigError(
@@ -136,9 +129,6 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
         rows: the row of each text, for error messages.
         special: whether the tokenizer adds its begin token. An end token that it adds is removed, since the response
             follows.
-
-    Raises:
-        DataError: a text has no tokens, or a piece of it has no token; the error names the row.
     """
     for text, row in zip(texts, rows, strict=True):
         check_text(text, "the text", row)  # templates may have added text that the row does not have
@@ -162,11 +152,7 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
 
 
 def chat_of(config: DataConfig, tokenizer: Any, tools: Announcement = NO_TOOLS) -> ChatTemplate | None:
-    """Return the chat template that writes prompts; None: prompts are plain text.
-
-    Raises:
-        ConfigError: as `chat_renderer`, or prompts must list tools and there is no chat template.
-    """
+    """Return the chat template that writes prompts; None: prompts are plain text."""
     if not uses_chat(config, bool(tokenizer.chat_template)):
         if tools != NO_TOOLS:
             raise no_template_for_tools()
@@ -190,11 +176,7 @@ def _unknown(tokenizer: Tokenizer, text: str) -> str:
 
 
 def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> list[int]:
-    """Return the indices of the prompts with at most data.max_prompt_tokens tokens.
-
-    Raises:
-        DataError: a prompt is longer while data.overlong is `error`, or no prompt is left.
-    """
+    """Return the indices of the prompts with at most data.max_prompt_tokens tokens."""
     limit = config.max_prompt_tokens
     fitting = [i for i, prompt in enumerate(ids) if len(prompt) <= limit]
     if len(fitting) < len(ids) and config.overlong == "error":

@@ -12,17 +12,11 @@ from megarl.data.rows import Row
 
 
 class Response(NamedTuple):
-    """The tokens of a supervised example.
+    """The tokens of a supervised example."""
 
-    Attributes:
-        prompt: token ids before the assistant's first turn.
-        ids: token ids from the assistant's first turn to the last end token.
-        learnt: for each token of `ids`, whether it counts in the loss.
-    """
-
-    prompt: list[int]
-    ids: list[int]
-    learnt: list[bool]
+    prompt: list[int]  # token ids before the assistant's first turn
+    ids: list[int]  # token ids from the assistant's first turn to the last end token
+    learnt: list[bool]  # for each token of `ids`, whether it counts in the loss
 
 
 def response_tokens(
@@ -41,9 +35,6 @@ def response_tokens(
         end: the token that is added after a turn without an end token.
         known: text -> token ids for texts that are tokenised already, such as most prompts.
         special: whether the tokenizer adds its begin token, because no chat template writes it.
-
-    Raises:
-        DataError: as `tokenize`.
     """
     every = [(turn, row) for turns, row in zip(conversations, rows, strict=True) for turn in turns]
     new = {turn.before: row for turn, row in every if turn.before not in known}

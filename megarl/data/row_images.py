@@ -35,9 +35,6 @@ def row_images(row: Row, key: str, prompt_key: str, limit: int | None) -> list[A
         key: `data.image_key`; the row may lack the column.
         prompt_key: `data.prompt_key`; messages in this column may contain images.
         limit: `data.limit_images`.
-
-    Raises:
-        DataError: more images than `limit`.
     """
     # data.image_key may be the prompt column, if all images are inside messages.
     value = row.column(key, "data.image_key") if row.has(key) and key != prompt_key else None
@@ -90,11 +87,7 @@ def without_images(value: Any) -> Any:
 
 
 def check_marks(text: str, images: int, key: str, row: Row) -> None:
-    """Raise an error unless the whole prompt's text has one `<image>` per image of the row.
-
-    Raises:
-        DataError: names the row.
-    """
+    """Raise an error unless the whole prompt's text has one `<image>` per image of the row."""
     marks = text.count(MARK)
     if images != marks:
         raise DataError(

@@ -143,11 +143,7 @@ def _hint(row: Row, key: str) -> str:
 
 
 def reference_of(row: Row, key: str | None, *, demanded: bool) -> Any:
-    """Return the row's reference answer from column `key`, or None if the row has none.
-
-    Raises:
-        DataError: the answer is missing, and `demanded` is true because the run reads it.
-    """
+    """Return the row's reference answer from column `key`, or None if the row has none."""
     if key is None:
         return None
     if demanded:
@@ -270,9 +266,6 @@ def refuse_media(row: Row, texts: Container[str], images: str | None = None) -> 
     Args:
         texts: columns that are read as text; they are not checked.
         images: `data.image_key`, the column of images that the model gets; not checked either.
-
-    Raises:
-        DataError: names row and column.
     """
     for name, value in row.items():
         if name in texts or (images is not None and name == images.partition(".")[0]):

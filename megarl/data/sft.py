@@ -43,9 +43,6 @@ def open_examples(
     Args:
         positions: the most tokens the model takes; None: no limit.
         stop_ids, tools, images: as in SFTDataset.
-
-    Raises:
-        DataError, ConfigError: as SFTDataset.
     """
     settings, data = config.sft, config.data
     if settings.train_files:
@@ -70,12 +67,11 @@ class SFTDataset(PromptDataset):
     writes the whole conversation. A response may be several messages; only the assistant's are trained on.
 
     Attributes:
-        limit_key: the recipe key that limits an example's tokens, for error messages.
         too_long: examples dropped because they exceed `max_tokens`.
         cut: examples whose response was cut because they exceed `max_tokens`.
     """
 
-    limit_key: ClassVar[str] = "sft.max_tokens"
+    limit_key: ClassVar[str] = "sft.max_tokens"  # the recipe key that limits an example's tokens, for error messages
 
     def __init__(
         self,
@@ -101,10 +97,6 @@ class SFTDataset(PromptDataset):
             rows: as in PromptDataset.
             stop_ids: tokens that end a turn, in addition to the tokenizer's end token. A response ends with the one
                 that the chat template writes.
-
-        Raises:
-            DataError: the response column is missing or has an unsupported value, an example is longer than
-                `max_tokens` and `overlong` is `error`, or all examples are; the error names the row.
         """
         whole = response_key == config.prompt_key
         super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images, rows=rows)
@@ -221,9 +213,6 @@ def within_tokens(
         lengths: tokens of each example.
         key: the recipe key that sets the limit, for the message.
         overlong: as in SFTDataset.
-
-    Raises:
-        DataError: all examples are longer, or one is and `overlong` is `error`.
     """
     fitting = [i for i, length in enumerate(lengths) if limit is None or length <= limit]
     if fitting and (len(fitting) == len(lengths) or (overlong or config.overlong) != "error"):

@@ -58,10 +58,6 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
     Args:
         source: any form of data.train_files, see FORMS. Csv values are text; other forms keep numbers, lists and dicts.
         kwargs: keyword arguments for a pkg.mod:fn source; arguments that the function does not take are left out.
-
-    Raises:
-        DataError: a file is missing or broken, has no rows, or a value is not plain data; the error names the line.
-        ConfigError: the function cannot be imported, or requires an argument that `kwargs` lacks.
     """
     if source.startswith(TEXT):
         named = (
@@ -119,9 +115,6 @@ def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
 
     Args:
         more: further sources that get the same arguments, such as sft.train_files.
-
-    Raises:
-        ConfigError: names the unknown argument and the arguments of the functions.
     """
     if not config.loader_kwargs:
         return

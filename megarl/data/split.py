@@ -22,9 +22,6 @@ def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Ro
 
     Rows with the same prompt and images are in the same split. A hash of both selects held-out prompts: for a share,
     hashes below that share of the range, so that added rows move no other row; for a count, the smallest hashes.
-
-    Raises:
-        DataError: no prompt is held out, no prompt is left to train on, or an image cannot be read.
     """
     assert config.val_split is not None, "split_rows needs data.val_split"
     numbers = [_number(row, config) for row in rows]
@@ -56,11 +53,7 @@ def _content(row: Row, config: DataConfig) -> Any:
 
 
 def _number(row: Row, config: DataConfig) -> int:
-    """Hash a row's prompt and images to an integer from 0 to 2^64 - 1, the same in every process.
-
-    Raises:
-        DataError: a PIL image whose file is damaged.
-    """
+    """Hash a row's prompt and images to an integer from 0 to 2^64 - 1, the same in every process."""
     content = _content(row, config)
     with readable(row.where if config.image_key is None else f"{row.where}: column {config.image_key!r}"):
         text = json.dumps(content, sort_keys=True, default=_plain)

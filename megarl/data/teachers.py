@@ -15,11 +15,7 @@ _KEY = "teacher.key"
 
 
 def check_teachers(settings: TeacherConfig, rows: Iterable[Row]) -> None:
-    """Check that every row names a teacher of the recipe; with one teacher there is nothing to check.
-
-    Raises:
-        DataError: a row names an unknown teacher, or names none while all teachers have weight 0.
-    """
+    """Check that every row names a teacher of the recipe; with one teacher there is nothing to check."""
     if not settings.models:
         return
     weighted = any(model.weight for model in settings.models.values())

@@ -43,9 +43,6 @@ def read_template(value: str, key: str) -> str:
 
     Args:
         key: the recipe key of `value`, for the error.
-
-    Raises:
-        ConfigError: `value` is neither a template nor an existing file.
     """
     inline = "{{" in value or "{%" in value or "\n" in value
     path = Path(value).expanduser()
@@ -75,11 +72,7 @@ def _read_text(path: Path, key: str) -> str:
 
 
 def check_chat_template(text: str, where: str) -> None:
-    """Raise an error for a chat template that transformers cannot parse.
-
-    Raises:
-        ConfigError: names `where` and the line.
-    """
+    """Raise an error for a chat template that transformers cannot parse."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -102,10 +95,6 @@ def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:
 
     >>> prompt_formatter("{{ content | trim }} ({{ unit }})")(" how far? ", Row({"unit": "km"}, "doc", 1))
     'how far? (km)'
-
-    Raises:
-        ConfigError: the template does not parse.
-        DataError: the function raises it if a row lacks a column of the template, or the template fails on it.
     """
     if template is None:
         return lambda content, row: content
@@ -165,9 +154,6 @@ class ChatTemplate:
         tools: the environment's tools, which every prompt lists.
         more: further variables of the template, `data.chat_template_kwargs`.
         date: the date that the template reads, `data.date`; None: today.
-
-    Raises:
-        ConfigError: the template does not read a variable of `more`, or does not write the tools.
     """
 
     def __init__(
@@ -216,12 +202,7 @@ class ChatTemplate:
             return any(map(reads_tools, self._templates.values()))
 
     def __call__(self, messages: list[Message], row: Row) -> str:
-        """Return the text of a prompt's messages, up to where the assistant's answer begins.
-
-        Raises:
-            DataError: the template fails, leaves out a part of a message, or a message contains a token that begins or
-                ends turns; the error names the row.
-        """
+        """Return the text of a prompt's messages, up to where the assistant's answer begins."""
         self._refuse_special(messages, row)
         return self.observed(messages, row)
 
@@ -229,9 +210,6 @@ class ChatTemplate:
         """Return the text of an environment's messages, as a call does, but allow tokens that begin or end turns.
 
         A tool may quote its input, or a web page contain such tokens; that must not end the run.
-
-        Raises:
-            DataError: the template fails, or leaves out a part of a message; the error names the row.
         """
         text = self.write(messages, row)
         self._refuse_dropped(messages, range(len(messages)), row, text)
@@ -269,11 +247,7 @@ class ChatTemplate:
                 )
 
     def conversation(self, messages: list[Message], first: int, row: Row) -> str:
-        """Return the text of a whole conversation; messages from index `first` on are the response.
-
-        Raises:
-            DataError: as a call. The template may leave out the reasoning of a turn that others follow.
-        """
+        """Return the text of a whole conversation; messages from index `first` on are the response."""
         self._refuse_special(messages, row)
         text = self.write(messages, row, prompt=False)
         for place in range(first, len(messages)):
@@ -285,11 +259,7 @@ class ChatTemplate:
         return text
 
     def write(self, messages: list[Message], row: Row, *, prompt: bool = True) -> str:
-        """Return the template's text of the messages; `prompt`: whether to end it where the assistant's answer begins.
-
-        Raises:
-            DataError: the template fails.
-        """
+        """Return the template's text of the messages; `prompt`: whether to end it where the assistant's answer begins."""
         if self._tools.system:
             messages = _with_system(messages, self._tools.system)
         return self._rendered(messages, self._announced(row), row, prompt=prompt)
@@ -362,11 +332,7 @@ class ChatTemplate:
 
 
 def check_template_kwargs(template: str, more: Mapping[str, Any]) -> None:
-    """Raise an error for variables in `more` (`data.chat_template_kwargs`) that a chat template does not read.
-
-    Raises:
-        ConfigError: names the variable, and the variables that the template reads.
-    """
+    """Raise an error for variables in `more` (`data.chat_template_kwargs`) that a chat template does not read."""
     reads = _names_read(template)
     for name in more:
         if reads is not None and (name not in reads or name in _OWN_NAMES):
@@ -412,11 +378,7 @@ def _content(message: Message) -> str:
 
 
 def row_tools(row: Row) -> list[dict[str, Any]]:
-    """Return the JSON schemas of the tools in the row's column `tools`; empty if there are none.
-
-    Raises:
-        DataError: the column is neither a list of schemas nor the JSON text of one.
-    """
+    """Return the JSON schemas of the tools in the row's column `tools`; empty if there are none."""
     value = row.get("tools")
     if isinstance(value, str) and value:
         with contextlib.suppress(ValueError):
@@ -463,9 +425,6 @@ def chat_renderer(
 
     Args:
         tools, more, date: as in `ChatTemplate`.
-
-    Raises:
-        ConfigError: there is no chat template, or as `ChatTemplate`.
     """
     template = read_template(override, _OVERRIDE) if override is not None else tokenizer.chat_template
     if not template:

@@ -21,11 +21,7 @@ SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that `model.tokenizer` names, or else the one in the model folder `model.path`.
-
-    Raises:
-        ConfigError: neither key is set, the tokenizer cannot be loaded, or it has no end token.
-    """
+    """Load the tokenizer that `model.tokenizer` names, or else the one in the model folder `model.path`."""
     name = model.tokenizer or model.path
     if name is None:
         raise ConfigError(
@@ -76,11 +72,7 @@ def _missing_package(folder: Path) -> str | None:
 
 
 def written_tokens(name: str) -> list[str]:
-    """Return the characters or words that a tokenizer name `chars:...` or `words:...` lists.
-
-    Raises:
-        ConfigError: the list is empty, repeats a token, or contains half of a surrogate pair.
-    """
+    """Return the characters or words that a tokenizer name `chars:...` or `words:...` lists."""
     words = name.startswith(WORDS)
     kind, noun, between = (WORDS, "word", " ") if words else (CHARS, "character", "")
     such = kind + ("push the disc" if words else "0123456789+=")
@@ -113,9 +105,6 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
     order.
 
     The tokenizer adds no special tokens by itself, decodes back to the same text, and reloads through AutoTokenizer.
-
-    Raises:
-        ConfigError: as `written_tokens`.
     """
     tokens = written_tokens(CHARS + alphabet)
     from tokenizers import Regex, decoders, pre_tokenizers
@@ -128,9 +117,6 @@ def word_tokenizer(words: str) -> PreTrainedTokenizerBase:
 
     Texts are split at blanks, so "square." and "square" are two words. The tokenizer decodes to words separated by
     single blanks, adds no special tokens by itself, and reloads through AutoTokenizer.
-
-    Raises:
-        ConfigError: as `written_tokens`.
     """
     tokens = written_tokens(WORDS + words)
     from tokenizers import pre_tokenizers

@@ -36,37 +36,30 @@ class Trajectory:
     Attributes:
         token_ids, sampled, logprobs: one entry per token after the prompt: its id, whether the policy sampled it (False
             for all tokens of an episode that failed), and its log-prob (0 for the environment's).
-        versions: weight versions that sampled these tokens, as runs; tokens of the environment have the version of the
-            token before them.
         turn_starts, turn_ends: positions in `token_ids` where each turn of the policy begins and ends (exclusive); a
             turn that is being sampled has no end yet.
-        turn_rewards: one reward per turn that the environment has answered.
-        finish_reason: why the last finished turn ended: `stop`, `length` or `abort`.
-        ended_by: why the episode ended: done, turns, tokens, images, seconds, image_token, error or `PLAIN`; empty
-            before its end.
-        error: the failure's text, when `ended_by` is error.
-        info: metrics of the environment, summed over turns; with servers also `cached`, the fraction of the tokens
-            before the policy's turns that was in the prefix cache.
-        segments: segments of all turns that sampled at least one token.
-        spent_s: seconds that an interrupted sample's group has been in flight.
-        images: images of the prompt and of observations.
     """
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    # weight versions that sampled these tokens, as runs; tokens of the environment have the version of the token before
+    # them
     versions: VersionRuns = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
-    turn_rewards: list[float] = field(default_factory=list)
-    finish_reason: str = "stop"
+    turn_rewards: list[float] = field(default_factory=list)  # one reward per turn that the environment has answered
+    finish_reason: str = "stop"  # why the last finished turn ended: `stop`, `length` or `abort`
+    # why the episode ended: done, turns, tokens, images, seconds, image_token, error or `PLAIN`; empty before its end
     ended_by: str = ""
-    error: str = ""
+    error: str = ""  # the failure's text, when `ended_by` is error
+    # metrics of the environment, summed over turns; with servers also `cached`, the fraction of the tokens before the
+    # policy's turns that was in the prefix cache
     info: dict[str, float] = field(default_factory=dict)
-    segments: int = 0
-    spent_s: float = field(default=0.0, compare=False)
-    images: ImageSet | None = field(default=None, compare=False)
+    segments: int = 0  # segments of all turns that sampled at least one token
+    spent_s: float = field(default=0.0, compare=False)  # seconds that an interrupted sample's group has been in flight
+    images: ImageSet | None = field(default=None, compare=False)  # images of the prompt and of observations
 
     def add_segment(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionRuns) -> None:
         """Append a segment of sampled tokens; the first one begins a turn. A segment without tokens is ignored."""

@@ -46,9 +46,6 @@ class Turns:
 
     Attributes:
         end: the token that the template writes after a turn; without a template the first of `stop_ids`.
-
-    Raises:
-        ConfigError: the template changes the assistant's turn, or does not end it with one of `stop_ids`.
     """
 
     def __init__(self, tokenizer: Any, render: Render | None, stop_ids: Sequence[int]) -> None:

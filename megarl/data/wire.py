@@ -263,20 +263,13 @@ def _write(pieces: Iterable[_Piece]) -> Block:
 
 
 class Opened(NamedTuple):
-    """A parsed block.
+    """A parsed block."""
 
-    Attributes:
-        entries: the safetensors header: dtype, shape and byte range of each tensor.
-        parts: bytes of the tensors; part k has bytes `places[k]` to `places[k + 1]`.
-        head: size, layout (field -> index of its offsets) and columns of the samples.
-        cuts: offsets by index, int64 [samples + 1].
-    """
-
-    entries: dict[str, Any]
-    parts: list[np.ndarray]
+    entries: dict[str, Any]  # the safetensors header: dtype, shape and byte range of each tensor
+    parts: list[np.ndarray]  # bytes of the tensors; part k has bytes `places[k]` to `places[k + 1]`
     places: list[int]
-    head: dict[str, Any]
-    cuts: dict[int, np.ndarray]
+    head: dict[str, Any]  # size, layout (field -> index of its offsets) and columns of the samples
+    cuts: dict[int, np.ndarray]  # offsets by index, int64 [samples + 1]
 
     @property
     def kinds(self) -> tuple[list[tuple[str, bool, str, list[int]]], list[str]]:

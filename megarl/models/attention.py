@@ -125,16 +125,14 @@ class VarlenCall:
     Attributes:
         cu_q, cu_k: int32 [sequences + 1], offset of the first query and key of each sequence, and the total.
         longest_q, longest_k: queries and keys of the longest sequence.
-        k_index: int64, the stream's keys that this call uses; None: all, in order.
-        causal: if False, every query sees all keys of its sequence.
     """
 
     cu_q: torch.Tensor
     cu_k: torch.Tensor
     longest_q: int
     longest_k: int
-    k_index: torch.Tensor | None = None
-    causal: bool = True
+    k_index: torch.Tensor | None = None  # int64, the stream's keys that this call uses; None: all, in order
+    causal: bool = True  # if False, every query sees all keys of its sequence
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,6 @@ def transformer_config(
     """Return the Megatron configuration of `hf` for the layout `parallel`, with parameters and activations in `dtype`.
 
     `where` is the recipe key of `engine`, for errors. Collective over `world`.
-
-    Raises:
-        ConfigError: the layout does not divide the model, or its layers cannot have the requested form.
     """
     check_layout(hf, parallel)
     needs_local = None if lora is None else "a model with adapters"

@@ -33,10 +33,6 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
         dtype: `fp32` or `bf16`; None keeps the dtype of each tensor; quantised tensors get the dtype of most of the
             other numbers.
         max_shard_gb: largest size of a file (10**9 bytes).
-
-    Raises:
-        ConfigError: the model does not exist or is not supported, the target exists, or tensors are missing, have a
-            wrong shape or belong to no part of the model.
     """
     target = Path(target)
     check_target(target)
@@ -80,11 +76,7 @@ def _most_frequent(dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, tuple
 
 
 def _base_folder(adapter: AdapterReader) -> Path:
-    """Return the folder of the adapter's base model.
-
-    Raises:
-        ConfigError: the adapter does not name its base model, or the model does not exist.
-    """
+    """Return the folder of the adapter's base model."""
     base, file = adapter.base(), adapter.folder / ADAPTER_CONFIG
     correction = f"write the absolute path of its folder as base_model_name_or_path in {file}"
     try:

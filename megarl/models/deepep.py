@@ -43,8 +43,6 @@ def dispatch_of(
 
     All ranks of `world` (None: this process only) return the same; `auto` falls back to `alltoall` if a rank cannot
     use DeepEP. Collective.
-    Raises:
-        ConfigError: the recipe sets `deepep`, and a rank cannot use it.
     """
     if parallel.dispatch == "alltoall" or not facts.is_moe:
         return "alltoall"

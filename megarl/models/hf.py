@@ -46,9 +46,6 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     Args:
         key: where the recipe names `model.path`, for errors.
         follow_files: also fetch and read the weight files, which may have an untied head; see `_follow_files`.
-
-    Raises:
-        ConfigError: no model is given, its folder does not exist, or its architecture or variant is not supported.
     """
     raw, where = _raw_config(model, key)
     if raw.get("model_type") == VLA_TYPE:
@@ -169,11 +166,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return the configuration of a folder or hub name.
-
-    Raises:
-        ConfigError: there is no config.json, or it cannot be read.
-    """
+    """Return the configuration of a folder or hub name."""
     check_folder(path, where)
     try:
         return _config_classes().from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -190,12 +183,7 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
 
 
 def facts_of(hf: PretrainedConfig, where: str = "the model's config") -> ModelFacts:
-    """Return the facts (sizes and switches) of a model; `where` names its config in errors.
-
-    Raises:
-        ConfigError: the config has a value that Megatron's model would compute differently; see
-            `artifacts.facts.facts_from_config`.
-    """
+    """Return the facts (sizes and switches) of a model; `where` names its config in errors."""
     raw = {"model_type": hf.model_type, **_attributes(hf)}
     for key in ("layer_types", "quantization_config"):
         if getattr(hf, key, None) is not None:

@@ -46,10 +46,6 @@ def layer_form(
         engine: the engine's settings; `where` is their key in the recipe.
         dtype: dtype of parameters and activations.
         needs_local: a description of the model if it only works with `local` layers, for the error.
-
-    Raises:
-        ConfigError: `te` is set, but Transformer Engine is missing, does not import, has a version that Megatron
-            refuses, or has no kernel for this device and dtype.
     """
     if engine.layers == "local":
         return "local"
@@ -139,12 +135,7 @@ def refuse_device(key: str, found: str, dtype: torch.dtype) -> None:
 
 
 def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, where: str) -> None:
-    """Check that a model can compute in its engine's FP8 format on this device.
-
-    Raises:
-        ConfigError: the layers are local, the model has experts, its sizes do not fit FP8 products, or the device has
-            no FP8.
-    """
+    """Check that a model can compute in its engine's FP8 format on this device."""
     if engine.fp8 == "none":
         return
     key, off = f"{where}.fp8", f"set {where}.fp8=none"

@@ -213,11 +213,7 @@ def adapters_in(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
 
 
 def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
-    """Attach uninitialised adapters to the linear layers that `lora.targets` selects.
-
-    Raises:
-        ConfigError: the model has no layer of one of the targets.
-    """
+    """Attach uninitialised adapters to the linear layers that `lora.targets` selects."""
     check_targets(chunks[0].hf_config, lora)
     shapes = {(s.chunk, s.param): s.shape for s in adapter_slices(chunks[0].hf_config, coordinate(chunks), lora)}
     for (number, param), down in shapes.items():
@@ -261,9 +257,6 @@ def init_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig, seed: int) ->
 
     A is uniform within 1 / sqrt(in), as in PEFT, and B is zero. A tensor depends only on `seed` and its name, so all
     layouts get the same values.
-
-    Raises:
-        ConfigError: the adapter does not exist, or its settings differ from the recipe's.
     """
     shapes = adapter_tensors(chunks[0].hf_config, lora)
     stored = None

@@ -24,16 +24,13 @@ class PackedSequences(PackedSeqParams):
     """The layout of a packed stream, for attention. `lengths` are padded lengths over all context-parallel ranks.
 
     Megatron passes this object to every layer; `cache` holds what the first layer computes for the others.
-
-    Attributes:
-        open_from: position in each sequence from which on its tokens see the whole sequence; tokens before it are
-            causal.
-            Empty: all tokens are causal.
-        seen: image inputs: a `megarl.robots.models.vla.vision.Seen`, a `megarl.models.vlm.model.Images`, or None.
     """
 
     lengths: tuple[int, ...] = ()
+    # position in each sequence from which on its tokens see the whole sequence; tokens before it are causal. Empty: all
+    # tokens are causal.
     open_from: tuple[int, ...] = ()
+    # image inputs: a `megarl.robots.models.vla.vision.Seen`, a `megarl.models.vlm.model.Images`, or None
     seen: Any = None
     cp_size: int = 1
     cp_rank: int = 0
@@ -42,17 +39,11 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True)
 class PackedStream:
-    """This rank's share of a stream of `t` tokens.
+    """This rank's share of a stream of `t` tokens."""
 
-    Attributes:
-        params: the model's argument `packed_seq_params`.
-        index: int64 [t], index of each token in the unpadded concatenation of all sequences; -1: padding.
-        position_ids: int64 [1, t], position of each token in its own sequence.
-    """
-
-    params: PackedSequences
-    index: torch.Tensor
-    position_ids: torch.Tensor
+    params: PackedSequences  # the model's argument `packed_seq_params`
+    index: torch.Tensor  # int64 [t], index of each token in the unpadded concatenation of all sequences; -1: padding
+    position_ids: torch.Tensor  # int64 [1, t], position of each token in its own sequence
 
     def to(self, device: torch.device) -> PackedStream:
         """Move all tensors to `device`."""

@@ -17,16 +17,12 @@ from megarl.kernels import gpu
 
 
 class RowRoute(NamedTuple):
-    """Which row belongs to which token.
+    """Which row belongs to which token."""
 
-    Attributes:
-        tokens: int64 [m], the token of each row.
-        places: int32 or int64 [n, k], the rows of each token; negative entries fill up tokens with fewer than k rows.
-        kernels: the module that sums rows. `places` and `kernels` are None if torch's operations are used.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # int64 [m], the token of each row
+    # int32 or int64 [n, k], the rows of each token; negative entries fill up tokens with fewer than k rows
     places: Tensor | None = None
+    # the module that sums rows. `places` and `kernels` are None if torch's operations are used.
     kernels: ModuleType | None = None
 
     def spread(self, tokens: Tensor) -> Tensor:

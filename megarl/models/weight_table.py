@@ -77,21 +77,14 @@ Instance = tuple[WeightRule, tuple[int, str], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class WeightTable:
-    """The tensors of a model in a checkpoint and the rules that make parameters of them, looked up once in its config.
+    """The tensors of a model in a checkpoint and the rules that make parameters of them, read once from its config."""
 
-    Attributes:
-        rules: of all parameters but those of the vision part.
-        sizes: the sizes that the rules name.
-        sparse: for each layer, whether its MLP is a mixture of experts.
-        visual: name and shape in a checkpoint of the tensors of the vision part, by parameter.
-        in_checkpoint: returns the name in a checkpoint of a tensor of a language model.
-    """
-
-    rules: tuple[WeightRule, ...]
-    sizes: dict[str, int]
-    sparse: list[bool]
+    rules: tuple[WeightRule, ...]  # of all parameters but those of the vision part
+    sizes: dict[str, int]  # the sizes that the rules name
+    sparse: list[bool]  # for each layer, whether its MLP is a mixture of experts
+    # name and shape in a checkpoint of the tensors of the vision part, by parameter
     visual: dict[str, tuple[str, tuple[int, ...]]]
-    in_checkpoint: Callable[[str], str]
+    in_checkpoint: Callable[[str], str]  # returns the name in a checkpoint of a tensor of a language model
 
     @classmethod
     def of(cls, hf: PretrainedConfig, *, value_head: bool = False) -> WeightTable:

@@ -20,17 +20,11 @@ from megarl.sync.plan import Entry
 
 @dataclass(frozen=True)
 class Delta:
-    """The changed elements of a bucket's tensors, tensor by tensor.
+    """The changed elements of a bucket's tensors, tensor by tensor."""
 
-    Attributes:
-        counts: int64 [tensors], number of written elements of each tensor.
-        distances: uint8 [sum of counts], from `megarl.kernels.delta.diff`.
-        values: uint8, the bytes of the written elements.
-    """
-
-    counts: Tensor
-    distances: Tensor
-    values: Tensor
+    counts: Tensor  # int64 [tensors], number of written elements of each tensor
+    distances: Tensor  # uint8 [sum of counts], from `megarl.kernels.delta.diff`
+    values: Tensor  # uint8, the bytes of the written elements
 
     @property
     def nbytes(self) -> int:

@@ -21,10 +21,6 @@ def choose_transport(
         trainers: hosts of trainer ranks.
         cannot_map: why receivers cannot map the trainer's memory even on the same host; empty: they can.
         spread: why one host cannot reach all ranks of a receiver; empty: they are on one host.
-
-    Raises:
-        ConfigError: `wanted` is `tensor`, but a receiver's host has no trainer rank or `cannot_map` is set; or it is
-            `tensor` or `delta`, and `spread` is set.
     """
     if spread and wanted in ("tensor", "delta"):
         raise ConfigError(spread, where="sync.transport", found=wanted, allowed="auto, distributed or disk")

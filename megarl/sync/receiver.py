@@ -36,17 +36,11 @@ class UpdateStep:
 
 @dataclass(frozen=True)
 class SharedUse:
-    """How long a receiver may keep a sender's buffer mapped: until the sender's last bucket of the update.
+    """How long a receiver may keep a sender's buffer mapped: until the sender's last bucket of the update."""
 
-    Attributes:
-        update: name of the update, equal for all its senders.
-        sender: name of the buffer's sender.
-        last: this is the sender's last bucket.
-    """
-
-    update: str
-    sender: str
-    last: bool
+    update: str  # name of the update, equal for all its senders
+    sender: str  # name of the buffer's sender
+    last: bool  # this is the sender's last bucket
 
 
 @dataclass(frozen=True)

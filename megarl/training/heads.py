@@ -42,21 +42,13 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The head for the log-prob of each row's target and optionally the entropy, fused over a split vocabulary.
+    """The head for the log-prob of each row's target and optionally the entropy, fused over a split vocabulary."""
 
-
-    Attributes:
-        temperature: divides the logits.
-        chunk_tokens: number of rows whose logits exist at the same time.
-        group: tensor-parallel ranks.
-        entropy: also return the entropy.
-        columns: first and one past the last token of the softmax, which includes all targets; None: all tokens.
-    """
-
-    temperature: float
-    chunk_tokens: int
-    group: WorkerGroup
-    entropy: bool = True
+    temperature: float  # divides the logits
+    chunk_tokens: int  # number of rows whose logits exist at the same time
+    group: WorkerGroup  # tensor-parallel ranks
+    entropy: bool = True  # also return the entropy
+    # first and one past the last token of the softmax, which includes all targets; None: all tokens
     columns: tuple[int, int] | None = None
 
     @property
@@ -119,21 +111,13 @@ class Values:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Samples a token for each row from some columns of the vocabulary, and returns its log-prob.
+    """Samples a token for each row from some columns of the vocabulary, and returns its log-prob."""
 
-    Attributes:
-        temperature: divides the logits; 0: the most likely token, with its log-prob at temperature 1.
-        group: tensor-parallel ranks.
-        columns: first and one past the last token that may be sampled.
-        seeds: int64 [B], seed of each row of the batch.
-        slots: number of tokens of a row of the batch.
-    """
-
-    temperature: float
-    group: WorkerGroup
-    columns: tuple[int, int]
-    seeds: Tensor
-    slots: int
+    temperature: float  # divides the logits; 0: the most likely token, with its log-prob at temperature 1
+    group: WorkerGroup  # tensor-parallel ranks
+    columns: tuple[int, int]  # first and one past the last token that may be sampled
+    seeds: Tensor  # int64 [B], seed of each row of the batch
+    slots: int  # number of tokens of a row of the batch
     outputs: ClassVar[int] = 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:

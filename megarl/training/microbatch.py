@@ -22,27 +22,17 @@ from megarl.training.sequence_layout import TEXT, SequenceLayout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's share of one micro-batch. N is the number of response tokens in the whole micro-batch.
+    """This rank's share of one micro-batch. N is the number of response tokens in the whole micro-batch."""
 
-    Attributes:
-        samples: positions in the batch; empty for a filler, with which this rank takes part in collectives only.
-        input_ids: int64 [1, t].
-        position_ids: int64 [1, t], or [3, t] where positions have three numbers.
-        packed: the packed layout for attention.
-        rows: int64 [n], indices of the t tokens that predict a response token; n = N without context parallelism.
-        order: int64 [n], which of the N response tokens each row predicts.
-        targets: int64 [n], the tokens to predict.
-        tokens: N.
-    """
-
+    # positions in the batch; empty for a filler, with which this rank takes part in collectives only
     samples: tuple[int, ...]
-    input_ids: Tensor
-    position_ids: Tensor
-    packed: PackedSequences
-    rows: Tensor
-    order: Tensor
-    targets: Tensor
-    tokens: int
+    input_ids: Tensor  # int64 [1, t]
+    position_ids: Tensor  # int64 [1, t], or [3, t] where positions have three numbers
+    packed: PackedSequences  # the packed layout for attention
+    rows: Tensor  # int64 [n], indices of the t tokens that predict a response token; n = N without context parallelism
+    order: Tensor  # int64 [n], which of the N response tokens each row predicts
+    targets: Tensor  # int64 [n], the tokens to predict
+    tokens: int  # N
 
 
 def plan(

@@ -43,21 +43,13 @@ def part_of(
 
 @dataclass(frozen=True)
 class Teams:
-    """The teams that write one checkpoint, from the view of one of them.
+    """The teams that write one checkpoint, from the view of one of them."""
 
-    Attributes:
-        name: name of this team.
-        first: number of its first worker; 0 in the team that leads.
-        mail: the mailbox.
-        deadline_s: seconds without growth after which the leading team stops waiting for a team's files.
-        others: only in the leading team: the other teams that write a part.
-    """
-
-    name: str
-    first: int
-    mail: Mail
-    deadline_s: float
-    others: tuple[str, ...] = ()
+    name: str  # name of this team
+    first: int  # number of its first worker; 0 in the team that leads
+    mail: Mail  # the mailbox
+    deadline_s: float  # seconds without growth after which the leading team stops waiting for a team's files
+    others: tuple[str, ...] = ()  # only in the leading team: the other teams that write a part
 
 
 def begin_part(

@@ -77,12 +77,7 @@ def build_optimizer(
     dtype: torch.dtype,
     where: str = "actor.engine",
 ) -> ChainedOptimizer:
-    """Return AdamW over all parameters of `chunks`, without weight decay on vectors; bf16 gets float32 master weights.
-
-
-    Raises:
-        ConfigError: the recipe sets a first moment in bf16 that is not available here; `where` is the key of `engine`.
-    """
+    """Return AdamW over all parameters of `chunks`, no weight decay on vectors; bf16 gets float32 master weights."""
     refuse_short_moment(engine, dtype, f"{where}.exp_avg_dtype")
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -114,11 +109,7 @@ def build_optimizer(
 
 
 def refuse_short_moment(engine: EngineConfig, dtype: torch.dtype, key: str) -> None:
-    """Check that AdamW supports the first moment in bf16 that the recipe sets at `key`.
-
-    Raises:
-        ConfigError: it is not supported.
-    """
+    """Check that AdamW supports the first moment in bf16 that the recipe sets at `key`."""
     if engine.exp_avg_dtype == "fp32":
         return
     missing = [

@@ -28,17 +28,14 @@ class Layout:
     """How a team splits and replicates a model: the tp * pp * cp ranks of `mp_group` hold one replica.
 
     Attributes:
-        world: all ranks of the team.
-        mp_group: all ranks of one replica; the first one is its lead.
-        dp_group: ranks that hold the same shard and process different samples.
         tp_group, pp_group, cp_group: the groups that split a replica.
         ep_group, etp_group, expert_group: groups that distribute experts, split each expert, and both.
     """
 
     parallel: ParallelConfig
-    world: WorkerGroup
-    mp_group: WorkerGroup
-    dp_group: WorkerGroup
+    world: WorkerGroup  # all ranks of the team
+    mp_group: WorkerGroup  # all ranks of one replica; the first one is its lead
+    dp_group: WorkerGroup  # ranks that hold the same shard and process different samples
     tp_group: WorkerGroup
     pp_group: WorkerGroup
     cp_group: WorkerGroup
@@ -136,7 +133,6 @@ def init_parallel(parallel: ParallelConfig, world: WorkerGroup) -> Layout:
     """Create Megarl's layout and Megatron's process groups for the team `world`, with its deadline. Collective.
 
     Raises:
-        ConfigError: the number of processes is not a multiple of the layout's size.
         RuntimeError: this process already has a layout; close it with `Layout.close`.
     """
     if mpu.model_parallel_is_initialized():

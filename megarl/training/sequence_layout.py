@@ -17,24 +17,15 @@ from megarl.data.batch import Batch, Jagged
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows packed end to end: T columns, N response tokens.
+    """Rows packed end to end: T columns, N response tokens."""
 
-    Attributes:
-        lengths: number of columns of each row.
-        tokens: int64 [T], input.
-        predicts: int64 [T], which of the N response tokens each column predicts; -1 for none.
-        targets: int64 [N].
-        open_from: see `megarl.models.packing.PackedSequences`.
-        seen: image inputs, with their places among the T columns.
-        positions: int64 [3, T], for models whose positions have three numbers; None: the index in the row.
-    """
-
-    lengths: list[int]
-    tokens: Tensor
-    predicts: Tensor
-    targets: Tensor
-    open_from: Sequence[int] = ()
-    seen: Any = None
+    lengths: list[int]  # number of columns of each row
+    tokens: Tensor  # int64 [T], input
+    predicts: Tensor  # int64 [T], which of the N response tokens each column predicts; -1 for none
+    targets: Tensor  # int64 [N]
+    open_from: Sequence[int] = ()  # see `megarl.models.packing.PackedSequences`
+    seen: Any = None  # image inputs, with their places among the T columns
+    # int64 [3, T], for models whose positions have three numbers; None: the index in the row
     positions: Tensor | None = None
 
 

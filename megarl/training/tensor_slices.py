@@ -35,16 +35,13 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorSlice:
-    """Contiguous local `data` whose first element is element `offset` of the tensor `key` of shape `whole`.
-
-    Attributes:
-        padded: the whole tensor's size depends on the layout; elements that another layout lacks are padding.
-    """
+    """Contiguous local `data` whose first element is element `offset` of the tensor `key` of shape `whole`."""
 
     key: str
     whole: Shape
     offset: Shape
     data: Tensor
+    # the whole tensor's size depends on the layout; elements that another layout lacks are padding
     padded: bool = False
 
 

@@ -26,16 +26,11 @@ from megarl.training.microbatch import MicroBatch
 class TopTokens:
     """The head for the `k` most likely tokens of each row, most likely first, and all others together: ids and
     log-probs.
-
-    Attributes:
-        k: number of tokens per row.
-        limit: token ids from `limit` on count as other tokens.
-        base: provides temperature, chunk size and group.
     """
 
-    k: int
-    limit: int
-    base: LogProbs
+    k: int  # number of tokens per row
+    limit: int  # token ids from `limit` on count as other tokens
+    base: LogProbs  # provides temperature, chunk size and group
 
     @property
     def outputs(self) -> int:
@@ -72,15 +67,10 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """The head for the outputs of `base`, and the policy's log-probs of a teacher's most likely tokens.
+    """The head for the outputs of `base`, and the policy's log-probs of a teacher's most likely tokens."""
 
-    Attributes:
-        base: log-probs and entropies of the sampled tokens.
-        teacher: float32 [tokens of a sample, K + 1, 2] for every row of the batch, from `TopTokens`.
-    """
-
-    base: LogProbs
-    teacher: Jagged
+    base: LogProbs  # log-probs and entropies of the sampled tokens
+    teacher: Jagged  # float32 [tokens of a sample, K + 1, 2] for every row of the batch, from `TopTokens`
 
     @property
     def outputs(self) -> int:

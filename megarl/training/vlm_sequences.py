@@ -20,15 +20,10 @@ from megarl.training.sequence_layout import PackedRows, TextLayout
 
 @dataclass(frozen=True)
 class ImageLayout(TextLayout):
-    """The layout of text with images: that of text, with positions of three numbers and each image once.
+    """The layout of text with images: that of text, with positions of three numbers and each image once."""
 
-    Attributes:
-        encoder: the model's vision encoder.
-        reads_images: samples have the fields of images; else all are text.
-    """
-
-    encoder: VisionEncoder
-    reads_images: bool = True
+    encoder: VisionEncoder  # the model's vision encoder
+    reads_images: bool = True  # samples have the fields of images; else all are text
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
         """Implement `SequenceLayout.patches`."""

@@ -46,17 +46,11 @@ class TeacherHead(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeVocabulary:
-    """The head that gives `base` for each row, and the divergence from a teacher over the policy's vocabulary.
+    """The head that gives `base` for each row, and the divergence from a teacher over the policy's vocabulary."""
 
-    Attributes:
-        base: log-probs and entropies of the sampled tokens.
-        teacher: [tokens of a sample, teacher's width] for every row of the batch, its hidden states.
-        head: of the teacher.
-    """
-
-    base: LogProbs
-    teacher: Jagged
-    head: TeacherHead
+    base: LogProbs  # log-probs and entropies of the sampled tokens
+    teacher: Jagged  # [tokens of a sample, teacher's width] for every row of the batch, its hidden states
+    head: TeacherHead  # of the teacher
 
     @property
     def outputs(self) -> int:

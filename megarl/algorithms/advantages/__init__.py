@@ -47,10 +47,6 @@ def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -
         name: registered name, or `pkg.mod:fn`.
         fields: batch fields: mask, offsets, token_rewards, uid, values, greedy_score, ...
         options: settings, such as gamma, lam, norm_by_std, allow_singleton, all_sum.
-
-    Raises:
-        ConfigError: an argument is neither a field nor an option; the estimator does not name its parameters; a
-            user's estimator raises, or does not return an estimate.
     """
     function = ADVANTAGES.get(name)
     offered = {**options, **fields}

@@ -43,15 +43,10 @@ class NormSettings(GroupSettings):
 
 
 class Estimate(NamedTuple):
-    """The result of an estimator, two tensors in the shape of the mask, zero where the mask hides.
+    """The result of an estimator, two tensors in the shape of the mask, zero where the mask hides."""
 
-    Attributes:
-        advantages: weight of each token's log-prob gradient.
-        returns: regression target of a critic; equal to `advantages` for estimators without a critic.
-    """
-
-    advantages: Tensor
-    returns: Tensor
+    advantages: Tensor  # weight of each token's log-prob gradient
+    returns: Tensor  # regression target of a critic; equal to `advantages` for estimators without a critic
 
 
 def checked_estimate(
@@ -62,9 +57,6 @@ def checked_estimate(
     Args:
         fields: batch fields, with `mask`.
         given: the arguments that the estimator was called with.
-
-    Raises:
-        ConfigError: the value is not two tensors per token; the message names the file and line of a user's estimator.
     """
     mask, offsets, inputs = fields["mask"], fields.get("offsets"), list(given)
     if not (isinstance(result, tuple | list) and len(result) == 2):
@@ -86,11 +78,7 @@ def checked_estimate(
 def score_groups(
     token_rewards: Tensor, mask: Tensor, uid: Sequence[Hashable], offsets: Tensor | None, allow_singleton: bool
 ) -> tuple[Rows, GroupStats]:
-    """Return the rows of `mask`, and statistics by group of each sample's score, the sum of its valid token rewards.
-
-    Raises:
-        UserError: a group has one sample, and `allow_singleton` is false.
-    """
+    """Return the rows of `mask`, and statistics by group of each sample's score, the sum of its valid token rewards."""
     rows = Rows.of(mask, offsets)
     return rows, GroupStats.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
 

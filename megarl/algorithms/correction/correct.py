@@ -24,21 +24,13 @@ if TYPE_CHECKING:
 
 
 class Correction(NamedTuple):
-    """The corrected mask and weights of a batch.
+    """The corrected mask and weights of a batch."""
 
-    Attributes:
-        weights: float in the shape of the mask: factor of each token's policy loss, zero where `mask` hides.
-        mask: bool, same shape: the given mask without rejected tokens. Losses and their normalisers use this one.
-        keep: bool [B]: False for samples that lost all their tokens.
-        moments: raw sums from which `finish` computes the metrics.
-        normaliser: float64 [2], sum and number of this batch's importance weights, for their mean.
-    """
-
-    weights: Tensor
-    mask: Tensor
-    keep: Tensor
-    moments: Metrics
-    normaliser: Tensor
+    weights: Tensor  # float in the shape of the mask: factor of each token's policy loss, zero where `mask` hides
+    mask: Tensor  # bool, same shape: the given mask without rejected tokens. Losses and their normalisers use this one
+    keep: Tensor  # bool [B]: False for samples that lost all their tokens
+    moments: Metrics  # raw sums from which `finish` computes the metrics
+    normaliser: Tensor  # float64 [2], sum and number of this batch's importance weights, for their mean
 
 
 @torch.no_grad()

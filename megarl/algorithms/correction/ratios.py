@@ -16,16 +16,11 @@ LIMIT = 20.0
 
 @dataclass(frozen=True)
 class Ratios:
-    """log rho of N tokens in B rows, rho = pi / pi_rollout, without gradient.
-
-    Attributes:
-        mask: bool [N].
-        raw: float [N], log pi - log pi_rollout, not clamped; zero where the mask hides.
-    """
+    """log rho of N tokens in B rows, rho = pi / pi_rollout, without gradient."""
 
     rows: Rows
-    mask: Tensor
-    raw: Tensor
+    mask: Tensor  # bool [N]
+    raw: Tensor  # float [N], log pi - log pi_rollout, not clamped; zero where the mask hides
 
     @classmethod
     @torch.no_grad()

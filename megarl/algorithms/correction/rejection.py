@@ -26,19 +26,13 @@ class Rule:
 
     `token` rejects single tokens, the other levels whole sequences.
 
-    Attributes:
-        level: one of LEVELS.
-        stat: one of STATS.
-        lower: None means 1 / upper for k1 of token, sequence and geometric, otherwise no lower bound.
-        upper: None means no upper bound.
-
     Source: k1, k2, k3 are the estimators of Schulman's "Approximating KL divergence" (2020).
     """
 
-    level: str
-    stat: str = "k1"
-    lower: float | None = None
-    upper: float | None = None
+    level: str  # one of LEVELS
+    stat: str = "k1"  # one of STATS
+    lower: float | None = None  # None means 1 / upper for k1 of token, sequence and geometric, otherwise no lower bound
+    upper: float | None = None  # None means no upper bound
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS or self.stat not in STATS:

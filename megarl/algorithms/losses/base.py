@@ -39,21 +39,16 @@ LIMIT = 20.0
 
 @dataclass(frozen=True)
 class LossSpec(Spec):
-    """The declaration of a policy loss.
+    """The declaration of a policy loss."""
 
-    Attributes:
-        prepare: function that sees the whole mini-batch before it is split into micro-batches: this rank's part, `keys`
-            (int64 in the shape of mask, random per token) and `all_sum`. Its results are split like the other inputs
-            and passed to the loss as keyword arguments. It needs `old_logp`, and so a scoring pass.
-        ratio_free: the loss has no ratio that corrects for samples of an older policy.
-        per_sequence: the loss is one number per sequence, so aggregation should weigh sequences equally.
-        corrects: the loss uses the importance weights of `rollout_correction` with `loss: pg`, which replaces the
-            recipe's loss by this one.
-    """
-
+    # function that sees the whole mini-batch before it is split into micro-batches: this rank's part, `keys` (int64 in
+    # the shape of mask, random per token) and `all_sum`. Its results are split like the other inputs and passed to the
+    # loss as keyword arguments. It needs `old_logp`, and so a scoring pass.
     prepare: Preparation | None = None
-    ratio_free: bool = False
-    per_sequence: bool = False
+    ratio_free: bool = False  # the loss has no ratio that corrects for samples of an older policy
+    per_sequence: bool = False  # the loss is one number per sequence, so aggregation should weigh sequences equally
+    # the loss uses the importance weights of `rollout_correction` with `loss: pg`, which replaces the recipe's loss by
+    # this one
     corrects: bool = False
 
 
@@ -70,10 +65,6 @@ def checked_loss(
     Args:
         logp: the log-probs that the loss got.
         inputs: the loss's other inputs.
-
-    Raises:
-        ConfigError: the value is not (token loss, Metrics), or the loss has no gradient; the message names the file and
-            line of a user's loss.
     """
     kind = POLICY_LOSSES.kind
     if not (isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], Metrics)):
@@ -100,12 +91,7 @@ def checked_loss(
 
 
 def checked_preparation(chosen: Chosen[LossSpec], result: Any, mask: Tensor) -> dict[str, Tensor]:
-    """Check the return value of a loss's `prepare` and return it: keyword arguments of the loss.
-
-    Raises:
-        ConfigError: the value is not a dict of tensors in the shape of the mask, or its keys are not the loss's
-            parameters.
-    """
+    """Check the return value of a loss's `prepare` and return it: keyword arguments of the loss."""
     prepare, function = chosen.spec.prepare, chosen.function
     assert prepare is not None, "only called with the result of `prepare`"
     given = (*_POSITIONAL, "offsets", *chosen.spec.reads)
@@ -155,23 +141,14 @@ class DualClipSettings(RatioClipSettings):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a policy loss in float32 or wider, without NaN: zero (ratio: one) where the mask hides.
+    """The inputs of a policy loss in float32 or wider, without NaN: zero (ratio: one) where the mask hides."""
 
-    Attributes:
-        logp: differentiable.
-        difference: logp - old_logp, differentiable in logp.
-        log_ratio: `difference` clamped to +-20.
-        ratio: exponential of `log_ratio`.
-        advantages: without gradient.
-        mask: bool.
-    """
-
-    logp: Tensor
-    difference: Tensor
-    log_ratio: Tensor
-    ratio: Tensor
-    advantages: Tensor
-    mask: Tensor
+    logp: Tensor  # differentiable
+    difference: Tensor  # logp - old_logp, differentiable in logp
+    log_ratio: Tensor  # `difference` clamped to +-20
+    ratio: Tensor  # exponential of `log_ratio`
+    advantages: Tensor  # without gradient
+    mask: Tensor  # bool
 
     @classmethod
     def of(cls, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> LossInputs:

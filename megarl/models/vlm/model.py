@@ -32,19 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Images:
-    """The distinct images of a packed stream, and where their features go.
+    """The distinct images of a packed stream, and where their features go."""
 
-    Attributes:
-        patches: uint8 [P, 3 * patch * patch], of all images, as `megarl.data.images.patchify` orders them.
-        grids: int64 [n, 2], rows and columns of patches of each image.
-        places: int64 [F], columns of the stream that take a feature.
-        features: int64 [F], the feature for each column; samples of a group share features.
-    """
-
-    patches: Tensor
-    grids: Tensor
-    places: Tensor
-    features: Tensor
+    patches: Tensor  # uint8 [P, 3 * patch * patch], of all images, as `megarl.data.images.patchify` orders them
+    grids: Tensor  # int64 [n, 2], rows and columns of patches of each image
+    places: Tensor  # int64 [F], columns of the stream that take a feature
+    features: Tensor  # int64 [F], the feature for each column; samples of a group share features
 
     def to(self, device: torch.device) -> Images:
         """Move all tensors to `device`."""
@@ -121,9 +114,6 @@ class VisionLanguageModel(PolicyModel):
 
     Args:
         settings: see `PolicyModel`.
-
-    Raises:
-        ConfigError: the first pipeline chunk has fewer layers than the encoder has sets of features for.
     """
 
     def __init__(

@@ -21,9 +21,6 @@ def adapter_tensors(hf: PretrainedConfig, lora: LoraConfig) -> dict[str, tuple[i
     """Return name and shape of every adapter tensor of a whole model, in export order.
 
     Names are those of the base model's tensors with `lora_A.weight` or `lora_B.weight` in place of `weight`.
-
-    Raises:
-        ConfigError: the model has no layer of one of the targets.
     """
     return _table(hf, lora).shapes()
 
@@ -39,10 +36,7 @@ def _table(hf: PretrainedConfig, lora: LoraConfig) -> WeightTable:
 
 
 def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
-    """Raise an error if the model has no layer of a target, or for dropout on experts' adapters, which PEFT lacks.
-    Raises:
-        ConfigError: lists the targets without a layer.
-    """
+    """Raise an error if the model has no layer of a target, or for dropout on experts' adapters, which PEFT lacks."""
     if lora.dropout and "experts" in (lora.targets or ()):
         raise ConfigError(
             "PEFT does not support dropout in adapters of experts",

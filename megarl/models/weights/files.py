@@ -45,9 +45,6 @@ def resolve_folder(
         where: the recipe key that sets it, for errors.
         weights: also fetch the safetensors files.
         revision: branch, tag or commit of the hub's repository; None: its main branch.
-
-    Raises:
-        ConfigError: `source` is neither a folder nor on the hub.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -75,9 +72,6 @@ class CheckpointReader:
 
     It uses the files that transformers would use (artifacts/checkpoint_files.py), dequantises block-wise fp8 weights,
     and finds tied embeddings that are stored only as `lm_head.weight` under both names.
-
-    Raises:
-        ConfigError: the folder has no weights, files are missing or damaged, or the quantisation is not supported.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -179,9 +173,6 @@ class CheckpointReader:
         Args:
             shapes: of the model's tensors by name. Those of a value head may be missing: it then starts at zero.
             sight: vision part of a VLA policy, whose towers have unused parts.
-
-        Raises:
-            ConfigError: a tensor is missing, its shape differs from config.json, or it belongs to no part of the model.
         """
         refuse_unread(self.names(), shapes, sight, str(self.folder))
         for name, shape in shapes.items():
@@ -197,11 +188,7 @@ class CheckpointReader:
                 )
 
     def read(self, name: str, region: TensorRegion | None = None) -> torch.Tensor:
-        """Return the tensor `name` or its `region`, in the file's dtype; quantised tensors in float32.
-
-        Raises:
-            ConfigError: the tensor is missing, or is quantised with unknown scales.
-        """
+        """Return the tensor `name` or its `region`, in the file's dtype; quantised tensors in float32."""
         stored = self._slice(name)
         part = stored[as_index(region)] if region is not None else stored[...]
         return part if part.dtype in _CODES else self._dequantized(name, part, region)

@@ -105,9 +105,6 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
 
     `load_hf_config` has already compared a stored head with tied embeddings. A critic built on a policy's checkpoint,
     which has no `score.weight`, starts with a value head of zeros. Global rank 0 prints which files are read.
-
-    Raises:
-        ConfigError: a tensor is missing, its shape differs from config.json, or it belongs to no part of the model.
     """
     reader = CheckpointReader(source_dir)
     if is_first_process():

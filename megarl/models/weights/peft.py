@@ -93,9 +93,6 @@ class AdapterReader:
 
     Args:
         where: the recipe key that sets the folder, for errors.
-
-    Raises:
-        ConfigError: there is no adapter, or it uses features beyond B A x.
     """
 
     def __init__(self, folder: str | Path, where: str) -> None:
@@ -110,11 +107,7 @@ class AdapterReader:
         self.names = {name.removeprefix(_PREFIX): name for name in self._file.keys()}  # noqa: SIM118
 
     def check(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise an error if the adapter's settings or tensors differ from the recipe's.
-
-        Raises:
-            ConfigError: lists the first differences.
-        """
+        """Raise an error if the adapter's settings or tensors differ from the recipe's."""
         check_scale(self.settings, lora, self._where)
         wrong = [f"no {name}" for name in shapes if name not in self.names]
         wrong += [f"{name} is not targeted here" for name in self.names if name not in shapes]
@@ -137,11 +130,7 @@ class AdapterReader:
         return self._file.get_tensor(self.names[name])
 
     def base(self) -> str:
-        """Return the folder or hub name of the adapter's base model.
-
-        Raises:
-            ConfigError: the adapter does not name it.
-        """
+        """Return the folder or hub name of the adapter's base model."""
         name = self.settings.get("base_model_name_or_path")
         if not name:
             raise ConfigError(
@@ -158,9 +147,6 @@ class AdapterReader:
 
         Args:
             shapes: of the model's weights, by name.
-
-        Raises:
-            ConfigError: names the first such tensor.
         """
         rank = self.settings["r"]
         expected: dict[str, list[int]] = {}

@@ -93,11 +93,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def read_folder(self, folder: Path) -> None:
-        """Copy this process's parts of the tensors in safetensors files.
-
-        Raises:
-            ConfigError: a tensor is missing, or a file is damaged.
-        """
+        """Copy this process's parts of the tensors in safetensors files."""
         reader = CheckpointReader(folder)
         for name, places in self._places.items():
             for piece, param in places:

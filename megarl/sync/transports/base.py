@@ -17,17 +17,11 @@ from megarl.system.errors import ServerError
 
 @dataclass(frozen=True)
 class Target:
-    """A receiver in one update.
+    """A receiver in one update."""
 
-    Attributes:
-        receiver: the receiver.
-        version: the last version that it got completely, if any.
-        run: name of the run, a part of its version tags.
-    """
-
-    receiver: Receiver
-    version: int | None = None
-    run: str = ""
+    receiver: Receiver  # the receiver
+    version: int | None = None  # the last version that it got completely, if any
+    run: str = ""  # name of the run, a part of its version tags
 
     @property
     def number(self) -> int:
@@ -61,9 +55,7 @@ class Transport:
         session: buckets are sent between begin and end of an update.
         same_host: the sender must run on the receiver's host.
         one_replica: whether one replica sends to all receivers.
-        senders_per_stage: largest number of senders per pipeline stage; None: no limit.
         device: device of `buffer`.
-        sent_bytes: bytes sent since `start`, if not simply every bucket to every receiver.
         in_parts: whether an update may leave out tensors that receivers already have.
         live: `put` reads parameters in place; they are only copied into the buffer if necessary.
     """
@@ -71,11 +63,11 @@ class Transport:
     session = True
     same_host = False
     one_replica = False
-    senders_per_stage: int | None = None
+    senders_per_stage: int | None = None  # largest number of senders per pipeline stage; None: no limit
     device = torch.device("cpu")
     in_parts = True
     live = False
-    sent_bytes: int | None = None
+    sent_bytes: int | None = None  # bytes sent since `start`, if not simply every bucket to every receiver
 
     def buffer(self, nbytes: int) -> Tensor:
         """Return a uint8 [nbytes] buffer for buckets."""

@@ -237,7 +237,6 @@ def relays_of_all(
         the address by host, the key, and the process that this rank started, if any.
 
     Raises:
-        ConfigError: a host has receivers and no trainer rank that could start its relay.
         WorkerError: a relay did not start.
     """
     away = sorted(hosts - set(names.values()))
