@@ -158,10 +158,10 @@ class Batch:
         if sum(sizes) != self._size or any(size < 0 for size in sizes):
             raise ValueError(f"sizes {list(sizes)} do not add up to {self._size} samples")
         ends = list(itertools.accumulate(sizes))
-        return [self._slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-
-    def _slice(self, start: int, stop: int) -> Batch:
-        return self._like(*_cut(self.fields, self._columns, start, stop))
+        return [
+            self._like(*_cut(self.fields, self._columns, end - size, end))
+            for size, end in zip(sizes, ends, strict=True)
+        ]
 
     def repeat(self, n: int) -> Batch:
         """Return a batch with each sample n times in a row: a, a, b, b for n = 2."""

@@ -60,7 +60,13 @@ def taken_apart(observation: Any, images: ImagePrompts | None) -> tuple[Any, lis
         return observation, patches
     if are_parts(observation):
         return shown(observation), patches
-    return [_message(message, plain, shown) for message in observation], patches
+    return [
+        {
+            name: shown(value) if name == "content" and isinstance(value, list) else _cleaned(value, plain)
+            for name, value in message.items()
+        }
+        for message in observation
+    ], patches
 
 
 def _read(part: Any, images: ImagePrompts | None, number: int) -> ImageSet:
@@ -75,14 +81,6 @@ def _read(part: Any, images: ImagePrompts | None, number: int) -> ImageSet:
             fix="take a vision-language model, and set data.image_key; rows need not have that column",
         )
     return images.read(own_image(part), f"image {number} of the observation")
-
-
-def _message(message: dict[str, Any], plain: Callable[[str], str], shown: Callable[[list[Any]], str]) -> dict[str, Any]:
-    """Return a message whose content is text, and whose texts, also those of calls, are plain."""
-    return {
-        name: shown(value) if name == "content" and isinstance(value, list) else _cleaned(value, plain)
-        for name, value in message.items()
-    }
 
 
 def _cleaned(value: Any, plain: Callable[[str], str]) -> Any:

@@ -270,17 +270,13 @@ def refuse_media(row: Row, texts: Container[str], images: str | None = None) -> 
     for name, value in row.items():
         if name in texts or (images is not None and name == images.partition(".")[0]):
             continue
-        if (_NAME.fullmatch(name) and _may_be_media(value)) or _is_media(value):
+        if (_NAME.fullmatch(name) and isinstance(value, str | list | dict) and value) or _is_media(value):
             raise DataError(
                 f"column {name!r} contains images, video or sound, which this run does not read",
                 where=row.where,
                 found=repr(value)[:80],
                 fix=f"for images and a vision-language model set data.image_key to {name!r}; else {MEDIA_FIX}",
             )
-
-
-def _may_be_media(value: Any) -> bool:
-    return isinstance(value, str | list | dict) and bool(value)
 
 
 def _is_media(value: Any) -> bool:

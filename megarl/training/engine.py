@@ -276,7 +276,7 @@ class MegatronEngine:
 
     def _outputs(self, head: Head, hidden: Tensor, chunk: Any, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return the head's outputs for the N response tokens of the micro-batch, on every rank of the last stage."""
-        outputs = head(hidden[:, 0], _unwrap(chunk), micro)
+        outputs = head(hidden[:, 0], chunk if isinstance(chunk, PolicyModel) else chunk.module, micro)
         if self.layout.cp_size == 1:
             return outputs
         return tuple(_AllTokens.apply(row, micro.order, micro.tokens, self.layout.cp_group) for row in outputs)
@@ -509,10 +509,6 @@ class MegatronEngine:
                 f"the {self.name} engine's {' and '.join(missing)} are not on the device: call this inside a phase of "
                 "megarl.system.offload_schedule that loads them"
             )
-
-
-def _unwrap(chunk: Any) -> PolicyModel:
-    return chunk if isinstance(chunk, PolicyModel) else chunk.module
 
 
 def _sum_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -144,7 +144,8 @@ def engine_slices(name: str, engine: MegatronEngine, *, writing: bool) -> Iterat
         for parameter, start, tensors in _state(part):
             copy = copies[id(parameter)]
             if not writing or (copy.first_in_model and (copy.first_in_data or id(parameter) in owned)):
-                for key in _wanted(engine):
+                # A float32 model's master weights are its parameters.
+                for key in MOMENTS if engine.dtype == torch.float32 else (*MOMENTS, _MASTER):
                     yield from slices_of(copy.places, tensors[key], start, f"optimizer.{key}.")
 
 
@@ -203,11 +204,6 @@ def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:
 
 def _optimizers(engine: MegatronEngine) -> list[Any]:
     return parts(engine.optimizer) if engine.optimizer is not None else []
-
-
-def _wanted(engine: MegatronEngine) -> tuple[str, ...]:
-    """Return the names of the stored optimizer state; a float32 model's master weights are its parameters."""
-    return MOMENTS if engine.dtype == torch.float32 else (*MOMENTS, _MASTER)
 
 
 def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
