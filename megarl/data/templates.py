@@ -259,7 +259,7 @@ class ChatTemplate:
         return text
 
     def write(self, messages: list[Message], row: Row, *, prompt: bool = True) -> str:
-        """Return the template's text of the messages; `prompt`: whether to end it where the assistant's answer begins."""
+        """Return the template's text of the messages; `prompt`: end it where the answer begins."""
         if self._tools.system:
             messages = _with_system(messages, self._tools.system)
         return self._rendered(messages, self._announced(row), row, prompt=prompt)
