@@ -212,7 +212,7 @@ class WeightsPushed(Message):
 
 @dataclass(frozen=True, config=_STRICT)
 class ServerStates(Message):
-    """Rollout's team to actor's team, before each push to servers: their states, after it has restarted failed servers."""
+    """Rollout's team to actor's team, before each push to servers: their states, after failed ones are restarted."""
 
     topic, keys = "servers", 1
     version: int
