@@ -62,16 +62,16 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
         )
     back = placement.taken(team.name)
     if back:
-        what = "; ".join(
-            f"{', '.join(one.fields)} of {one.node} in {one.giver}, read by {_readers(graph, team, one)}"
-            for one in back
+        handovers = "; ".join(
+            f"{', '.join(taken.fields)} of {taken.node} in {taken.giver}, read by {_readers(graph, team, taken)}"
+            for taken in back
         )
         raise ConfigError(
             f"the team {team.name} cannot run ahead: it needs results of other teams for the samples that it "
             f"generated in "
             "the same step",
             where=KEY,
-            found=what,
+            found=handovers,
             allowed="0, or a team that needs no results of other teams",
             fix=f"put the rollout into a team without these other roles, or {_off(config)}",
         )

@@ -168,7 +168,7 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
 
 
 def _check_forms(name: str, written: Mapping[str, Tensor | Jagged | list]) -> None:
-    """Refuse a field of megarl's own whose value has another form than `megarl.data.fields` gives it."""
+    """Raise an error if a written field of megarl has another form than `megarl.data.fields` lists."""
     for name_of_field, value in written.items():
         field = known(name_of_field)
         if field is not None and (form := field.misfit(value)):

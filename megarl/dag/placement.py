@@ -5,9 +5,8 @@
     handovers  rollout -> {prompt_ids, response_ids} -> reference,   ref_logp -> {ref_logp} -> train
 
 A node with a model belongs to the team of its role, which must also hold the other models that the node uses. Rewards
-are
-computed in the team that generates samples; other nodes without a model run in the actor's team. A team runs its nodes
-in the graph's order. Other teams send the fields that they wrote and this team reads.
+are computed in the team that generates samples; other nodes without a model run in the actor's team. A team runs its
+nodes in the graph's order. Other teams send the fields that they wrote and this team reads.
 """
 
 from __future__ import annotations
@@ -270,7 +269,7 @@ def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConf
     """Return the layout shared by all roles of a team."""
     roles = tuple(roles)
     if roles == (Role.ROLLOUT,) and not config.rollout.holds_model:
-        return config.rollout.parallel or ParallelConfig()  # its workers hold no model: they ask servers
+        return config.rollout.parallel or ParallelConfig()  # its workers have no model: they send requests to servers
     layouts = {role.value: config.parallel_of(role.value) for role in roles}
     first, *_ = layouts.values()
     other = next((role for role, layout in layouts.items() if layout != first), None)
@@ -374,7 +373,7 @@ def _unknown_samples(node: Node, maker: Node, nodes: dict[str, str]) -> ConfigEr
 
 
 def _check_handle(node: Node, name: str, writer: Node, nodes: dict[str, str]) -> None:
-    """Refuse a handle of work in progress between teams: it is only valid within its process."""
+    """Raise an error if teams would exchange a handle of pending work, which is only valid within its process."""
     if name in node.declared.consumes:
         raise ConfigError(
             f"node {node.id!r} waits for {name!r}, which only exists in the process of {writer.id!r}",

@@ -1,4 +1,4 @@
-"""Workers per machine, and how `placement.auto` distributes them: whole replicas, evenly or by each team's work."""
+"""Distribute workers over teams for `placement.auto`: whole replicas, evenly or by each team's work."""
 
 from __future__ import annotations
 
@@ -135,9 +135,9 @@ def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:
 
 
 def _passes(config: RunConfig, node: Node) -> float:
-    """Pass over its model that a node makes; the backward pass counts as two."""
+    """Return the number of passes that a node makes over its model; a backward pass counts as two."""
     if node.role is Role.ROLLOUT and not config.rollout.holds_model:
-        return 0.0  # no worker computes with it: servers do
+        return 0.0  # servers compute, not workers
     if node.kind is Kind.MODEL_TRAIN:
         return 3.0 * (config.critic if node.role is Role.CRITIC else config.actor).ppo_epochs
     return 1.0 if node.kind is Kind.MODEL_INFERENCE else 0.0

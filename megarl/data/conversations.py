@@ -1,4 +1,4 @@
-"""The text of responses to learn: the assistant's turns as the chat template writes the whole conversation.
+"""Write responses to train on as text: the assistant's turns, as the chat template writes the whole conversation.
 
 The template is called once for all messages. Its text is cut where the assistant's answers begin (the end of a prompt)
 and after the end token that the template writes:
@@ -28,10 +28,10 @@ _QUESTION: Message = {"role": "user", "content": "x"}
 class Turn(NamedTuple):
     """A turn of the assistant."""
 
-    before: str  # text from the end token of the turn before, or from the start, to where the assistant begins
+    before: str  # text from the previous turn's end token, or from the start, to where the assistant begins
     text: str  # the assistant's text with the end token that the template writes
-    ended: bool  # `text` ends with an end token; if not, one is appended to the tokens to learn
-    learnt: bool = True  # the turn counts in the loss
+    ended: bool  # whether `text` ends with an end token; if not, one is appended to the turn's tokens
+    learnt: bool = True  # whether the turn counts in the loss
 
 
 class Conversations:
@@ -40,7 +40,7 @@ class Conversations:
     Args:
         chat: the chat template; None: prompts and responses are plain text.
         ends: texts of the tokens that end a turn.
-        special: texts of the tokenizer's special tokens, of which the template may end a turn with another one.
+        special: texts of the tokenizer's special tokens; a template that ends turns with one not in `ends` is an error.
 
     Attributes:
         without_reasoning: rows whose prompt opens `<think>` and whose response has no reasoning.
@@ -87,7 +87,7 @@ class Conversations:
             return False
 
     def _without_end(self, message: Message, row: Row) -> Message:
-        """Remove the end token at the end of the message's text, which is learnt once."""
+        """Remove an end token from the end of the message, since the template adds one."""
         content = message["content"]
         end = next((end for end in self._ends if content.endswith(end)), "")
         message = {**message, "content": content.removesuffix(end)}
@@ -99,7 +99,7 @@ class Conversations:
         inside = next((end for end in self._ends if end in text), None)
         if inside is not None:
             raise DataError(
-                "the response holds an end token before its end, where the model stops",
+                "the response contains an end token before its end, where the model would stop",
                 where=row.where,
                 found=f"{inside} in {content[:200]!r}",
                 fix="write a conversation as messages, or take the end token out of the text",
@@ -110,9 +110,11 @@ class Conversations:
         """Return the response as one turn after the prompt's text, for prompts without a template for conversations."""
         message, keys = talk[0], extra_keys(talk[0])
         if self._chat is None and (keys or len(talk) > 1):
-            held = f"a message of the response holds {', '.join(map(repr, keys))}" if keys else "the response is a talk"
+            kind = (
+                f"a message of the response has {', '.join(map(repr, keys))}" if keys else "the response has messages"
+            )
             raise DataError(
-                f"{held}, and no chat template is used",
+                f"{kind}, and no chat template is used",
                 where=row.where,
                 fix="set data.chat_template: true, or take it out of the row",
             )
@@ -169,9 +171,10 @@ class Conversations:
         return sum(1 for _ in alike), ""
 
     def _refuse_run_on(self, chat: ChatTemplate, messages: list[Message], turn: Turn, text: str, row: Row) -> None:
-        """Refuse the last of these messages where its turn, whose end is that of `text`, holds the next message, too.
+        """Raise an error if the turn of the last message also contains the next message.
 
-        The template ends such a turn with a special token that is no end token.
+        The template then ends turns with a special token that is not in `ends`. `text` is the conversation up to the
+        turn's end.
         """
         content = json.dumps(messages[-1], ensure_ascii=False)
         end = next((end for end in self._ends if turn.ended and turn.text.endswith(end)), "")
@@ -192,9 +195,9 @@ class Conversations:
         )
 
     def _cut(self, text: str, starts: Sequence[tuple[int, str]], row: Row) -> tuple[list[Turn], list[int]]:
-        """Return the turns that begin at these places of a conversation, each up to its end token, and where they end.
+        """Cut a conversation into turns that begin at `starts`, each up to its end token; return them and their ends.
 
-        A prompt that comes with a place stands instead of the text before it.
+        `starts` has (position, prompt); a prompt that is not empty replaces the text before the position.
         """
         turns, ends, done, end = list[Turn](), list[int](), 0, ""
         for (start, prompt), (limit, _) in pairwise([*starts, (len(text), "")]):
@@ -202,7 +205,7 @@ class Conversations:
                 raise _not_continued(text, prompt, row)
             before = end + (prompt or text[:start])[done:]
             stops = [(text.find(token, start, limit), token) for token in self._ends]
-            stop, end = min((found for found in stops if found[0] >= 0), default=(limit, ""))
+            stop, end = min((candidate for candidate in stops if candidate[0] >= 0), default=(limit, ""))
             if not end and limit < len(text):
                 raise self._no_end(text[start:limit])
             done = stop + len(end)

@@ -1,10 +1,10 @@
-"""All fields that a batch may have in a run of megarl's own stages: form, writer and meaning of each.
+"""The fields that megarl's stages may write into a batch: form, writer and meaning of each.
 
-A stage of megarl's own that declares another field does not import, and a node that returns one of these with a value
-of another form fails. A stage of a user's own may add fields of other names. `page` returns docs/fields.md.
+Importing a stage of megarl that declares an unlisted field is an error, and so is a node that returns a listed field in
+another form. A user's stage may add fields under other names. `page` returns docs/fields.md.
 
-    dtype     of a tensor (int64, float32, bool, uint8; the model's: one of two), or of the values of a column, a plain
-              list (str, int, dict)
+    dtype     of a tensor (int64, float32, bool, uint8; float32 or bfloat16 for the model's states), or type of the
+              values of a column, which is a list (str, int, dict)
     shape     [B] one entry per sample; [B, prompt], [B, response], [B, mismatched], [B, turns], [B, calls], [B, runs]:
               a Jagged, with as many entries as the sample has tokens of the prompt, its response or the mismatched one,
               turns, policy calls, runs of versions
@@ -31,10 +31,10 @@ _TENSORS = ("int64", "float32", "bool", "uint8", _MODEL_DTYPE)
 
 @dataclass(frozen=True)
 class Field:
-    """A field.
+    """A field of a batch.
 
     Attributes:
-        dtype, shape: as the module's docstring lists them.
+        dtype, shape: as described at the top of this file.
     """
 
     dtype: str
@@ -45,12 +45,12 @@ class Field:
 
     @property
     def is_column(self) -> bool:
-        """True if the field is a list of plain values."""
+        """Whether the field is a list of plain values."""
         return self.dtype not in _TENSORS
 
     @property
     def is_jagged(self) -> bool:
-        """True if samples have different numbers of entries."""
+        """Whether samples have different numbers of entries."""
         return self.shape[4:5].islower()
 
     @property
@@ -266,7 +266,7 @@ own may add fields under other names.
 
 
 def known(name: str) -> Field | None:
-    """Return the field of that name, or of a camera's prefix; None: a user's field."""
+    """Return the field of that name (`prefix/CAMERA` for fields per camera); None for a user's field."""
     prefix, slash, _ = name.partition("/")
     return FIELDS.get(prefix + slash)
 

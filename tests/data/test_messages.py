@@ -233,7 +233,7 @@ def test_the_end_token_is_learnt_once(examples):
     two = [{"role": "assistant", "content": "2<eos>"}, USER, {"role": "assistant", "content": "b<eos>"}]
     assert examples({"prompt": "1", "answer": two}).endswith("b<eos>")
     assert examples({"prompt": "1", "answer": two}).startswith("2<eos>_[")
-    with pytest.raises(DataError, match=r"d.jsonl:1: the response holds an end token before its end"):
+    with pytest.raises(DataError, match=r"d.jsonl:1: the response contains an end token before its end"):
         examples({"prompt": "1", "answer": "2<eos>[user]1"})
 
 

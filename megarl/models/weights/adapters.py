@@ -1,5 +1,6 @@
-"""The plan of low-rank adapters: their tensors by the names of PEFT, and the local parameters that hold them; as
-`megarl.models.weight_table` is for weights, from the rules of `megarl.architectures.adapters`.
+"""The tensors of low-rank adapters under their PEFT names, and this process's parameters that hold parts of them.
+
+This is for adapters what `megarl.models.weight_table` is for weights; the rules are in `megarl.architectures.adapters`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The files of a Hugging Face folder other than the weights: config.json, generation_config.json, tokenizer files.
 
 Programs with transformers 4 and 5 read the same model from them. transformers 5 keeps RoPE in `rope_parameters`;
-version
-4 and programs built on it only read `rope_theta` and `rope_scaling`. The number of experts also has two names. Both
-forms are written. Files of the source model are copied unchanged.
+version 4 and programs built on it only read `rope_theta` and `rope_scaling`. The number of experts also has two names.
+Both forms are written. Files of the source model are copied unchanged.
 """
 
 from __future__ import annotations
