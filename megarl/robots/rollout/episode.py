@@ -1,11 +1,11 @@
-"""One episode of a robot, and what a batch holds of it.
+"""An episode of a robot, and its fields in a batch.
 
 An episode is a sample of several turns, one per policy call; D numbers to an action, K actions to a call:
 
     response_ids     K * D tokens of call 0 | K * D of call 1 | ...
     response_mask    those of actions that were executed: the first finish_step * D of them
     turn_starts, turn_ends                    where each call begins and ends
-    frames/CAMERA    uint8 [calls, H, W, 3]   what the policy saw before each call
+    frames/CAMERA    uint8 [calls, H, W, 3]   the policy's pictures before each call
     states           float32 [calls, S]
     end_frames/CAMERA, end_state              what was seen after the last action
     clip/CAMERA      uint8 [n, H, W, 3]       where it is recorded: the simulator's frames, evenly spread
@@ -30,7 +30,7 @@ from megarl.robots.rollout.policy import Chunk
 from megarl.robots.simulators.protocol import Observation, TaskSpec
 from megarl.system.machine import find_malloc_trim
 
-#: So much of what pictures took may be kept by malloc before it is given back.
+#: After freeing this many bytes of pictures, ask malloc to return memory to the system.
 _TRIM_BYTES = 256 << 20
 
 
@@ -55,7 +55,7 @@ class Episode:
 
     @property
     def finish_step(self) -> int:
-        """Environment steps that were executed."""
+        """The number of executed environment steps."""
         return sum(self.executed)
 
     def fail(self, kind: str, why: str, blank: Chunk) -> None:
@@ -71,7 +71,7 @@ class Episode:
             self.executed.append(0)
 
     def executed_tokens(self) -> NDArray[np.bool_]:
-        """Return bool [calls * K * D]: tokens of actions that were executed; none of an episode that failed."""
+        """Return bool [calls * K * D], True for tokens of executed actions; all False if the simulator failed."""
         made = [
             np.arange(len(chunk.token_ids)) < steps * self.spec.action_dim
             for chunk, steps in zip(self.chunks, self.executed, strict=True)
@@ -83,7 +83,7 @@ class Episode:
 def episode_values(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
     """Return the fields and columns of `episodes`, one entry per sample; `version` of the weights sampled all of them.
 
-    The episodes give up their pictures one after another, which would be in memory twice otherwise.
+    Pictures are removed from the episodes one by one, so that they are not in memory twice.
 
     Raises:
         ValueError: tasks with different cameras, or sizes of pictures or states, in one batch.
@@ -153,14 +153,14 @@ def _state_values(episodes: Sequence[Episode], final: Sequence[Observation]) -> 
 
 
 def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> torch.Tensor:
-    """Return a camera's pictures in one tensor uint8 [N, H, W, 3]; they are no longer in `seen`."""
+    """Move a camera's pictures out of `seen` into one tensor, uint8 [N, H, W, 3]."""
     found = np.empty((len(seen), *size, 3), np.uint8)
     trim = find_malloc_trim()
     every = max(1, _TRIM_BYTES // max(1, size[0] * size[1] * 3))
     for number, (place, one) in enumerate(zip(found, seen, strict=True), 1):
         frames = dict(one.frames)
         place[:] = frames.pop(camera)
-        object.__setattr__(one, "frames", frames)  # nobody looks at an episode's pictures after this
+        object.__setattr__(one, "frames", frames)  # the episode's pictures are not used after this
         if number % every == 0:
             trim(0)
     return torch.from_numpy(found)

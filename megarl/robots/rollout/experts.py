@@ -3,9 +3,9 @@
     seen -> expert's action ------------------------------> recorded, with what was seen
                             \\-> + noise -> simulator -> seen
 
-With noise the simulator does something else than what the expert said, and the expert then says how to come back: what
-is recorded is always the expert's action where the episode came to (DART, Laskey et al. 2017). Which demonstrations
-come out, and in which order, follows from the episodes, the noise and the seed, not from which process was faster.
+With noise the executed action differs from the expert's, and the expert's next action corrects this. The recorded
+action is always the expert's (DART, Laskey et al. 2017). The demonstrations and their order depend only on the
+episodes, the noise and the seed, not on which process is faster.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megarl.robots.envs import Advice, Answer, Failure, SimulatorPool
 from megarl.robots.simulators.protocol import Numbers, Observation, TaskSpec
 from megarl.system.errors import ConfigError, count
 
-_LOOK_S = 1.0  # the pool has limits of its own
-#: Episodes per slot that may be over, or begun, before the next one that is to be given: they are held in memory.
+_LOOK_S = 1.0  # seconds per wait for answers; the pool has its own deadlines
+#: Most episodes per slot that may run ahead of the next one to yield; finished ones are kept in memory.
 _AHEAD = 16
 
 
@@ -116,7 +116,7 @@ class _Stage:
         self._counts, self._advance = counts, advance
         self._waiting = deque(range(len(episodes)))
         self._playing: dict[int, _Play] = {}
-        self._kept: dict[int, set[str]] = {slot: set() for slot in pool.slots}  # tasks that it has a simulator of
+        self._kept: dict[int, set[str]] = {slot: set() for slot in pool.slots}  # tasks that a slot has a simulator of
         self._over: dict[int, Demonstration | None] = {}
         self._next = 0
 
@@ -133,12 +133,12 @@ class _Stage:
                 if shown is not None:
                     yield shown
         except (GeneratorExit, ConfigError):
-            while self._pool.busy:  # the pool can be used again
+            while self._pool.busy:  # wait for all answers, so that the pool can be used again
                 self._pool.answers(_LOOK_S)
             raise
 
     def _begin(self, slot: int) -> None:
-        """Let a free slot play: an episode of a task that it has a simulator of, if one may begin, else the first."""
+        """Begin an episode in a free slot, preferably of a task that it has a simulator of."""
         end = self._next + _AHEAD * len(self._pool.slots)
         if slot in self._playing or not self._waiting or self._waiting[0] >= end:
             return
@@ -190,8 +190,7 @@ class _Stage:
 
 
 def noises(seed: int, task: str, trial: int, steps: int, dim: int) -> Numbers:
-    """Return the standard normal numbers [steps, dim] of an episode, by a counter-based generator: a function of the
-    arguments.
+    """Return standard normal noise, float32 [steps, dim], that depends only on the arguments.
 
     The first k steps are the same whatever `steps` is.
     """

@@ -1,13 +1,13 @@
-"""Plays episodes of robots: the policy sees, acts for a chunk of environment steps, and sees again.
+"""Plays robots' episodes: the policy gets an observation, its chunk of actions is executed, and so on.
 
     slots of one half      physics, pictures | policy            | physics, pictures | ...
     slots of the other     policy            | physics, pictures | policy            | ...
 
-Each slot is a simulator's process, which plays one episode after the other. The halves take turns, so that physics of
-one goes on while the policy acts for the other. Which episodes are asked about together follows from the episodes only:
-a half waits for all of its slots. So a run is repeatable, whichever process answers first, and whichever is replaced.
+Each slot is a simulator's process, which plays one episode after another. The halves take turns, so that one simulates
+while the policy acts for the other. A half waits for all of its slots, so the episodes of a policy batch do not depend
+on which process answers first or is replaced, and a run is repeatable.
 
-All ranks of a replica make the same calls; the first one has the simulators and tells the others what they answer.
+All ranks of a replica make the same calls; the first rank has the simulators and broadcasts their answers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megarl.system.errors import MegarlError
 if TYPE_CHECKING:
     from megarl.system.comm import WorkerGroup
 
-_LOOK_S = 1.0  # the pool has limits of its own
-_OF_CLIP = "#"  # between a slot and a camera, in the place of the slash of what is seen
+_LOOK_S = 1.0  # seconds per wait for answers; the pool has its own deadlines
+_OF_CLIP = "#"  # separates slot and camera in the names of clips; `/` does so in the names of pictures
 
 
 class PlayError(MegarlError):
@@ -109,7 +109,7 @@ class Player:
 
 
 class _Game:
-    """The state of one call of `play`: on all ranks of the replica the same, but for answers that are on their way."""
+    """The state of one call of `play`, the same on all ranks of the replica except for `_come`."""
 
     def __init__(
         self, player: Player, starts: Sequence[EpisodeStart], advance: Callable[[int], None], record: Recording | None
@@ -122,7 +122,7 @@ class _Game:
         self._waiting = deque(range(len(starts)))
         self._playing: dict[int, int] = {}  # slot -> number of its episode
         self._kept: dict[int, set[str]] = {}  # slot -> tasks that it has played
-        self._come: dict[int, Answer] = {}  # on the first rank: answers that nobody has looked at
+        self._come: dict[int, Answer] = {}  # first rank only: answers that are not used yet
 
     def play(self) -> None:
         """Play until all episodes are over."""
@@ -133,7 +133,7 @@ class _Game:
                 self._turn([slot for slot in half if slot in self._playing])
 
     def _turn(self, slots: list[int]) -> None:
-        """Take what these slots answer, and act in those whose episodes go on."""
+        """Wait for the answers of these slots, and let the policy act in the episodes that are not over."""
         if not slots:
             return
         answers = self._answers(slots)
@@ -155,8 +155,7 @@ class _Game:
                 self._p.pool.act(slot, chunk.actions)
 
     def _begin(self, slot: int) -> None:
-        """Begin the next episode: of a task that the slot has a simulator of, if there is one left, else the first
-        one."""
+        """Begin the slot's next episode, preferably of a task that it has a simulator of."""
         if not self._waiting:
             return
         kept = self._kept.setdefault(slot, set())
@@ -169,7 +168,7 @@ class _Game:
             self._p.pool.begin(slot, start.task, start.trial, self._record)
 
     def _take(self, slot: int, answer: Answer) -> bool:
-        """Apply an answer to the slot's episode; tell whether it goes on."""
+        """Add an answer to the slot's episode; return whether the episode continues."""
         number = self._playing[slot]
         episode, over = self.episodes[number], True
         if isinstance(answer, Failure):
@@ -204,7 +203,7 @@ class _Game:
                 f"the simulator of sample {start.sample_id} failed: {failure.text}\n"
                 f"  episode: {failure.task}, trial {failure.trial}, after {failure.chunks} policy calls\n"
                 + "".join(f"    {line}\n" for line in failure.output.splitlines())
-                + "  fix:     correct the simulator, or set robot.on_error=mark to leave such episodes out"
+                + "  fix:     fix the simulator, or set robot.on_error=mark to leave such episodes out"
             )
         self.counts.failures[failure.kind] = self.counts.failures.get(failure.kind, 0) + 1
         episode, cameras = self.episodes[number], self._p.rendered[start.task].cameras
@@ -270,7 +269,7 @@ def _unpacked(data: bytes) -> dict[int, Answer]:
 
 
 def _beginning(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """Return the arrays whose names go on after `prefix`, by what follows it."""
+    """Return the arrays whose names start with `prefix`, by the rest of the name."""
     return {
         name.removeprefix(prefix): one for name, one in arrays.items() if name.startswith(prefix) and name != prefix
     }

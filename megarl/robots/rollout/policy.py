@@ -1,4 +1,4 @@
-"""Policies that act: their interface, and the one with the trainer's own parameters."""
+"""The interface of policies that choose actions, and the policy that uses the trainer's parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.robots.simulators.protocol import Numbers, Observation
 
 @dataclass(frozen=True)
 class PolicyCall:
-    """One question to a policy. Its answer is a function of the weights, of this, and of the sampling settings."""
+    """The input of one policy call. Its result depends only on this, the weights and the sampling settings."""
 
     prompt_ids: list[int]
     observation: Observation
@@ -53,7 +53,7 @@ class SampleTokens(Protocol):
 
 
 class SamplingPolicy:
-    """An `ActingPolicy`: every call is a row of a batch, whose tokens are generated.
+    """An `ActingPolicy` that samples the action tokens of all calls as one batch.
 
     Args:
         sample: samples all tokens of rows, given those that stand there now.
@@ -88,7 +88,7 @@ class SamplingPolicy:
         rows = Batch(fields)
         seeds = torch.tensor([call.seed for call in calls], dtype=torch.int64)
         tokens, logp = self._sample(rows, seeds, self.temperature)
-        # One after another: a token is right as soon as all before it are, so that a pass makes one or more right.
+        # Without `parallel` a token is correct once all earlier ones are: each pass makes at least one more correct.
         for _ in range(0 if self._parallel else self._slots):
             if torch.equal(tokens.values, rows["response_ids"].values):
                 break

@@ -1,7 +1,7 @@
-"""Rows of robots' data: start states of tasks, parted into those that are trained on and those that are measured.
+"""The rows of robots' data sets: start states of tasks, split into training and validation.
 
-Validation has up to three sets of start states: held out of those that are trained on, which bear the task's name, some
-that are trained on (`train_iid`), and those of the simulator's own list for evaluation (`eval_ood`).
+Validation has up to three sets of start states: held-out ones, whose data source is the task's name, some training
+start states (`train_iid`), and the simulator's own evaluation list (`eval_ood`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def part_trials(
     val_trained: int = 0,
     val_evaluation: int | None = None,
 ) -> dict[Split, list[tuple[str, int]]]:
-    """Return the start states of each task for training and for measuring; the same whatever other tasks there are.
+    """Split each task's start states into training and validation, independently of other tasks.
 
     Args:
         held_out: start states of each task that are measured and not trained on.
@@ -104,7 +104,7 @@ def part_trials(
 def val_sets(
     tasks: Iterable[TaskSpec], parted: Mapping[Split, Sequence[tuple[str, int]]]
 ) -> dict[tuple[str, int], str]:
-    """Return the sets of those start states of validation whose set has more than the task's name."""
+    """Return the set, `eval_ood` or `train_iid`, of each validation start state that is not held out."""
     first = {task.name: task.trials - task.evaluation for task in tasks}
     trained = set(parted["train"])
     named = {pair: "eval_ood" if pair[1] >= first[pair[0]] else "train_iid" for pair in parted["val"]}
@@ -124,8 +124,7 @@ def _too_few(task: TaskSpec, key: str, found: object, most: int) -> ConfigError:
 def limited(
     pairs: Sequence[tuple[str, int]], limit: int | None, sets: Mapping[tuple[str, int], str] | None = None
 ) -> list[tuple[str, int]]:
-    """Return at most `limit` of `pairs` in their order, as many of each task and set as of others
-    (`data.max_val_samples`).
+    """Return at most `limit` of `pairs` in their order, evenly over tasks and sets (`data.max_val_samples`).
 
     >>> limited([("a", 1), ("a", 5), ("a", 7), ("b", 2)], 3)
     [('a', 1), ('a', 5), ('b', 2)]

@@ -1,5 +1,4 @@
-"""The policy's view of a simulator's observation: pictures of some cameras at its own size, and its state in -1 to
-1."""
+"""Converts a simulator's observations for the policy: pictures in the policy's size, and a scaled state."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ class View:
     states: ActionStatistics | None = None  # scaling of the robot's own state; None: it is seen as it is
 
     def __call__(self, seen: Observation) -> Observation:
-        """Return the policy's view of `seen`."""
+        """Convert a simulator's observation for the policy."""
         frames = {name: self.pictures(torch.from_numpy(seen.frames[name])).numpy() for name in self.cameras}
         state = seen.state if self.states is None else self.states.normalise(seen.state)
         return replace(seen, frames=frames, state=state)
 
     def of_answer(self, answer: Answer) -> Answer:
-        """Return the policy's view of the answer of a simulator's process."""
+        """Return a simulator's answer with its observation converted for the policy."""
         if isinstance(answer, Observation):
             return self(answer)
         if isinstance(answer, Outcome):
@@ -41,8 +40,7 @@ class View:
         return answer
 
     def upright(self, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the frames [..., H, W, 3] of a simulator that renders upside down, turned; nothing else is done to
-        them."""
+        """Turn frames [..., H, W, 3] by 180 degrees, if the simulator renders upside down."""
         return np.ascontiguousarray(frames[..., ::-1, ::-1, :]) if self.pictures.rotate else frames
 
     def of_task(self, spec: TaskSpec) -> TaskSpec:
@@ -58,7 +56,7 @@ class View:
             )
         if self.states is not None and self.states.dim != spec.state_dim:
             raise ConfigError(
-                "the statistics are of another robot's state",
+                "the statistics are for a robot state of another size",
                 where="robot.unnorm_key",
                 found=f"{self.states.dim} numbers, and {spec.name} has {spec.state_dim}",
             )

@@ -1,8 +1,8 @@
-"""Frames of an episode for a reward that looks at videos: of every environment step, thinned while it is played.
+"""Records the frames of an episode for a video encoder, and drops some while the episode is played.
 
-An episode of 512 environment steps with pictures of 256 pixels is 100 MB; a video encoder reads 64 evenly spaced frames
-of it, which are known only at the end. So four times as many are kept: when there are more, every second one is
-dropped, and from then on only every second one is recorded.
+All frames of an episode of 512 environment steps with pictures of 256 pixels take 100 MB. A video encoder needs 64
+evenly spaced frames, but which ones is known only at the end. So four times as many are kept: when there are more,
+every second one is dropped, and from then on only every second one is recorded.
 """
 
 from __future__ import annotations

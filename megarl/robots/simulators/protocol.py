@@ -1,4 +1,4 @@
-"""The protocol of a simulator of a robot's task: built once, reset for every episode, stepped by chunks of actions.
+"""The interface of a simulator of a robot's task: constructed once, reset for every episode, stepped by action chunks.
 
     Simulator(task, settings)           once per process and task: seconds
     reset(trial) -> observation         an episode begins in one of the task's start states
@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Recording:
-    """The recording of an episode for a reward that looks at videos."""
+    """Which clip of an episode to record for a score by a video encoder."""
 
     cameras: tuple[str, ...]  # cameras to record, as the simulator renders them
     frames: int  # maximum per camera; evenly spaced over the environment steps
@@ -83,7 +83,7 @@ class Simulator:
         raise NotImplementedError
 
     def refuse_trial(self, trial: int) -> None:
-        """Raise ValueError where the task has no such start state."""
+        """Raise ValueError if the task has no start state with this number."""
         if not 0 <= trial < self.spec.trials:
             raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
 

@@ -1,9 +1,9 @@
-"""A simulator's process: it constructs simulators, keeps them by task, and answers the trainer's calls one by one.
+"""The simulator's side of a process: constructs simulators, keeps them by task, and answers the trainer's calls.
 
     call      answer
-    open      `open`: the tasks that there are
-    begin     `construct`: the task's simulator is there, `fresh` if it was constructed just now; then `reset`
-    step      `step`: what a chunk of actions came to; of an episode that is recorded its last answer brings a clip
+    open      `open`: all tasks
+    begin     `construct`: the task's simulator is ready, `fresh` if it was constructed just now; then `reset`
+    step      `step`: the outcome of a chunk of actions; with a clip at the end of a recorded episode
     expert    `expert`: the scripted expert's action, or none
     close     the process ends
 
@@ -43,7 +43,7 @@ _TEXT = 2000  # characters of an error's message, and of an instruction
 
 
 class _Refused(Exception):
-    """An answer that must not be given; `kind` is the trainer's name for it."""
+    """An error that is sent to the trainer instead of an answer; `kind`: the trainer's name for it."""
 
     def __init__(self, kind: str, text: str, **parts: Any) -> None:
         super().__init__(text)
@@ -74,7 +74,7 @@ class _Work:
         except _Refused as error:
             self._send({"error": error.kind, "text": str(error)[:_TEXT], **error.parts})
         except Exception as error:
-            traceback.print_exc()  # into the lines that the trainer keeps
+            traceback.print_exc()  # the trainer keeps the last lines of output
             self._send({"error": "raised", "text": f"{type(error).__name__}: {error}".rstrip(": ")[:_TEXT]})
 
     def close(self) -> None:
@@ -95,9 +95,9 @@ class _Work:
             given["tasks"] = header["tasks"]  # the simulator does not know them otherwise
         for key, value in given.items():
             if key not in known:
-                raise _Refused("settings", "there is no such setting", key=key, found=value, allowed=list(known))
+                raise _Refused("settings", "unknown setting", key=key, found=value, allowed=list(known))
             if not _fits(value, known[key]):
-                raise _Refused("settings", "this value does not fit", key=key, found=value, allowed=_like(known[key]))
+                raise _Refused("settings", "value of the wrong type", key=key, found=value, allowed=_like(known[key]))
         self._settings, self._limit = {**known, **given}, header["kept"]
         specs = [plain_spec(spec) for spec in self._kind.tasks(self._settings)]
         self._specs = {spec["name"]: spec for spec in specs}

@@ -253,7 +253,9 @@ def test_when_no_process_works_any_more_the_run_ends_with_what_they_said() -> No
 def test_a_simulator_that_was_never_constructed_ends_the_run_at_once() -> None:
     with pool_of(wrong="construct", retries=5) as pool:
         pool.begin(0, "right", 0)
-        with pytest.raises(SimulatorError, match=r"its first construction failed(?s:.*)FileNotFoundError: meshes are"):
+        with pytest.raises(
+            SimulatorError, match=r"the simulator could not be constructed(?s:.*)FileNotFoundError: meshes are"
+        ):
             answer(pool)
 
 
@@ -358,10 +360,10 @@ def test_the_simulator_of_the_documentation_works(tmp_path: Path) -> None:
         ({"name": "no/such.py:Line"}, r"env.name: (?s:.*)there is no file (?s:.*)/no/such.py"),
         ({"name": LINE.replace("Line", "Lien")}, r"env.name: (?s:.*)has no simulator 'Lien'; allowed: Line"),
         ({"python": "/no/such/python"}, r"env.python: this interpreter does not start: No such file"),
-        ({"wrnog": "exit"}, r"env.wrnog: (?s:.*)there is no such setting(?s:.*)did you mean 'wrong'"),
-        ({"limit": "5"}, r"env.limit: (?s:.*)this value does not fit(?s:.*)allowed: a whole number"),
-        ({"tasks": {"left": {"instruction": "go"}}}, r"env.tasks: (?s:.*)there is no such setting"),
-        ({"tasks": ["lefft"]}, r"env.tasks: (?s:.*)no such task(?s:.*)did you mean 'left'"),
+        ({"wrnog": "exit"}, r"env.wrnog: (?s:.*)unknown setting(?s:.*)did you mean 'wrong'"),
+        ({"limit": "5"}, r"env.limit: (?s:.*)value of the wrong type(?s:.*)allowed: a whole number"),
+        ({"tasks": {"left": {"instruction": "go"}}}, r"env.tasks: (?s:.*)unknown setting"),
+        ({"tasks": ["lefft"]}, r"env.tasks: (?s:.*)unknown task(?s:.*)did you mean 'left'"),
     ],
 )
 def test_what_a_recipe_says_wrong_is_found_before_an_episode(given: dict[str, Any], message: str) -> None:

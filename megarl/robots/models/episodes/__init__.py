@@ -1,4 +1,4 @@
-"""Embeddings of robots' episodes, which scores of failures compare: one row of numbers for each episode."""
+"""Embeddings of robots' episodes: one vector per episode, by which scores compare failures with successes."""
 
 from __future__ import annotations
 

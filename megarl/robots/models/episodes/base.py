@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EpisodeEmbedder(ABC):
-    """An embedder, which makes one embedding of each episode; as it stands here it learns and records nothing."""
+    """Makes one embedding for each episode. The base class needs no training and no recording."""
 
     @abstractmethod
     def embed(self, episodes: Batch) -> Tensor:
@@ -31,12 +31,11 @@ class EpisodeEmbedder(ABC):
 
     @property
     def recording(self) -> Recording | None:
-        """The part of an episode that simulators must record in addition to the policy's observations; None:
-        nothing."""
+        """The clips that simulators must record in addition to the policy's observations; None: no clips."""
         return None
 
     def learn(self, episodes: Batch, step: int) -> Metrics | None:
-        """Learn of a training step's episodes, those of this replica; collective over the data-parallel ranks.
+        """Train the embedder on this replica's episodes of a training step; collective over data-parallel ranks.
 
         Returns:
             This rank's metrics; None where nothing is learned.
@@ -44,12 +43,11 @@ class EpisodeEmbedder(ABC):
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: nested dicts of tensors and plain numbers; empty where nothing is
-        learned."""
+        """Return the state for a checkpoint: nested dicts of tensors and numbers; empty without trained parameters."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have nothing to load)
-        """Go on from what `state` gave."""
+        """Restore the state that `state` returned."""
 
 
 def build_embedder(

@@ -1,15 +1,15 @@
-"""Episodes compared by a small encoder that learns on the run's own episodes what changes along them.
+"""Embeds episodes with a small encoder that is trained during the run on its own episodes.
 
     pictures of all cameras, 32 x 32 --> convolutions --.
                                                         +--> linear layers --> unit vector [D] of a point in time
     the robot's state ----------------------------------'
 
-    learn: points of one episode that are neighbours in time are alike, its other points are not (InfoNCE, as in
-           contrastive learning in time: arXiv 1704.06888)
-    embed: the vectors at 1/n, 2/n, ..., 1 of the episode, one after another
+    learn: the vectors of neighbouring points in time become similar, those of other points of the episode dissimilar
+           (InfoNCE over time, arXiv 1704.06888)
+    embed: concatenates the vectors at 1/n, 2/n, ..., 1 of the episode
 
-Negatives come from the same episode, so that what stays the same along it (the start state, the task) need not be told
-apart, and the sum of the loss does not depend on which episodes are on one rank.
+Negatives come from the same episode. So the encoder ignores what is constant in an episode (the start state, the task),
+and the sum of the loss does not depend on how episodes are distributed over ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megarl.robots.models.episodes.states import valid_episodes
 from megarl.system.comm import WorkerGroup
 from megarl.system.metrics import Metrics
 
-#: Pixels of a side; points of an episode, and episodes of the global batch, that one update sees.
+#: Height and width of pictures; in one update: points per episode, and episodes of the global batch.
 SIDE, POINTS, EPISODES = 32, 8, 32
 _TEMPERATURE = 0.1
 #: Pictures that go through the encoder at a time.
@@ -39,7 +39,7 @@ _AT_A_TIME = 256
 
 
 class PointEncoder(nn.Module):
-    """The encoder that maps pictures and state of one point in time to a unit vector."""
+    """Maps the pictures and the state at one point in time to a unit vector."""
 
     def __init__(self, cameras: int, state_dim: int, width: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class PointEncoder(nn.Module):
 
 
 class OwnEmbedder(EpisodeEmbedder):
-    """The encoder, and how it learns. Repeatable on CPUs: every draw follows from run, step and update.
+    """The encoder with its training. Deterministic on CPUs: random numbers depend on seed, step and update only.
 
     Args:
         cameras: that episodes have pictures of.
@@ -85,7 +85,7 @@ class OwnEmbedder(EpisodeEmbedder):
         self._cameras, self._points, self._width, self._updates, self._lr = tuple(cameras), points, width, updates, lr
         self._device, self._group, self._seed = device, group, seed
         self._state_dim = 0
-        self._encoder: PointEncoder | None = None  # made when it is known how many numbers a state has
+        self._encoder: PointEncoder | None = None  # made with the first episodes, which determine the size of states
         self._optimizer: torch.optim.Adam | None = None
 
     # -- embeddings --------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class OwnEmbedder(EpisodeEmbedder):
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def learn(self, episodes: Batch, step: int) -> Metrics | None:
-        """Make a few updates, each on some episodes of the global batch; see `EpisodeEmbedder`.
+        """Update the encoder a few times, each time on random episodes of the global batch; see `EpisodeEmbedder`.
 
         Returns:
             `srpo/encoder/loss`, and `srpo/encoder/accuracy`: share of neighbours that are more alike than all
@@ -148,7 +148,12 @@ class OwnEmbedder(EpisodeEmbedder):
     def _loss(
         self, encoder: PointEncoder, episodes: Batch, rows: Tensor, points: list[list[int]]
     ) -> tuple[Tensor, int, int]:
-        """Sum of the loss over pairs of neighbours, how many of them are most alike, and their number."""
+        """Return the summed loss over pairs of neighbouring points, the number of correct pairs, and of all pairs.
+
+        Args:
+            rows: the episodes.
+            points: for each episode the places of its points in time.
+        """
         if not points:
             return torch.zeros(()), 0, 0
         counts = torch.tensor([len(some) for some in points])
@@ -160,8 +165,7 @@ class OwnEmbedder(EpisodeEmbedder):
         return neighbours_loss(padded, there)
 
     def _inputs(self, episodes: Batch, episode: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the encoder's inputs for these episodes [N] at these places [N]; place = number of calls is the
-        episode's end."""
+        """Return pictures and states of episodes [N] at places [N]: place k is before call k, the last is the end."""
         pictures = []
         for camera in self._cameras:
             seen = _seen(episodes[FRAMES + camera], episodes[END_FRAMES + camera], episode, place).to(self._device)
@@ -170,7 +174,7 @@ class OwnEmbedder(EpisodeEmbedder):
         states = _seen(episodes["states"], episodes["end_state"], episode, place).to(self._device)
         return torch.cat(pictures, 1), states.float()
 
-    # -- what it is made of ------------------------------------------------------------------------------------------
+    # -- encoder and checkpoints -------------------------------------------------------------------------------------
 
     def _made(self, state_dim: int) -> tuple[PointEncoder, torch.optim.Adam]:
         if self._encoder is None or self._optimizer is None:
@@ -182,7 +186,7 @@ class OwnEmbedder(EpisodeEmbedder):
         return self._encoder, self._optimizer
 
     def state(self) -> dict[str, Any]:
-        """Return the encoder and optimizer, copies of them; empty before the first training step."""
+        """Return copies of the encoder's and optimizer's state; empty before the first training step."""
         if self._encoder is None or self._optimizer is None:
             return {}
         moments = self._optimizer.state_dict()["state"]
@@ -196,7 +200,7 @@ class OwnEmbedder(EpisodeEmbedder):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the state that `state` returned."""
         if not state:
             return
         encoder, optimizer = self._made(state["state_dim"])
@@ -207,7 +211,7 @@ class OwnEmbedder(EpisodeEmbedder):
 
 
 def neighbours_loss(vectors: Tensor, there: Tensor) -> tuple[Tensor, int, int]:
-    """Return the InfoNCE loss over time: a point and its neighbour against all points of the episode that are neither.
+    """Return the InfoNCE loss over time: a pair of neighbouring points against all other points of the episode.
 
     Args:
         vectors: unit vectors [n, P, D] of points in the order of time.
@@ -230,12 +234,12 @@ def neighbours_loss(vectors: Tensor, there: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _some_points(count: int, drawn: np.random.Generator) -> list[int]:
-    """Return at most POINTS of the points 0 to count - 1, in their order."""
+    """Return up to POINTS random numbers from 0 to count - 1, sorted."""
     return np.sort(drawn.permutation(count)[:POINTS]).tolist()
 
 
 def _average_gradients(encoder: nn.Module, count: int, group: WorkerGroup) -> None:
-    """Turn gradients of sums over this rank's `count` pairs into those of the mean over all ranks' pairs."""
+    """Replace gradients of this rank's summed loss over `count` pairs by those of the mean over all ranks' pairs."""
     parameters = list(encoder.parameters())
     grads = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
     summed = torch.cat([*(grad.flatten() for grad in grads), grads[0].new_tensor([count])])
@@ -247,7 +251,7 @@ def _average_gradients(encoder: nn.Module, count: int, group: WorkerGroup) -> No
 
 
 def _seen(calls: Jagged, ends: Tensor, episode: Tensor, place: Tensor) -> Tensor:
-    """Return the observations [N, ...] of these episodes at these places."""
+    """Return the observations [N, ...] of episodes [N] at places [N]; the place after the last call is in `ends`."""
     after = place >= calls.lengths[episode]
     found = ends.new_empty(len(place), *ends.shape[1:])
     found[after] = ends[episode[after]]

@@ -1,4 +1,4 @@
-"""Episodes compared by the robot's states: no model, and nothing to learn."""
+"""Embeds episodes by the robot's states, without a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.robots.models.episodes.base import EpisodeEmbedder
 
 
 class StateEmbedder(EpisodeEmbedder):
-    """The embedder that uses the states along the episode, and the last one once more.
+    """Embeds an episode as its states at evenly spaced points, and the last state again, weighted.
 
     The squared distance of two episodes is the mean squared distance over their points plus `end_weight` times that of
     their ends, in the simulator's units.
@@ -30,18 +30,18 @@ class StateEmbedder(EpisodeEmbedder):
         """Return float32 [B, points * S + S + 1]; see `EpisodeEmbedder`."""
         states, ends = episodes["states"].to("cpu"), episodes["end_state"].float().cpu()
         path = resampled(states, ends, self._points) / math.sqrt(self._points)
-        # A robot that never leaves the origin has an embedding, too: a constant, which no distance sees.
+        # The constant 1 keeps a valid embedding from being all zeros; it does not change distances.
         made = torch.cat([path.flatten(1), ends * math.sqrt(self._end_weight), torch.ones(len(ends), 1)], 1)
         return made * valid_episodes(episodes)[:, None]
 
 
 def valid_episodes(episodes: Batch) -> Tensor:
-    """Return bool [B], True where the simulator played the episode to its end."""
+    """Return bool [B], True for episodes whose simulator did not fail."""
     return torch.tensor([not error for error in episodes["env_error"]], dtype=torch.bool)
 
 
 def resampled(calls: Jagged, ends: Tensor, points: int) -> Tensor:
-    """Return the numbers of each call and of the end at evenly spread places of the episode, float32 [B, points, S].
+    """Return each episode's states at evenly spaced points in time, linearly interpolated, float32 [B, points, S].
 
     The first point is the first call, the last one the end; of one point there is the end only. Between two calls
     numbers are interpolated.
@@ -51,7 +51,7 @@ def resampled(calls: Jagged, ends: Tensor, points: int) -> Tensor:
         ends: float [B, S], after the last call.
         points: at least 1.
     """
-    lengths = calls.lengths  # the end has this place
+    lengths = calls.lengths  # place `lengths[b]` is the end of episode b
     share = torch.linspace(0, 1, points, dtype=torch.float64) if points > 1 else torch.ones(1, dtype=torch.float64)
     at = lengths[:, None] * share
     before = at.floor().long()

@@ -1,4 +1,4 @@
-"""Episodes compared by V-JEPA 2, a published encoder of videos (arXiv 2506.09985): the mean over its tokens."""
+"""Embeds episodes with V-JEPA 2, a published video encoder (arXiv 2506.09985), as the mean over its tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATH = "robot.reward.embedding.path"
 
 
 class VideoEmbedder(EpisodeEmbedder):
-    """One clip of an episode and camera, of every environment step or of every policy call.
+    """Embeds one clip per episode and camera, with frames of environment steps or of policy calls.
 
     Args:
         source: folder or hub name of a checkpoint of transformers' VJEPA2Model, as safetensors.
@@ -44,7 +44,7 @@ class VideoEmbedder(EpisodeEmbedder):
 
     @property
     def recording(self) -> Recording | None:
-        """The frames that the encoder reads."""
+        """The clips that simulators must record: frames of environment steps, if the encoder needs them."""
         return Recording(self._cameras, self._clip.frames) if self._by_steps else None
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ class VideoEmbedder(EpisodeEmbedder):
         return made.flatten(1)
 
     def _frames(self, episodes: Batch, camera: str, row: int) -> Tensor:
-        """Return uint8 [T, H, W, 3] of an episode, in the order of time."""
+        """Return an episode's frames of a camera in the order of time, uint8 [T, H, W, 3]."""
         seen = episodes[(CLIP if self._by_steps else FRAMES) + camera]
         frames: Tensor = seen.values[seen.offsets[row] : seen.offsets[row + 1]]
         return frames if self._by_steps else torch.cat([frames, episodes[END_FRAMES + camera][row][None]])
@@ -77,7 +77,7 @@ def _encoder(folder: Path, device: torch.device) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"config.json cannot be read: {error}", where=_PATH, found=str(folder)) from error
     if kind != "vjepa2":
-        raise ConfigError("this is another kind of model", where=_PATH, found=kind, allowed="vjepa2")
+        raise ConfigError("the model is no V-JEPA 2 encoder", where=_PATH, found=kind, allowed="vjepa2")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         model, loaded = VJEPA2Model.from_pretrained(

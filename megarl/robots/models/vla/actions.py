@@ -1,14 +1,14 @@
-"""Actions of a robot <-> tokens of a policy.
+"""Converts between a policy's action tokens and a robot's actions.
 
     tokens [..., K * D]     of one policy call: K actions of D numbers, one action after another
       | ActionTokens        the last tokens of the vocabulary are bins of -1 to 1
     numbers [..., K, D]     -1 to 1, as the policy learned them
       | ActionStatistics    the range that each number had in the demonstrations
-    numbers [..., K, D]     in the demonstrations' units, grippers as the policy says them
-      | GripperRule         what the simulator calls open and closed
-    actions [..., K, D]     what is executed
+    numbers [..., K, D]     in the demonstrations' units, grippers in the policy's convention
+      | GripperRule         converts grippers to the simulator's convention
+    actions [..., K, D]     as the simulator executes them
 
-Behaviour cloning takes the same way back. K and D are nowhere fixed.
+Behaviour cloning uses the inverse. Any K and D are possible.
 """
 
 from __future__ import annotations
@@ -141,14 +141,13 @@ class GripperRule:
         return actions
 
     def mask(self, dim: int) -> list[bool]:
-        """Tell which of `dim` numbers are normalised: with a rule all but the grippers, whose range is known."""
+        """Return for each of `dim` numbers whether it is normalised; with `unit` all but the grippers are."""
         grippers = {place % dim for place in self.dims} if self.unit else set()
         return [place not in grippers for place in range(dim)]
 
 
-#: By name. `libero`: its demonstrations and its simulator say -1 for open and 1 for closed, OpenVLA's policies 1 for
-#: open and 0 for closed. `none`: Meta-World, RoboTwin and the simulators of this package, whose numbers are learned as
-#: they are.
+#: Values of `robot.gripper`. `libero`: its demonstrations and simulator use -1 for open and 1 for closed, OpenVLA's
+#: policies 1 for open and 0 for closed. `none`: values are not converted, as for Meta-World and RoboTwin.
 GRIPPER_RULES = {
     "libero": GripperRule(dims=(-1,), unit=True, binarise=True, invert=True),
     "none": GripperRule(),
@@ -157,12 +156,12 @@ GRIPPER_RULES = {
 
 def gripper_rule(name: str, where: str = "gripper") -> GripperRule:
     """Return the rule of this name."""
-    return choose(GRIPPER_RULES, name, "there is no such rule for grippers", where=where)
+    return choose(GRIPPER_RULES, name, "unknown gripper rule", where=where)
 
 
 @dataclass(frozen=True)
 class ActionCodec:
-    """All of the way between the tokens of a policy call and what a simulator executes."""
+    """Converts between the tokens of policy calls and the actions that a simulator executes."""
 
     tokens: ActionTokens  # the rule of the vocabulary
     statistics: ActionStatistics  # statistics of the actions in the policy's data set; their D is that of every action
@@ -178,7 +177,7 @@ class ActionCodec:
         ids = np.asarray(tokens)
         if ids.ndim == 0 or ids.shape[-1] % self.dim or not ids.shape[-1]:
             raise DataError(
-                "no whole number of actions",
+                "the number of tokens is not a multiple of an action's",
                 where="tokens",
                 found=f"shape {list(ids.shape)}",
                 allowed=f"[..., K * {self.dim}]: the statistics are of actions of {self.dim} numbers",
@@ -187,7 +186,7 @@ class ActionCodec:
         return self.gripper.to_simulator(self.statistics.denormalise(numbers))
 
     def to_tokens(self, actions: ArrayLike) -> Tokens:
-        """Convert the recorded actions [..., K, D] to the action tokens int64 [..., K * D] that a policy should say."""
+        """Convert recorded actions [..., K, D] to action tokens, int64 [..., K * D], to train a policy on."""
         numbers = self.statistics.normalise(self.gripper.to_policy(actions))
         return self.tokens.encode(numbers.reshape(*numbers.shape[:-2], -1))
 

@@ -1,13 +1,13 @@
-"""A policy call in tokens: the prompt, and where everything lies in the sequence that goes through the language model.
+"""The token sequence of a policy call: its prompt, and the columns of pictures, state and actions.
 
     [BOS] [patches of all cameras] [state] [rest of the prompt] [K * D slots] [stop]
 
-A slot is the place of one action token. The logits that predict it are one column earlier, as in any language model.
-The two kinds of policies differ in what a slot is given:
+A slot is the column of one action token. The logits that predict it are one column earlier, as in any language model.
+The two kinds of policies differ in the input of a slot:
 
-    openvla-oft     nothing (its embedding is zero); all slots are predicted in one pass, every column sees every other,
-                    and the stop token stands at the end as it did in training
-    openvla         the sampled token; one after another, each column sees the earlier ones, and nothing follows
+    openvla-oft     a zero embedding; all slots are predicted in one pass with attention in both directions, and the
+                    sequence ends with the stop token as in training
+    openvla         the sampled token; slots are predicted one after another with causal attention, without stop token
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAMILIES = {
 
 def policy_family(name: str, where: str = "family") -> PolicyFamily:
     """Return the family of this name."""
-    return choose(FAMILIES, name, "there is no such family of policies", where=where)
+    return choose(FAMILIES, name, "unknown family of policies", where=where)
 
 
 def prompt_text(instruction: str, family: PolicyFamily) -> str:
@@ -63,7 +63,7 @@ def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., 
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is not None and unknown in ids:
         raise ConfigError(
-            "the tokenizer has no token for a part of what the policy is told",
+            "the tokenizer has no token for a part of the policy's prompt",
             where="model.tokenizer",
             found=prompt_text(instruction, family),
             allowed="its words or characters",
@@ -72,7 +72,7 @@ def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., 
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
         raise ConfigError(
-            "the tokenizer has no token that begins a text",
+            "the tokenizer has no BOS token",
             where="tokenizer.bos_token",
             allowed="a token; the pictures of a policy call stand after it",
         )
@@ -101,7 +101,7 @@ class CallLayout:
     parallel: bool = True  # see PolicyFamily
 
     def __post_init__(self) -> None:
-        # The last token of the prompt predicts the first slot, and BOS stands before the pictures.
+        # A prompt has at least BOS, which is before the pictures, and the token that predicts the first slot.
         least = {"prompt": 2, "patches": 1, "dim": 1, "chunk": 1, "cameras": 1}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
@@ -135,7 +135,7 @@ class CallLayout:
 
     @property
     def predictors(self) -> slice:
-        """Columns whose logits are those of the action tokens, in the same order."""
+        """Columns whose logits predict the action tokens, in the order of the tokens."""
         return slice(self.slots.start - 1, self.slots.stop - 1)
 
     @property

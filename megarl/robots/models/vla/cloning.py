@@ -1,10 +1,10 @@
-"""Behaviour cloning: the policy calls that demonstrations are made of.
+"""Training examples for behaviour cloning: policy calls made from demonstrations.
 
     demonstration    step 0 | 1 | 2 | ...                       | T - 1
-    example t        sees what was seen before step t, and says the actions of steps t to t + K - 1
+    example t        input: the observation before step t; target: the actions of steps t to t + K - 1
 
-A demonstration of T environment steps is T examples. Towards its end, where fewer than K actions are left, the last one
-is repeated, and what is repeated has no loss.
+A demonstration of T environment steps has T examples. Near its end, where fewer than K actions are left, the last
+action is repeated, and the repeated actions have no loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megarl.system.errors import DataError, choose, count
 def cloning_statistics(
     demonstrations: Sequence[OpenDemonstration], gripper: GripperRule, bounds: Bounds = "q99"
 ) -> DatasetStatistics:
-    """Return the statistics of the demonstrations' actions and states, for the policy that learns from them."""
+    """Return the statistics of the demonstrations' actions and states, with which the policy's are normalised."""
     collector, wide = StatisticsCollector(), 0
     for one in demonstrations:
         if len(one):
@@ -46,7 +46,7 @@ def cloning_statistics(
             f"number {number} of an action is {low[number]:g} in nearly all environment steps: its quantiles are equal",
             where="demonstrations",
             found=f"{found.action.min[number]:g} to {found.action.max[number]:g}",
-            fix="take the bounds `minmax`, or leave out steps in which nothing happens",
+            fix="set robot.bounds=minmax, or remove steps in which nothing happens",
         )
     return found
 
@@ -168,7 +168,7 @@ class CloningExamples:
             choose(prompts, one.task, "the policy has no prompt for the task of this demonstration", where=one.where)
             sizes = (one.actions.shape[1], one.states.shape[1])
             if sizes != (self._dim, wide):
-                what = "actions or states of another number of numbers"
+                what = "the sizes of this demonstration's actions and states differ from the others'"
                 raise DataError(what, where=one.where, found=sizes, allowed=f"{(self._dim, wide)}")
             for camera in self._cameras:
                 if camera not in one.cameras:

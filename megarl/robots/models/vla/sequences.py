@@ -1,4 +1,4 @@
-"""Policy calls of robots as sequences of the model.
+"""Converts robots' episodes to policy calls, and these to sequences of the model.
 
 An episode is a sample of several calls (megarl/robots/rollout/episode.py). Its response tokens are those of its calls,
 one after another, so a batch of calls has the same tokens in the same order, and only the borders differ:
@@ -6,7 +6,7 @@ one after another, so a batch of calls has the same tokens in the same order, an
     samples    response_ids  [ call 0 | call 1 ] [ call 0 | call 1 | call 2 ]      a row per episode
     calls      response_ids  [ call 0 ] [ call 1 ] [ call 0 ] [ call 1 ] [ call 2 ]      a row per call
 
-A number per token of the calls is one per token of the samples, whichever calls go through the model together.
+So values per token of the calls, such as log-probs, are values per token of the samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megarl.robots.models.vla.calls import CallLayout, PolicyFamily
 from megarl.robots.models.vla.vision import Seen
 from megarl.training.sequence_layout import PackedRows
 
-#: Fields that may by chance be as long as the response and have nothing to do with its tokens.
+#: Fields whose length may equal the response's by chance; they are repeated for each call, not cut.
 _REPEATED = ("prompt_ids", *VERSION_FIELDS)
 
 
@@ -118,7 +118,7 @@ class VLALayout:
         return self._pack([ids.cpu() for ids in rows["prompt_ids"].unbind()], targets, pictures, states)
 
     def filler(self) -> PackedRows:
-        """Return a call that sees black pictures, and whose targets are the first action token."""
+        """Return a dummy policy call, with black pictures and the first action token as every target."""
         side, count = self.shape.towers[0].image, len(self.cameras)
         pictures = torch.zeros(count, side, side, 3, dtype=torch.uint8)
         targets = torch.full((self.dim * self.chunk,), self.columns[0])

@@ -134,7 +134,7 @@ class Vision(nn.Module):
         return self._project("projector", torch.cat(features, 2).flatten(0, 1))
 
     def insert(self, hidden: Tensor, seen: Seen, columns: slice) -> Tensor:
-        """Put what is seen into embeddings [t, 1, hidden], which are the columns `columns` of the stream."""
+        """Write the embeddings of pictures and states into `hidden` [t, 1, hidden], the stream's columns `columns`."""
         found = [(self.see(seen.pixels.to(hidden.dtype)), seen.places)]
         if len(seen.state_places):
             states = self._project("proprio_projector", seen.states.to(hidden.dtype))
@@ -153,7 +153,7 @@ class Vision(nn.Module):
 
 
 class VlaModel(PolicyModel):
-    """A `PolicyModel` whose streams bring what they see: `packed_seq_params.seen`, a `Seen`.
+    """A `PolicyModel` that also reads pictures and states, from `packed_seq_params.seen` (a `Seen`).
 
     Args:
         shape: shape of towers and projectors.

@@ -185,7 +185,7 @@ def test_statistics_are_those_of_the_file_or_of_config(tmp_path: Path) -> None:
 
 def test_a_state_needs_its_own_statistics() -> None:
     of_actions = DatasetStatistics(ActionStatistics.of([[0.0], [1.0]]))
-    with pytest.raises(ConfigError, match="statistics only have actions"):
+    with pytest.raises(ConfigError, match="statistics cover only actions"):
         refuse_other_state(of_actions, 5)
     with pytest.raises(ConfigError, match="robot state and that of the statistics differ"):
         refuse_other_state(DatasetStatistics(of_actions.action, ActionStatistics.plain(4)), 5)
