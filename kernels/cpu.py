@@ -176,7 +176,7 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
 @functools.cache
 def load() -> CpuKernels | None:
     """Return the kernels, compiled if they are not cached; None, with one warning, if that fails."""
-    from megarl.kernels.cpu_check import check  # it imports this module
+    from megarl.kernels.cpu_check import check  # cpu_check imports this module
 
     library = compiled(_SOURCE, check)
     return None if library is None else CpuKernels(library)

@@ -174,7 +174,7 @@ class Workers(Protocol):
         """Return the ranks that this launcher started and watches."""
 
     def cause(self, rank: int) -> str | None:
-        """Return what the launcher found out about the end of a rank that recorded no error; None when nothing."""
+        """Return why a rank without a recorded error ended, as far as the launcher knows; None if it does not know."""
 
     def stop(self) -> None:
         """End every running rank within seconds; may be called again."""

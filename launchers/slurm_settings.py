@@ -349,7 +349,7 @@ def _unmounted(job: Submission) -> list[str]:
         return []
     inside = [*_INSIDE, str(job.run_dir), str(job.workdir), *(mount.split(":")[1] for mount in slurm.mounts)]
     if slurm.container == "apptainer":
-        inside.append(str(Path.home()))  # apptainer mounts the home folder by itself
+        inside.append(str(Path.home()))  # apptainer always mounts the home folder
     places = [PurePosixPath(place) for place in inside]
     found = []
     for name, value in slurm.environment.items():

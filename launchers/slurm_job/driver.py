@@ -348,7 +348,7 @@ class SlurmJob:
         while save.exists() and step.poll() is None and time.monotonic() < end and not self.ended:
             self.files.tell_alive()
             time.sleep(LOOK_S)
-        if step.poll() is not None:  # the run ended by itself, which is handled as usual
+        if step.poll() is not None:  # the run ended in the meantime, and the caller handles its exit code
             return False
         if save.exists():
             print("megarl: no checkpoint was written in time; the run continues from an earlier one", flush=True)

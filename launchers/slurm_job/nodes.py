@@ -19,7 +19,7 @@ from .files import LOOK_S, CommandFailed, Folder, answer, fields_of, read_object
 
 #: Seconds in which a job step (srun) may end after the signal to end.
 STOP_S = 60.0
-#: States of nodes that can run nothing; a star marks nodes that do not reply.
+#: States of nodes that cannot run job steps; a star marks nodes that do not reply.
 LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")
 #: Rendezvous ports of the first node: the lowest port, the number of consecutive jobs with different ports (they may
 #: share a node), and the number of ports per job.

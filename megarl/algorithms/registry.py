@@ -32,7 +32,8 @@ class Settings(Section):
     """The keys of one component, beyond those that its section has for every component; here none."""
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the conflicts between these keys; `path` is the section's. Each key by itself is already valid."""
+        """Return the conflicts between the section's keys, each of which is valid by itself; `path` is the section's
+        path."""
         return []
 
 

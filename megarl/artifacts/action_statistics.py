@@ -1,4 +1,5 @@
-"""Statistics of the numbers in demonstrations: `dataset_statistics.json`, in the form of OpenVLA's checkpoints.
+"""Statistics of the actions and states in demonstrations: `dataset_statistics.json`, in the form of OpenVLA's
+checkpoints.
 
 {"libero_goal": {"action": {"mean": [...], "std": [...], "max": [...], "min": [...], "q01": [...], "q99": [...],
                             "mask": [true, ...]},
@@ -214,7 +215,7 @@ def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStat
 
 
 def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[str, DatasetStatistics]:
-    """Parse the content of such a file; `where` names its place."""
+    """Parse the content of a `dataset_statistics.json`; `where` names the file for errors."""
     if not isinstance(content, dict) or not content:
         raise DataError(
             "the file must map data sets to statistics", where=where, allowed='{"name": {"action": {...}, ...}, ...}'

@@ -82,7 +82,7 @@ class RunFolder:
             return not os.path.samestat(os.stat(self._path), self._own)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # an error of a network file system proves nothing
+        except OSError:  # an error of a network file system does not show that the folder is gone
             return False
 
     def check(self, *, now: bool = True) -> None:
@@ -162,7 +162,7 @@ def next_config(run_dir: Path) -> Path:
 
 
 def accept_config(run_dir: Path) -> None:
-    """Make the start's configuration the run's. One process calls this."""
+    """Replace the run's configuration with the configuration of this start. One process calls this."""
     if (run_dir / NEXT_CONFIG).is_file():
         (run_dir / NEXT_CONFIG).replace(run_dir / CONFIG)
 

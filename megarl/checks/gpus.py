@@ -15,7 +15,7 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     """Report the GPUs needed per machine for a GPU recipe; warn if machines usually have fewer."""
     checks = checks.of("machines")
     cluster = config.cluster
-    if cluster.device_memory_gb is None or config.launch.slurm.teams:  # these have machines of several kinds
+    if cluster.device_memory_gb is None or config.launch.slurm.teams:  # the teams' machines may be of several kinds
         return
     workers = sum(team.devices for team in placement.teams)
     starts = job != "sft" and not config.rollout.sglang.urls

@@ -41,7 +41,8 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             allowed=divisors(cluster.nproc),
             fix="cluster.nproc counts the processes of all machines together",
         )
-    elif not config.launch.slurm.teams:  # these have their own nodes, see megarl.launchers.slurm
+    # teams in launch.slurm.teams have nodes of their own, see megarl.launchers.slurm
+    elif not config.launch.slurm.teams:
         _check_even(config, checks.of("machines"))
     too_many = cluster.device_memory_gb is not None and cluster.nproc > USUAL_GPUS  # too many for one machine
     if launcher == "local" and cluster.nnodes > 1:

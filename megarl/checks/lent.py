@@ -52,7 +52,7 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
             allowed="servers on the GPUs that the team's workers lend them",
             fix="set rollout.sglang.gpus=null, and remove --base-gpu-id",
         )
-    elif config.cluster.device_memory_gb is not None:  # on CPUs nothing is lent
+    elif config.cluster.device_memory_gb is not None:  # workers on CPUs lend no devices
         _check_room(config, workers_of_machines(config, placement, team), team, checks)
 
 

@@ -219,7 +219,7 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
     from megarl.training.parallel import init_parallel
 
     with ExitStack() as stack:
-        python = find_python(None, cuda=has_cuda()) if server else None  # checked before anything that takes long
+        python = find_python(None, cuda=has_cuda()) if server else None  # checked before the slow parts
         if (source / "meta.json").is_file() or CheckpointReader(source).quantized:
             # transformers and servers would use the quantised weights, with other kernels.
             from megarl.commands.convert import convert
@@ -283,7 +283,7 @@ def _load_both(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> tuple[
 
 
 def as_table(parity_result: Parity) -> Table:
-    """Return a table of all places, with a mark at the first one beyond the tolerance."""
+    """Return a table of all compared places in the model; an arrow marks the first place beyond the tolerance."""
     from rich.table import Table
 
     table = Table("place", "largest difference", "relative", "", title="against transformers")

@@ -155,7 +155,7 @@ class ResolvedCorrection:
 
     @property
     def active(self) -> bool:
-        """Whether anything is corrected, as opposed to only measured."""
+        """Whether the recipe corrects the loss, as opposed to only measuring the mismatch."""
         return self.bypass or self.is_level != "none" or self.rejects
 
 

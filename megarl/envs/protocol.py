@@ -67,7 +67,8 @@ class Step(NamedTuple):
 
 
 class Environment:
-    """The base class of environments. An object plays one episode and is discarded; it shares nothing.
+    """The base class of environments. An object plays one episode and is discarded; it shares no state with other
+    objects.
 
     Attributes:
         Settings: model of the recipe's keys for it.
@@ -103,7 +104,8 @@ class Environment:
 
     @classmethod
     def needs_tool_template(cls, settings: Any) -> bool:
-        """Return whether the chat template must be able to write tools. Called before a run; must start nothing."""
+        """Return whether the chat template must be able to write tools. Called before a run; must start no
+        processes."""
         return bool(cls.tools(settings))
 
     @classmethod

@@ -285,7 +285,7 @@ def freeze_base(chunks: Sequence[PolicyModel]) -> None:
 
 
 def largest_up(chunks: Sequence[torch.nn.Module]) -> float:
-    """Return the largest absolute value in this process's B matrices; 0 if the adapters change nothing."""
+    """Return the largest absolute value in this process's B matrices; 0 if the adapters leave the model unchanged."""
     return max((float(adapter.b.detach().abs().max()) for adapter in adapters_in(chunks)), default=0.0)
 
 

@@ -44,7 +44,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Needed:
-    """The bytes at the fullest moment of the passes, in addition to the model's state.
+    """The bytes of activations when forward and backward passes take most memory, in addition to the model's state.
 
     Attributes:
         kept: activations kept for the backward passes of the micro-batches in flight.

@@ -83,7 +83,7 @@ def _number(name: str, text: str, where: str) -> float:
         value = -1.0
     if name in _SHARES:
         good, allowed = 0 < value <= 1, "a number above 0, at most 1"
-    elif name == "overlap_share":  # the only share by which nothing is divided
+    elif name == "overlap_share":  # the only share that is no divisor, so it may be 0
         good, allowed = 0 <= value <= 1, "a number from 0 to 1"
     elif name in _DIVISORS:
         good, allowed = 0 < value < math.inf, "a number above 0"

@@ -1,4 +1,7 @@
-"""Seconds of generation: an engine or server prefills prompts and decodes several samples at the same time."""
+"""Seconds of generation: an engine or server prefills prompts and decodes several samples at the same time.
+
+Tags such as [G1] name formulas of docs/planning.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Seconds of collectives: a ring over the slowest link of a group."""
+"""Seconds of collectives: a ring over the slowest link of a group.
+
+Tags such as [L1] name formulas of docs/planning.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The result of planning a step."""
+"""The result of planning a step.
+
+Tags such as [S1] name formulas of docs/planning.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When the nodes of a step begin and end, given their seconds."""
+"""When the nodes of a step begin and end, given their seconds.
+
+Tags such as [S1] name formulas of docs/planning.md.
+"""
 
 from __future__ import annotations
 

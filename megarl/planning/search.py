@@ -1,7 +1,7 @@
 """Ranks the layouts and placements of a recipe on some hardware by the step time that formulas give.
 
 For each placement and layout it finds the fastest way to use memory that fits. Layouts whose parameters, gradients and
-optimizer state do not fit are left out at once.
+optimizer state do not fit are left out at once. Tags such as [S4] name formulas of docs/planning.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One step of a recipe in closed form: seconds by phase, tokens per second, memory, weight updates.
 
-`megarl plan` shows the result of `plan_step`, and its search ranks by it. Every number names its formula of
+`megarl plan` shows the result of `plan_step`, and its search ranks by it. Tags such as [M1] name formulas of
 docs/planning.md.
 """
 
@@ -355,7 +355,7 @@ class StepFormulas:
         return {"moves": self.moves(), "weights": self.weights, "other": other}
 
     def phases(self) -> tuple[list[PlannedPhase], float]:
-        """Return (all phases, seconds of a step). [S1]"""
+        """Return (phases in the order of a step, seconds of a step). [S1]"""
         parts = {id: [*self.handed[id], *self.node(id)] for id in self.graph.order()}
         between = self.between()
         seconds = {id: total(one) for id, one in parts.items()}

@@ -92,7 +92,7 @@ class WeightSyncMemory:
 
 
 def weights_travel(config: RunConfig, team: TeamPlan) -> bool:
-    """Return whether other processes than the team's generate with its weights; preference recipes generate nothing."""
+    """Return whether other processes than the team's generate with its weights; preference recipes do not generate."""
     if Role.ACTOR not in team.roles:
         return False
     if Role.ROLLOUT in team.roles:

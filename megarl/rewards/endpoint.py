@@ -69,7 +69,7 @@ class EndpointSettings(Settings):
         return False
 
     def server(self, url: str) -> ScoreServer:
-        """Return a client of the server at `url` with these settings."""
+        """Return a client of the server at `url` with the settings of this endpoint."""
         return ScoreServer(url, self.api_key_env, self.request_timeout_s, self.retries)
 
     def require_key(self) -> None:

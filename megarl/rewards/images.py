@@ -41,7 +41,7 @@ def packed(samples: Sequence[Any]) -> dict[str, Any]:
 
 
 def unpacked(message: dict[str, Any]) -> list[Any]:
-    """Return the samples of a message that `packed` made."""
+    """Return the samples of a message that `packed` returned."""
     table = message[IMAGES]
     return [
         {**one, IMAGES: [table[number] for number in one[IMAGES]]} if IMAGES in one else one

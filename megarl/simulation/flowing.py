@@ -29,7 +29,7 @@ class Flowing:
         self._flow = Flow(simulation.settings)
         self._flow.open(0, 0, {}, [])
         self._version = self._asked_for = self._finished = 0
-        self._opened = 0  # number of replicas that currently generate nothing
+        self._opened = 0  # number of idle replicas
         self._updated, self._open = simulation.env.event(), simulation.env.event()
         self._wanted = False  # whether the trainer waits to send weights
         self._replicas: list[_Replica] = []
@@ -107,7 +107,7 @@ class Flowing:
         return numbers
 
     def open_for_weights(self) -> simpy.Event:
-        """Note that this replica generates nothing now; return the event of the next weights."""
+        """Record that this replica is idle; return the event of the next weights."""
         self._opened += 1
         if self._opened == len(self._s.servers):
             self._open.succeed()

@@ -65,7 +65,8 @@ class ReceiverUpdate:
         self._step(State.OPEN, State.OPEN, send)
 
     def end(self) -> None:
-        """Make the receiver finish what it derives from the tensors; call it after all tensors have arrived."""
+        """Make the receiver recompute the values that it derives from tensors; call it after all tensors have
+        arrived."""
         self._step(State.OPEN, State.LOADED, lambda: self.receiver.end(self.step) if self.session else None)
 
     def tag(self) -> None:

@@ -80,7 +80,8 @@ class Relay:
             except Refused:
                 raise
             except Exception:
-                del self._senders[name]  # it may be half updated: the next message must send whole buckets
+                # the sender's buckets may be half updated: its next message must have whole buckets
+                del self._senders[name]
                 raise
 
     def _full(

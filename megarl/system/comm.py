@@ -228,7 +228,7 @@ class WorkerGroup:
 
 
 def single_world(backend: str, deadline_s: float) -> WorkerGroup:
-    """Return the world of a process that works by itself: the one that it has joined, else a new world of size 1."""
+    """Return the world of a process that works alone: the one that it has joined, else a new world of size 1."""
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return team_world(deadline_s)

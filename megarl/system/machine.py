@@ -57,7 +57,8 @@ def this_machine() -> Machine:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
-    """Return the numbers and UUIDs in CUDA_VISIBLE_DEVICES, up to the first invalid one; None: all GPUs are visible."""
+    """Return the GPU numbers and UUIDs in CUDA_VISIBLE_DEVICES, up to the first invalid one; None: all GPUs are
+    visible."""
     text = environment.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None

@@ -67,7 +67,7 @@ class Metrics:
         return self
 
     def result(self) -> dict[str, float]:
-        """Return the reduced numbers by name; a mean over nothing is NaN."""
+        """Return the reduced metrics by name; a mean over no values is NaN."""
         return {
             name: (value / count if count else math.nan) if kind == "mean" else value
             for name, (kind, value, count) in self._items.items()

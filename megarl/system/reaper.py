@@ -82,7 +82,7 @@ def _end_all() -> None:
     until = time.monotonic() + _END_S
     while (children := _children()) and time.monotonic() < until:
         for pid in children:
-            with contextlib.suppress(OSError):  # it has ended, or runs as another user
+            with contextlib.suppress(OSError):  # the process has ended, or runs as another user
                 os.kill(pid, signal.SIGKILL)
         for _ in _ended():
             pass

@@ -136,7 +136,7 @@ def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, chec
     whole = {**meta, "files": checksums}
     (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_checksum(whole)}, indent=1))
     _publish(folder, root / f"step_{step}", meta["tag"])
-    with contextlib.suppress(OSError):  # they are not needed any more
+    with contextlib.suppress(OSError):  # the removed files are not needed any more
         drop_checksums(root / f"step_{step}")
     if best:
         _note_best(root, step)
@@ -212,7 +212,8 @@ def load(
 
 
 def load_random_states(folder: Path, layout: Layout) -> None:
-    """Load the random states of a team without engines, if such a team with this layout wrote some. Collective.
+    """Load the random states of a team without engines, if a team without engines and with this layout wrote random
+    states. Collective.
 
 
     Raises:

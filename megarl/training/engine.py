@@ -151,7 +151,8 @@ class MegatronEngine:
             self.model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
-        """Start a new phase of training from the current parameters: fresh moments, schedule, and step count."""
+        """Start a new phase of training from the current parameters: Adam's moments, the schedule and the step count
+        start from zero."""
         if self.optimizer is None:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
         self.require(*PARTS)

@@ -85,7 +85,7 @@ def build(
     sequences: SequenceLayout = TEXT,
     multiple: int = 1,
 ) -> MicroBatch:
-    """Pack `samples` of `batch` into a micro-batch; without samples, a filler that counts for nothing.
+    """Pack `samples` of `batch` into a micro-batch; without samples, a filler micro-batch that adds zero to the loss.
 
     The stream is padded to `total` tokens (over all context-parallel ranks), if given, and so that each tensor-parallel
     rank has a multiple of `multiple` tokens.

@@ -109,7 +109,7 @@ def build_optimizer(
 
 
 def refuse_short_moment(engine: EngineConfig, dtype: torch.dtype, key: str) -> None:
-    """Check that AdamW supports the first moment in bf16 that the recipe sets at `key`."""
+    """Check that AdamW supports Adam's first moment in bf16, if the recipe sets it at `key`."""
     if engine.exp_avg_dtype == "fp32":
         return
     missing = [

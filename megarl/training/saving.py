@@ -93,7 +93,8 @@ class Saving:
         if errors:
             self._give_up(errors)
         written = sum(count for _, count, _ in everyone)
-        if written != self._seen:  # no beat while nothing is written, so that a hanging file system is noticed
+        # no beat while no bytes are written, so that the watchdog notices a hanging file system
+        if written != self._seen:
             self._seen = written
             beat()
         return not any(busy for busy, _, _ in everyone)

@@ -175,7 +175,7 @@ def foreign(slices: Iterable[TensorSlice], index: Index) -> list[str]:
 
 
 def fill(slices: Sequence[TensorSlice], index: Index, folder: Path) -> None:
-    """Copy the elements of `slices` from the files of `folder` into their tensors, reading nothing else.
+    """Copy the elements of `slices` from the files of `folder` into their tensors, and read no other bytes.
 
     Raises:
         CheckpointError: some elements are in no file.

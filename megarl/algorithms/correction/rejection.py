@@ -55,7 +55,7 @@ class Rule:
 
 
 def rule_value(rule: Rule, ratios: Ratios) -> Tensor:
-    """Return the value that a rule bounds: [N] for level token, otherwise [B]; values that the mask hides mean nothing.
+    """Return the value that a rule bounds: [N] for level token, otherwise [B]; values of masked tokens are undefined.
 
     >>> import torch
     >>> r = Ratios.of(torch.log(torch.tensor([[0.5, 8.0]])), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))

@@ -84,7 +84,7 @@ def _compiler(found: Findings) -> None:
     if not has_cuda():
         raise Skipped("no GPU")
     try:
-        python = find_python(None, cuda=True)  # servers may have their own compiler
+        python = find_python(None, cuda=True)  # the servers' environment may have its own compiler
     except ConfigError:
         python = None
     problem, home = toolkit_problem(python=python), toolkit_home(python=python)

@@ -24,7 +24,7 @@ _CLOSING = {"(": ")", "[": "]"}
 _CALLED = frozenset("fghFGHP")  # `f(x)` is a value of a function, `x(y+1)` a product
 _LOGARITHMS = frozenset({"ln", "log", "lg"})
 _SUPERSCRIPTS = frozenset({"\\circ", "\\degrees"})
-#: Closing mark and function of each pair of marks that applies one.
+#: Opening bracket -> closing bracket, and the function that the pair applies to its content.
 _PAIRS = {"|": ("|", "abs"), "\\|": ("\\|", "norm"), "\\lfloor": ("\\rfloor", "floor"), "\\lceil": ("\\rceil", "ceil")}
 _OPENING = frozenset({"(", "[", "{", "\\{", "\\langle", *_PAIRS})
 _VALUES = frozenset(

@@ -79,7 +79,7 @@ class DiskTransport(Transport):
         remove_old(self.folder, self._version)
 
     def commit(self, target: Target) -> None:
-        """Make the receiver read the folder."""
+        """Make the receiver read the version's folder."""
         target.receiver.read_folder(self.folder_held(), UpdateStep("reading the weights", self.deadline_s))
 
     def folder_held(self) -> Path:

@@ -218,7 +218,7 @@ def _without_watchdog() -> Iterator[None]:
     """Create groups in this block without nccl's watchdog, which ends this process when a receiver is gone."""
     with _environment:
         before = os.environ.get(_WATCHDOG)
-        os.environ[_WATCHDOG] = "0"  # read when a group is made
+        os.environ[_WATCHDOG] = "0"  # torch reads it when it creates a group
         try:
             yield
         finally:
