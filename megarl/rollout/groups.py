@@ -235,15 +235,16 @@ class GroupGenerator:
                 self._submit(slot)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> list[tuple[int, list[Trajectory]]]:
-        """Return the groups all of whose samples are over, in the order of their numbers, each once.
+        """Return the completed groups by number, each group once.
 
-        It waits until there is at least one, or nothing is under way. Replicas that generate together return together:
-        on servers after a few tenths of a second at most, in rounds after a round, perhaps with nothing. When it is
-        not open it gives what is complete at once, by itself.
+        Waits until a group is complete or nothing is in flight. Replicas that generate together return together,
+        perhaps
+        without a group: on servers after a few tenths of a second at most, in batched generation after a batch. While
+        the generator is not open, complete groups are returned at once.
 
         Args:
-            enough: asked now and then, collective over the replica and the same on its ranks: true ends the waiting.
-                Not asked where replicas generate together.
+            enough: called now and then; True ends the waiting. Collective over the replica, with equal results on its
+                ranks. Not called if replicas generate together.
 
         Raises:
             EpisodeError: an environment failed, and `on_error` is `fail`.
@@ -252,8 +253,7 @@ class GroupGenerator:
         if generation is None:
             return self._take_complete()
         if generation.is_async:
-            # One meeting of all ranks for each call. Nothing is lost by it: turns go on, and the calls of ranks that
-            # have something under way and of those that have nothing pair off.
+            # All ranks synchronize once per call, whether or not they have turns in flight. Turns go on meanwhile.
             self._go_on(generation, lambda: True)
         elif generation.is_batched:
             if generation.any_busy(bool(self._in_turn)):
@@ -265,10 +265,11 @@ class GroupGenerator:
         return self._take_complete()
 
     def finish(self, advance: Callable[[int], None] = ignore_progress) -> list[list[Trajectory]]:
-        """Return the samples of all groups that were added, in the order of their numbers, when all are over. Not when
-        it is open.
+        """Generate all added groups to the end and return their samples, by group number. Not while the generator is
+        open.
 
-        No response is empty; that of a failed `reset` is an end token. `advance(k)` is called when k more are over.
+        No response is empty; after a failed `reset` it is one end token. `advance(k)` is called when k more samples
+        finish.
 
         Raises:
             EpisodeError: an environment failed, and `on_error` is `fail`.
@@ -280,15 +281,13 @@ class GroupGenerator:
         return [trajectories for _, trajectories in self._take_complete()]
 
     def interrupt(self) -> None:
-        """End every turn that is under way with what there is of it, keep that, and stop generating.
+        """Abort all in-flight turns, keep their partial tokens, and stop generating.
 
-        A turn that came to its own end is over, and its environment answers it meanwhile. Of a turn of which nothing
-        was sampled the segment keeps its number, and so its seed: it is as if it had begun only with the next `open`.
-        Where turns are sampled in rounds, which end with all turns over, only what was added after the last `wait` is
-        under way.
+        A turn that ended by itself goes to its environment. A turn without tokens keeps its segment number and seed,
+        and starts with the next `open`. In batched generation only groups added after the last `wait` are in flight.
 
         Raises:
-            RuntimeError: it is not open.
+            RuntimeError: the generator is not open.
         """
         generation = self._generation
         if generation is None:
@@ -485,7 +484,8 @@ class GroupGenerator:
         return trajectory
 
     def _is_usable(self, group: Group, partial: Trajectory) -> bool:
-        """Tell whether a trajectory is over or goes on under the rules and limits of now: they may have changed."""
+        """Return whether a partial trajectory can be used under the current environment and limits, which may have
+        changed."""
         plain = partial.prompt_ids == group.prompt_ids and len(partial.turn_starts) == 1 and all(partial.sampled)
         if self._rules is None and not plain:  # an episode, whose environment was taken away
             return False
@@ -500,8 +500,9 @@ class GroupGenerator:
     # -- environments ------------------------------------------------------------------------------------------------
 
     def _send_turns_to_environments(self, ended: Iterable[int]) -> list[int]:
-        """Give turns that are over to their environments; their slots. A sample that has none is over, too."""
-        said: dict[int, Trajectory] = {}
+        """Send finished turns to their environments and return their slots; a sample without an environment is
+        finished."""
+        turns: dict[int, Trajectory] = {}
         for slot in ended:
             trajectory = self._samples[slot].trajectory
             if self._answers is None:
@@ -509,13 +510,13 @@ class GroupGenerator:
             if trajectory.ended_by:
                 self._release(slot)
             else:
-                said[slot] = trajectory
+                turns[slot] = trajectory
         if self._answers is not None:
-            self._answers.ask(said)
-        return list(said)
+            self._answers.ask(turns)
+        return list(turns)
 
     def _take_answers(self, wait_s: float | None, to: Iterable[int]) -> int:
-        """Go on with the episodes whose environments have answered; how many are over by that."""
+        """Resume episodes whose environment has replied; return how many finished."""
         if self._answers is None or self._rules is None:
             return 0
         answers, over = self._answers.take(wait_s, to), 0
@@ -538,7 +539,7 @@ class GroupGenerator:
         return over
 
     def _begin_again(self, slot: int, error: str) -> None:
-        """Forget what there is of an episode that cannot be played again, perhaps because of an error."""
+        """Restart an episode from its prompt, because replaying its recorded turns gave other answers or an error."""
         assert self._answers is not None, "there is an environment"
         assert self._rules is not None, "there is an environment"
         sample = self._samples[slot]
@@ -564,7 +565,7 @@ class GroupGenerator:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
-        """Tell whether an environment has answered, or turns are to be cut. Collective over the replica."""
+        """Return whether an environment has replied or a turn is over its time limit. Collective over the replica."""
         if self._answers is None or self._rules is None:
             return False
         told = self._rules.share([self._answers.any_answer(), self._late_now()])
@@ -572,12 +573,13 @@ class GroupGenerator:
         return bool(told[0]) or self._has_overdue()
 
     def _is_overdue(self) -> bool:
-        """Tell whether turns are to be cut. Collective over the replica."""
+        """Return whether an in-flight turn is over its time limit. Collective over the replica."""
         self._sync_deadlines()
         return self._has_overdue()
 
     def _sync_deadlines(self) -> None:
-        """Learn whose time is over, by the clock of the replica's first rank. Collective over it."""
+        """Agree on the groups over their time limit, by the clock of the replica's first rank. Collective over the
+        replica."""
         if self._seconds is not None and self._rules is not None:
             self._late.update(self._rules.share(self._late_now()))
 
@@ -588,21 +590,21 @@ class GroupGenerator:
         return [number for number, under_way in self._groups.items() if under_way.is_late(self._seconds, now)]
 
     def _overdue(self) -> list[int]:
-        """Return the slots whose turn is under way and whose time is over."""
+        """Return the slots of in-flight turns whose group is over its time limit."""
         return [s for s in sorted(self._in_turn - self._cut) if self._samples[s].under_way.group.number in self._late]
 
     def _has_overdue(self) -> bool:
         return bool(self._late) and bool(self._overdue())
 
     def _cut_late(self, generation: Generation) -> None:
-        """Abort turns whose time is over; the next wait gives what there is of them."""
+        """Abort turns over their time limit; the next wait returns their partial tokens."""
         for slot in self._overdue() if self._late else ():
             generation.abort(slot)
             self._cut.add(slot)
 
 
 def _count_cached(sample: _Sample, done: Completion) -> None:
-    """Keep, where the engine says so, which share of what it had to read was in its prefix cache."""
+    """Record the share of input tokens that were in the engine's prefix cache, if the engine reports it."""
     if done.cached is None:
         return
     trajectory = sample.trajectory
