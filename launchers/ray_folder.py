@@ -36,7 +36,7 @@ def make_ray_folder() -> Path:
     """
     given = os.environ.get("RAY_TMPDIR")
     parents = [parent.resolve() for parent in ray_parents()]
-    parent = next((parent for parent in parents if _fits(parent)), None)
+    parent = next((parent for parent in parents if len(os.fsencode(parent)) <= _room()), None)
     if parent is None:
         raise ConfigError(
             "paths of Ray's sockets would be too long in this folder",
@@ -77,7 +77,3 @@ def _refuse_strangers(parent: Path) -> None:
 def _room() -> int:
     """Return the longest path of a folder, in bytes, in which Ray's sockets have paths that Linux allows."""
     return _LONGEST - len(f"/{PREFIX}XXXXXXXX/{INNER}/{_SOCKET}")
-
-
-def _fits(parent: Path) -> bool:
-    return len(os.fsencode(parent)) <= _room()

@@ -71,7 +71,9 @@ def settle(
     for key, value in own.items():
         if key in model.model_fields:
             known[key] = value
-        elif key not in inherited and not _is_default(value, key, readers(key)):
+        elif key not in inherited and not any(
+            value == model.model_fields[key].get_default(call_default_factory=True) for model in readers(key).values()
+        ):
             allowed, others = [*model.model_fields, *shared], list(readers(key))
             problems.append(_unknown(f"{path}.{key}", name, allowed, others, name_key, where(key)))
     try:
@@ -105,10 +107,6 @@ def settings_at(where: str, own: Mapping[str, Any], model: type[Section]) -> Any
     _, problems = settle(where, where, checked, model, lambda key: {}, name_key=where, shared=[])
     raise_problems(problems)
     return model.model_validate(dict(own))
-
-
-def _is_default(value: Any, key: str, readers: Mapping[str, type[Section]]) -> bool:
-    return any(value == model.model_fields[key].get_default(call_default_factory=True) for model in readers.values())
 
 
 def _unknown(path: str, name: str, allowed: list[str], readers: list[str], name_key: str, where: str) -> ConfigError:

@@ -204,9 +204,7 @@ def _relocated(error: UserError, label: str) -> ConfigError:
     if isinstance(error, ConfigErrors):
         return ConfigErrors([_relocated(problem, label) for problem in error.problems])
     parts = (error.what, error.where, error.allowed, error.fix)
-    what, where, allowed, fix = (_with_keys_of(label, text) for text in parts)
+    what, where, allowed, fix = (
+        text and re.sub(r"\breward\.(name|kwargs|mode)\b", rf"reward.parts.{label}.\1", text) for text in parts
+    )
     return ConfigError(what or "", where=where, found=error.found, allowed=allowed, fix=fix)
-
-
-def _with_keys_of(label: str, text: str | None) -> str | None:
-    return text and re.sub(r"\breward\.(name|kwargs|mode)\b", rf"reward.parts.{label}.\1", text)

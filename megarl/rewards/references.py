@@ -28,7 +28,10 @@ def reads_answers(config: RunConfig) -> bool:
     """Return whether the run's reward or environment reads reference answers, as far as their source code shows."""
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
     scored = uses_reward(config)
-    read = any(_reward_reads(one.name) for one in config.reward.functions.values())
+    read = any(
+        REWARDS.spec(one.name).reference is not None if one.name in REWARDS.names() else _mentions(one.name)
+        for one in config.reward.functions.values()
+    )
     return (environment != _TOOLS and _mentions(environment)) or (scored and read)
 
 
@@ -114,10 +117,6 @@ def _fix(value: Any, key: str) -> str:
     if isinstance(value, list) and value:
         return "set reward.kwargs.answers: any, if matching one of them is enough"
     return "correct the row, or remove it"
-
-
-def _reward_reads(name: str) -> bool:
-    return REWARDS.spec(name).reference is not None if name in REWARDS.names() else _mentions(name)
 
 
 def _mentions(reference: str) -> bool:

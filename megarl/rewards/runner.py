@@ -122,7 +122,9 @@ class RewardRunner:
                 break
             except FutureTimeout:
                 beat()  # report progress, as the wait has its own deadline
-                if self._scorer is not None and self._is_late(handle):
+                if self._scorer is not None and (
+                    handle.started is not None and time.monotonic() > handle.started + self._cfg.timeout_s
+                ):
                     self._stuck = self._describe_stuck(handle)
                     raise RewardError(self._stuck) from None
         return self._settle(handle.samples, outcomes)
@@ -153,9 +155,6 @@ class RewardRunner:
             outcomes[index] = outcome
             handle.progress = len(outcomes)
         return outcomes
-
-    def _is_late(self, handle: RewardHandle) -> bool:
-        return handle.started is not None and time.monotonic() > handle.started + self._cfg.timeout_s
 
     def _settle(self, samples: list[Sample], outcomes: dict[int, Outcome]) -> list[Result]:
         failures = {i: o for i, o in outcomes.items() if isinstance(o, ScoringFailure)}

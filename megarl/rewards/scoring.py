@@ -108,11 +108,9 @@ def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[ScoringFailure |
     failure = _guard(scorer, call)
     if isinstance(failure, ScoringFailure):
         return failure, []
-    return None, [_outcome(scorer, value) for value in returned]
-
-
-def _outcome(scorer: Scorer, value: Any) -> Outcome:
-    return value if isinstance(value, ScoringFailure) else _guard(scorer, partial(_checked, value))
+    return None, [
+        value if isinstance(value, ScoringFailure) else _guard(scorer, partial(_checked, value)) for value in returned
+    ]
 
 
 def _call_one(scorer: Scorer, sample: Sample) -> Result:

@@ -69,7 +69,7 @@ def _candidates(temporary: list[Path], shared: Path) -> Iterator[Path]:
             yield path
     for path in _own_files(shared):
         match = _SHARED.fullmatch(path.name)
-        if match and not (match["pid"] and _runs(match["pid"])):
+        if match and not (match["pid"] and Path("/proc", match["pid"]).is_dir()):
             yield path
 
 
@@ -79,10 +79,6 @@ def _own_files(folder: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 if not entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid == os.getuid():
                     yield Path(entry.path)
-
-
-def _runs(pid: str) -> bool:
-    return Path("/proc", pid).is_dir()
 
 
 def _is_old(path: Path) -> bool:

@@ -234,12 +234,11 @@ def render(title: str, data: dict[str, Any]) -> str:
         "DATE": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         "CSS": (assets / "report.css").read_text(encoding="utf-8"),
         "JS": "".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS),
-        "DATA": _script_safe(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))),
+        "DATA": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        .replace("<", "\\u003c")
+        .replace("\u2028", "\\u2028")
+        .replace("\u2029", "\\u2029"),
     }
     page = (assets / "report.html").read_text(encoding="utf-8")
     pieces = page.split("__")
     return "".join(parts.get(piece, piece) if i % 2 else piece for i, piece in enumerate(pieces))
-
-
-def _script_safe(text: str) -> str:
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -52,11 +52,6 @@ def difference(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
     return float((got.detach().double() - wanted).norm() / (wanted.norm() + floor))
 
 
-def _difference_of(got: Tensor | None, wanted: Tensor | None, floor: float) -> float:
-    """Return `difference`, or infinity for a missing result or gradient."""
-    return math.inf if got is None or wanted is None else difference(got, wanted, floor)
-
-
 def _attention(lengths: Sequence[int], dtype: torch.dtype, window: int | None) -> float:
     from megarl.models.attention import attend
     from megarl.models.packing import pack_stream
@@ -153,7 +148,7 @@ def _with_gradients(
     wanted.backward(upstream.double())
     pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]
     floor = floor_share * float(upstream.double().norm())
-    return worst(_difference_of(got, want, floor) for got, want in pairs)
+    return worst(math.inf if got is None or want is None else difference(got, want, floor) for got, want in pairs)
 
 
 def _norm(dtype: torch.dtype) -> float:
