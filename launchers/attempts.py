@@ -31,10 +31,7 @@ RETRY_S = 5.0  # seconds between attempts to restart: a machine may come back
 
 def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
     """Return `trainer.resume` for the next attempt, and a description of the checkpoint from which it continues.
-
-    Args:
-        resume: `trainer.resume` with which the command was started.
-        begun: the run has begun; otherwise the checkpoints in the folder are an earlier run's.
+    `begun`: the run has begun; otherwise the checkpoints in the folder are an earlier run's.
     """
     steps = steps_in(run_dir / "checkpoints") if begun or resume == "auto" else []
     if steps:
@@ -65,10 +62,8 @@ class Attempts:
         self.started = False
 
     def run(self) -> int:
-        """Run all attempts; return the exit code of the command: 0, 1 or 2.
-
-        Raises:
-            MegarlError: the first start was refused or failed.
+        """Run all attempts; return the exit code of the command: 0, 1 or 2. Raise MegarlError if the first start was
+        refused or failed.
         """
         if self._job.machine == 0:
             forget(self._job.run_dir)

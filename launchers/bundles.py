@@ -69,14 +69,8 @@ def chooses_gpus(config: RunConfig) -> bool:
 
 
 def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]]) -> Reservation:
-    """Return the reservation to request from Ray.
-
-    Args:
-        config: the recipe; the workers of one machine are on one node.
-        nodes: resources of each node of the Ray cluster.
-
-    Raises:
-        UnavailableError: there are too few GPUs; the message lists the teams' needs.
+    """Return the reservation to request from Ray, whose nodes have these resources; workers of one machine are on one
+    node. Raise UnavailableError if there are too few GPUs.
     """
     cluster = config.cluster
     most = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
@@ -124,9 +118,8 @@ def _kinds(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping
 
 
 def server_gpus(config: RunConfig, lent: int) -> int:
-    """Return the GPUs of a machine's servers in addition to the workers' GPUs, of which `lent` are lent to servers.
-
-    On several machines lent GPUs are enough for all servers: a check of the recipe ensures it.
+    """Return the GPUs of a machine's servers in addition to the workers' GPUs, of which `lent` are lent to servers. On
+    several machines lent GPUs are enough for all servers: a check of the recipe ensures it.
     """
     servers, machines = config.rollout.sglang, config.cluster.nnodes
     if not chooses_gpus(config) or (lent and machines > 1):

@@ -165,9 +165,8 @@ class Workers(Protocol):
     """The running ranks of a job."""
 
     def poll(self) -> dict[int, int]:
-        """Return the exit codes of ranks that ended by themselves; a negative code is a signal.
-
-        0 means that the rank's work is done; a rank that exited with 0 before that has `ENDED_EARLY`.
+        """Return the exit codes of ranks that ended by themselves; a negative code is a signal. 0 means that the rank's
+        work is done; a rank that exited with 0 before that has `ENDED_EARLY`.
         """
 
     def ranks(self) -> list[int]:
@@ -232,15 +231,9 @@ def make_run_dir(
 
 
 def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, placement: Placement | None = None) -> int:
-    """Run `entry` on every rank and return the exit code of the command: 0, 1, 2 (user error), 128 + signal.
-
-    Args:
-        launcher: one of `LAUNCHERS`.
-        entry: `pkg.mod:fn(config, run_dir)`.
-        placement: the teams; None: all workers are one team.
-
-    Raises:
-        UserError: unknown launcher, a layout that it cannot start, or a run folder that another run uses.
+    """Run `entry` (`pkg.mod:fn(config, run_dir)`) on every rank and return the exit code of the command: 0, 1, 2 (user
+    error), 128 + signal. Raise UserError for a layout that the launcher cannot start, or a run folder that another run
+    uses.
     """
     from megarl.launchers import local, ray, torchrun
     from megarl.launchers.attempts import Attempts
@@ -322,10 +315,7 @@ def _leave_folder(job: Job, ended: Status, started: bool) -> None:
 
 def prepare(job: Job) -> Job:
     """Begin an attempt: write the files that workers read at their start. Only the first machine's launcher writes
-    them.
-
-    Raises:
-        FolderTaken: another command is using the folder.
+    them. Raise FolderTaken if another command is using the folder.
     """
     from megarl.config.load import dump_config
 
@@ -351,12 +341,9 @@ def process_of(run_dir: Path) -> object:
 
 
 def machine_number(launcher: str, machines: int) -> int:
-    """Return this machine's number among those with a launcher, from NODE_RANK (0 when unset).
-
-    Only torchrun on several machines has more than one launcher; otherwise NODE_RANK has another meaning.
-
-    Raises:
-        ConfigError: the number is not below `machines`.
+    """Return this machine's number among those with a launcher, from NODE_RANK (0 when unset). Only torchrun on several
+    machines has more than one launcher; otherwise NODE_RANK has another meaning. Raise ConfigError if the number is not
+    below `machines`.
     """
     if launcher != "torchrun" or machines == 1:
         return 0

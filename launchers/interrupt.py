@@ -27,10 +27,8 @@ _LIMITED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def save_first(workers: Workers, job: Job, number: int) -> None:
-    """Let a run write a checkpoint if it would lose steps otherwise; return when it has, or when it cannot.
-
-    Raises:
-        Stopped: a second signal was received.
+    """Let a run write a checkpoint if it would lose steps otherwise; return when it has, or when it cannot. Raise
+    Stopped if a second signal was received.
     """
     newest = _newest(job)
     unsaved = _unsaved(job, newest)

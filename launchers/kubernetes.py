@@ -93,11 +93,8 @@ _NEEDED = (
 
 
 def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str | None, stamp: str) -> KubernetesJob:
-    """Return the Kubernetes job for a recipe.
-
-    Raises:
-        ConfigError: image or claim are missing, the recipe holds a credential, the run folder is not on the claim, or
-            this kind of job cannot start the run.
+    """Return the Kubernetes job for a recipe. Raise ConfigError if image or claim are missing, the recipe holds a
+    credential, the run folder is not on the claim, or this kind of job cannot start the run.
     """
     settings = config.launch.kubernetes
     raise_problems(
@@ -196,12 +193,7 @@ def _check_settings(config: RunConfig, command: str) -> None:
 
 
 def doubtful(config: RunConfig, command: str = "train", placement: Placement | None = None) -> list[str]:
-    """Return warnings about settings that Kubernetes accepts but that are probably not intended.
-
-    Args:
-        command: train, sft or eval.
-        placement: the run's teams; None: unknown, or only one.
-    """
+    """Return warnings about settings that Kubernetes accepts but that are probably not intended."""
     settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
     key, found = "launch.kubernetes", _doubtful_gpus(config, command)
     if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
@@ -302,10 +294,8 @@ def as_yaml(objects: list[Manifest]) -> str:
 
 
 def create(job: KubernetesJob) -> str:
-    """Create the objects; return kubectl's output.
-
-    Raises:
-        UserError: kubectl is missing, or the cluster refuses the objects.
+    """Create the objects; return kubectl's output. Raise UserError if kubectl is missing, or the cluster refuses the
+    objects.
     """
     if shutil.which("kubectl") is None:
         raise UserError(

@@ -38,13 +38,8 @@ def claims_of(settings: KubernetesConfig) -> list[dict[str, Any]]:
 
 
 def check_fields(settings: KubernetesConfig, launcher: str) -> None:
-    """Check the added fields of pods and containers against those of the manifests, and against each other.
-
-    Args:
-        launcher: launcher of the workers; a JobSet uses torchrun.
-
-    Raises:
-        ConfigError: a field has its own recipe key, or a cluster would accept the job but create no pod.
+    """Check the added fields of pods and containers against those of the manifests, and against each other. Raise
+    ConfigError if a field has its own recipe key, or a cluster would accept the job but create no pod.
     """
     resources = settings.container.get("resources") or {}
     if not isinstance(resources, dict):

@@ -115,9 +115,8 @@ def _to_console(data: bytes, stream: TextIO) -> None:
 
 
 def _takes(stream: TextIO) -> bool:
-    """Return whether a stream is ready for more, at once or within `CONSOLE_S`; after a failed wait only at once.
-
-    Bytes for which it is not ready are dropped there, but the log file has them.
+    """Return whether a stream is ready for more, at once or within `CONSOLE_S`; after a failed wait only at once. Bytes
+    for which it is not ready are dropped there, but the log file has them.
     """
     try:
         handle = stream.fileno()

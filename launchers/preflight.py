@@ -54,12 +54,8 @@ def node_name() -> str:
 
 
 def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, NodeCheck]:
-    """Run all checks of a single node; return the results by name.
-
-    Args:
-        run_dir: the run folder, which all nodes share.
-        gpus: required number of GPUs; 0: none.
-        disk_gb: required free GB in the run folder, and for temporary files.
+    """Run all checks of a single node; return the results by name. It needs `disk_gb` free in the run folder, which all
+    nodes share, and for temporary files.
     """
     found = {"run folder": check_run_folder(run_dir), "disk": check_disk(run_dir, disk_gb)}
     if gpus:
@@ -146,11 +142,8 @@ def check_ecc(listed: CommandOutput, remapped: CommandOutput) -> NodeCheck:
 
 
 def check_xids(log: CommandOutput, uptime_s: float) -> NodeCheck:
-    """Check the kernel's log for errors in the last day that require a reset of a GPU.
-
-    Args:
-        log: output of dmesg, with seconds since the machine was started.
-        uptime_s: current time on that clock.
+    """Check the kernel's log (dmesg, in seconds since the machine's start; `uptime_s` is now) for errors in the last
+    day that require a reset of a GPU.
     """
     if log.error:
         return NodeCheck(True, f"not known: {log.error}")

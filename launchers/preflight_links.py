@@ -39,12 +39,8 @@ def ring(count: int) -> list[tuple[int, int]]:
 
 
 def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
-    """Run one process of one node; the first process of the first node writes links.json.
-
-    Args:
-        gpus: processes per node; 0: one process, without a GPU.
-        limit_s: deadline of each wait for another node.
-        local: number of this process on its node.
+    """Run process `local` of one node with a process per GPU, or one; the first process of the first node writes
+    links.json. Each wait for another node takes at most `limit_s`.
     """
     from torch.distributed import TCPStore
 
@@ -117,10 +113,8 @@ def members_of(store: Store, nodes: int, limit_s: float) -> list[int]:
 
 
 def _clocks(store: Store, node: int, members: list[int], limit_s: float) -> dict[int, float]:
-    """Return by how many seconds each clock is ahead of the first node's; empty on other nodes.
-
-    The first node requests the time of one node after the other. The shortest of a few exchanges counts; half of its
-    round trip is the error.
+    """Return by how many seconds each clock is ahead of the first node's; empty on other nodes. The first node requests
+    the time of one node after the other. The shortest of a few exchanges counts; half of its round trip is the error.
     """
     limit = datetime.timedelta(seconds=limit_s)
     if node != 0:

@@ -102,15 +102,8 @@ class Actor:
 
 
 def start(job: Job, *, own: bool = False) -> RayWorkers:
-    """Reserve the devices, start the actors, and start their work.
-
-    Args:
-        own: use a Ray started for the job on this machine, even if RAY_ADDRESS is set.
-
-    Raises:
-        UnavailableError: the cluster does not reply or has too few devices, or samples do not fit into this machine's
-            shared memory.
-        WorkerError: the devices or actors were not available within `cluster.start_timeout_s`.
+    """Reserve the devices, start the actors, and start their work, with `own` in a Ray of this machine even if
+    RAY_ADDRESS is set. Raise UnavailableError or WorkerError if the cluster lacks devices or memory, or is too slow.
     """
     workers = RayWorkers(job, own)
     try:
@@ -222,9 +215,8 @@ class RayWorkers:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def _number(self) -> None:
-        """Assign the actors to the teams' workers (`megarl.launchers.seats`), and find the GPUs left to servers.
-
-        A bundle belongs to this run only, so a short task in it can find out which of its GPUs the actors do not use.
+        """Assign the actors to the teams' workers (`megarl.launchers.seats`), and find the GPUs left to servers. A
+        bundle belongs to this run only, so a short task in it can find out which of its GPUs the actors do not use.
         """
         import ray
 
@@ -350,10 +342,7 @@ class RayWorkers:
 
     def poll(self) -> dict[int, int]:
         """Return the exit codes of the ranks whose actor has returned or died (-SIGKILL: Ray does not report the
-        signal).
-
-        Raises:
-            WorkerError: a part of Ray, or the buffer between teams, has died.
+        signal). Raise WorkerError if a part of Ray, or the buffer between teams, has died.
         """
         import ray
 
@@ -421,11 +410,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: float) -> Path | None:
-    """Connect to the cluster at `address`, or start one here for the run, with its own object store and folder.
-
-    Returns:
-        The folder of the Ray that was started; None for an existing cluster.
-    """
+    """Connect to the cluster at `address` and return None, or start one here for the run and return its folder."""
     text = "starting Ray" if address is None else f"joining Ray at {address}"
     print(text, file=config.tracking.messages, flush=True)
     if address is None:

@@ -25,14 +25,9 @@ _UNMAPPED = 65534
 
 
 def make_ray_folder() -> Path:
-    """Create the private folder of one Ray and return it; Ray uses `folder / INNER`.
-
-    The folder is in RAY_TMPDIR (created if missing), or in the folder of temporary files, or in /tmp if the paths of
-    sockets would be too long there.
-
-    Raises:
-        ConfigError: RAY_TMPDIR is too long, or other users can rename what is in the chosen folder.
-        UnavailableError: the folder cannot be created.
+    """Create the private folder of one Ray and return it; Ray uses `folder / INNER`. The folder is in RAY_TMPDIR
+    (created if missing), or in the folder of temporary files, or in /tmp if the paths of sockets would be too long
+    there.
     """
     given = os.environ.get("RAY_TMPDIR")
     parents = [parent.resolve() for parent in ray_parents()]

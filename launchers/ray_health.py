@@ -153,14 +153,8 @@ def _shut_down() -> None:
 
 
 def check_reachable(address: str, limit_s: float) -> None:
-    """Refuse an address of a Ray cluster where nothing listens; Ray itself would retry for minutes.
-
-    Args:
-        address: value of RAY_ADDRESS: host:port, ray://host:port, auto or local; the last two are left to Ray.
-        limit_s: seconds to retry.
-
-    Raises:
-        UnavailableError: nothing replies there.
+    """Refuse an address of a Ray cluster where nothing listens; Ray itself would retry for minutes. Raise
+    UnavailableError after `limit_s`; addresses `auto` and `local` are left to Ray.
     """
     place = urlsplit(address if "://" in address else f"//{address}")
     try:
@@ -179,11 +173,8 @@ def check_reachable(address: str, limit_s: float) -> None:
 
 
 def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
-    """Run `call()` for at most `limit_s` seconds: it waits inside Ray's native code, which cannot be interrupted
-    otherwise.
-
-    Raises:
-        WorkerError: it took longer; it continues in an abandoned thread.
+    """Run `call()` for at most `limit_s` seconds in a thread, as it waits inside Ray's native code, which cannot be
+    interrupted. Raise WorkerError if it took longer; the thread is abandoned.
     """
     errors: list[BaseException] = []
 

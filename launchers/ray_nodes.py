@@ -13,10 +13,8 @@ _LOOK_S = 0.5
 
 
 def wait_for_nodes(address: str, count: int, limit_s: float) -> None:
-    """Return when `count` nodes of the cluster at `address` are alive.
-
-    Raises:
-        UnavailableError: there were fewer within `limit_s`.
+    """Return when `count` nodes of the cluster at `address` are alive. Raise UnavailableError if there were fewer
+    within `limit_s`.
     """
     import ray
 

@@ -29,17 +29,13 @@ class TeamWorkers(Protocol):
     """The workers of several teams."""
 
     def end_team(self, team: TeamPlan) -> None:
-        """Kill the running workers of a team, and wait until they are gone.
-
-        Raises:
-            WorkerError: they are not gone within `cluster.start_timeout_s`.
+        """Kill the running workers of a team, and wait until they are gone. Raise WorkerError if they are not gone
+        within `cluster.start_timeout_s`.
         """
 
     def restart_team(self, team: TeamPlan, number: int) -> int | None:
-        """Start all workers of a team that has ended, for the `number`-th time; return the last finished step.
-
-        Raises:
-            WorkerError: they do not start within `cluster.start_timeout_s`.
+        """Start all workers of a team that has ended, for the `number`-th time; return the last finished step. Raise
+        WorkerError if they do not start within `cluster.start_timeout_s`.
         """
 
 
@@ -52,10 +48,8 @@ class Restarts:
         self._begun = {team.name: 0 for team in job.teams if job.separate and begins_again(job.config, team)}
 
     def after_death(self, failure: RankFailure, why: str, ended: dict[int, int]) -> bool:
-        """Restart the team of `failure`; return False if it must not be, and the run ends.
-
-        Raises:
-            WorkerError: the team did not start.
+        """Restart the team of `failure`; return False if it must not be, and the run ends. Raise WorkerError if the
+        team did not start.
         """
         if failure.repeats or failure.user_error or (failure.type and not failure.out_of_memory):
             return False

@@ -43,11 +43,7 @@ def seats(places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str
 
     A team that fits onto one machine is on one machine. A unit of a larger team is on one machine if any machine has
     room for all of it. Large teams choose first, and choose the tightest fit, which leaves larger machines to others.
-
-    Args:
-        places: places of all processes, one per worker.
-        teams: teams in the order in which their workers are numbered.
-        units: for each team by name the number of consecutive workers that belong together, such as tp * cp ranks.
+    `units` has, for each team by name, the number of consecutive workers that belong together, such as tp * cp ranks.
     """
     order = rank_order(places)
     free: dict[str, list[int]] = {}
@@ -92,13 +88,8 @@ def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int]
 def ranks_of(
     team: TeamPlan, places: Sequence[Place], *, lends: bool = False, servers: Sequence[Place] | None = None
 ) -> list[dict[str, str]]:
-    """Return torchrun's environment variables for each of a team's workers, in the order of their ranks.
-
-    Args:
-        team: one of the run's teams.
-        places: places of all workers of all teams, in the order of their numbers.
-        lends: the workers leave their GPUs to the servers that they start.
-        servers: places of these servers' GPUs; None: unknown.
+    """Return torchrun's environment variables for each of a team's workers, in the order of their ranks. With `lends`
+    they leave their GPUs to their servers, whose places are `servers` (None: unknown).
     """
     mine = slice(team.first, team.first + team.devices)
     # The team's own GPUs come first: colocated servers share these, and no server takes any other GPU.
@@ -121,8 +112,7 @@ def ranks_of(
 
 
 def gpus_of(host: str, places: Sequence[Place]) -> str:
-    """Return the GPUs that Ray gave to the processes of one node, in the order of `places`; empty without GPUs.
-
-    Each process sees only its own GPUs, but the servers that the first process starts need the others.
+    """Return the GPUs that Ray gave to the processes of one node, in the order of `places`; empty without GPUs. Each
+    process sees only its own GPUs, but the servers that the first process starts need the others.
     """
     return ",".join(gpu for node, gpus in places if node == host for gpu in gpus)

@@ -27,10 +27,7 @@ def clusters_file() -> Path:
 
 def with_site(config: RunConfig) -> RunConfig:
     """Return the configuration with the site file's values where `launch.slurm` is null or empty; variables are merged
-    by name.
-
-    Raises:
-        ConfigError: the file does not have the cluster, or is invalid.
+    by name. Raise ConfigError if the file does not have the cluster, or is invalid.
     """
     file, name = clusters_file(), config.launch.cluster
     clusters = _read(file)
@@ -65,15 +62,7 @@ def with_site(config: RunConfig) -> RunConfig:
 
 @contextlib.contextmanager
 def naming_site(own: RunConfig, filled: RunConfig) -> Iterator[None]:
-    """Add file and cluster to an error about a value that comes from the site file.
-
-    Args:
-        own: the configuration without the site file's values.
-        filled: the configuration with them, from `with_site`.
-
-    Raises:
-        ConfigError: the error raised inside the block.
-    """
+    """Add file and cluster to an error in the block about a value that only the configuration from `with_site` has."""
     before, after = own.launch.slurm.model_dump(), filled.launch.slurm.model_dump()
     keys = [key for key in after if key != "environment" and after[key] != before[key]]
     keys += [f"environment.{name}" for name in after["environment"] if name not in before["environment"]]

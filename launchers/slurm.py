@@ -107,11 +107,7 @@ class Submission:
 
 
 def job_script(job: Submission) -> str:
-    """Return the batch script for sbatch.
-
-    Raises:
-        ConfigError: a path cannot be written in a `#SBATCH` line.
-    """
+    """Return the batch script for sbatch. Raise ConfigError if a path cannot be written in a `#SBATCH` line."""
     cluster, slurm = job.config.cluster, job.slurm
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     processes = f"{cluster.nproc} processes on {count(cluster.nnodes, 'node')}"
@@ -228,10 +224,8 @@ class Component:
 
 
 def components(config: RunConfig, job: str) -> list[Component]:
-    """Return the nodes that teams share, and the nodes of teams with their own. `job`: train, sft or eval.
-
-    Raises:
-        ConfigError: `launch.slurm.teams` does not match placement and cluster.
+    """Return the nodes that teams share, and the nodes of teams with their own. `job`: train, sft or eval. Raise
+    ConfigError if `launch.slurm.teams` does not match placement and cluster.
     """
     slurm, cluster = config.launch.slurm, config.cluster
     named = config.placement.teams

@@ -42,10 +42,8 @@ _OTHER_JOB = {
 
 
 def check_settings(job: Submission) -> None:
-    """Refuse settings that would fail only on the nodes.
-
-    Raises:
-        ConfigError: invalid nodes of teams, GPUs, options, variables, chain or container.
+    """Refuse settings that would fail only on the nodes. Raise ConfigError for invalid nodes of teams, GPUs, options,
+    variables, chain or container.
     """
     parts, slurm = components(job.config, job.command), job.slurm
     _check_parts(job, parts)
@@ -134,9 +132,8 @@ def _asks_for_gpus(name: str, value: str) -> bool:
 
 
 def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
-    """Check that an image's name has its runtime's form.
-
-    enroot looks up names without # in Docker's registry, and apptainer looks up names without a scheme among files.
+    """Check that an image's name has its runtime's form. enroot looks up names without # in Docker's registry, and
+    apptainer looks up names without a scheme among files.
     """
     scheme, _, name = image.rpartition("://")
     first = name.partition("/")[0]
@@ -278,9 +275,8 @@ def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
 
 
 def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
-    """Return warnings about more GPUs per node of a team than machines usually have, if their number is not set.
-
-    For equal machines checks of the recipe warn (megarl.checks.gpus).
+    """Return warnings about more GPUs per node of a team than machines usually have, if their number is not set. For
+    equal machines checks of the recipe warn (megarl.checks.gpus).
     """
     found, apart = [], config.launch.slurm.teams and config.cluster.device_memory_gb is not None
     for part in parts if apart else ():

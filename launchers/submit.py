@@ -102,10 +102,8 @@ def write_scripts(job: Submission) -> Path:
 
 
 def check_cluster(job: Submission) -> None:
-    """Check a submission with Slurm before anything is written.
-
-    Raises:
-        UserError: Slurm is missing, does not reply, or refuses the job.
+    """Check a submission with Slurm before anything is written. Raise UserError if Slurm is missing, does not reply, or
+    refuses the job.
     """
     wanted = job.slurm.partition
     partitions = sorted({line.rstrip("*") for line in _ask("sinfo", "--noheader", "--format=%R").split()})

@@ -50,12 +50,9 @@ class End:
 
 
 def supervise(workers: Workers, job: Job) -> End:
-    """Wait until all ranks have ended, or one has failed or hung; log and return the outcome.
-
-    A team whose process died or hangs may be restarted before that (`megarl.launchers.restarts`).
-
-    Raises:
-        UserError: the run's folder is gone, or an error that follows from it.
+    """Wait until all ranks have ended, or one has failed or hung; log and return the outcome. A team whose process died
+    or hangs may be restarted before that (`megarl.launchers.restarts`). Raise UserError if the run's folder is gone, or
+    an error that follows from it.
     """
     cluster = job.config.cluster
     watch = Watch(job.run_dir, workers.ranks(), cluster.timeout_s, cluster.start_timeout_s, job.names)
@@ -67,12 +64,7 @@ def supervise(workers: Workers, job: Job) -> End:
 
 
 def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts) -> End:
-    """Wait as in `supervise`, without the check of the run folder at the end.
-
-    Raises:
-        UserError: as in `supervise`.
-        WorkerError: a team could not be restarted.
-    """
+    """Wait as in `supervise`, without the check of the run folder at the end."""
     ranks, oom_before = workers.ranks(), oom_kills()
     while True:
         ended = workers.poll()
@@ -105,9 +97,8 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
 
 
 def _ends_others(ended: dict[int, int], job: Job) -> bool:
-    """Return whether the actor's team ended before the last step, after which other teams would wait for ever.
-
-    A run that was saved in time (`trainer.save_by_s`) is `stopped`; a run that a metric ended is `finished`.
+    """Return whether the actor's team ended before the last step, after which other teams would wait for ever. A run
+    that was saved in time (`trainer.save_by_s`) is `stopped`; a run that a metric ended is `finished`.
     """
     if not {*range(job.teams[0].devices)} <= ended.keys():
         return False
@@ -130,7 +121,6 @@ def _settle(workers: Workers, job: Job) -> dict[int, int]:
 
 def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed: bool) -> RankFailure:
     """Return the root cause: a rank that got SIGKILL, else the earliest error that is not just the loss of a peer.
-
     Other signals follow from such errors: a communication library ends its process with SIGABRT when a peer is lost.
     """
     errors = job.errors()

@@ -84,11 +84,8 @@ class SlurmJob:
         self.ended = True
 
     def _check_signals(self) -> None:
-        """Check for signals while nodes are tested.
-
-        Raises:
-            Over: the job has to end, and nodes must not be judged by steps that a signal interrupted. After a failure
-                of the run a warning is postponed as long as possible, so that the failure is judged first.
+        """Raise Over for a signal while nodes are tested: steps that a signal interrupted must not be judged. After a
+        failure of the run a warning waits as long as possible, so that the failure is judged first.
         """
         self.files.tell_alive()
         late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S
@@ -97,10 +94,7 @@ class SlurmJob:
 
     def _finish(self) -> None:
         """Finish a run that is over; if it has saved before the job's time limit (trainer.save_by_s), submit the next
-        job.
-
-        Raises:
-            Over: Slurm refuses the next job.
+        job. Raise Over if Slurm refuses the next job.
         """
         if read_object(self.files.run_dir / "run.json").get("status") != "stopped":
             self.say("finished", "the run has ended")
@@ -114,11 +108,7 @@ class SlurmJob:
         self.files.set_chain(left - 1)
 
     def _handle_signals(self) -> None:
-        """Handle signals that arrived while the run was not running.
-
-        Raises:
-            Over: the job has to end.
-        """
+        """Handle signals that arrived while the run was not running. Raise Over if the job has to end."""
         if self.ended:
             raise self._stopped()
         if self.warned is not None and not self.deferred:
@@ -145,11 +135,7 @@ class SlurmJob:
             self._exclude(self.nodes.preflight(self.good), "failed its pre-flight")
 
     def _choose(self) -> list[str]:
-        """Return the nodes of the next attempt.
-
-        Raises:
-            Over: there are too few nodes; the next job is submitted if the chain allows it.
-        """
+        """Return the nodes of the next attempt. Raise Over if there are too few; the chain may allow a next job."""
         if nodes := self._chosen():
             return nodes
         reasons = self.files.excluded()
@@ -175,11 +161,7 @@ class SlurmJob:
         return chosen
 
     def _restart(self, lost: list[str], where: str) -> None:
-        """Record that the run restarts without these nodes.
-
-        Raises:
-            Over: no restart is left.
-        """
+        """Record that the run restarts without these nodes. Raise Over if no restart is left."""
         self._count_failure()
         newest = self.files.newest()
         at = f"from the checkpoint of step {newest}"
@@ -191,11 +173,7 @@ class SlurmJob:
         self.files.add(file, {"restart": number, "time": time.time(), "why": why, "start": start})
 
     def _count_failure(self) -> None:
-        """Count one restart.
-
-        Raises:
-            Over: no restart is left.
-        """
+        """Count one restart. Raise Over if no restart is left."""
         state, newest = self.files.state(), self.files.newest()
         failures = 1 + (0 if newest > state["newest"] else state["failures"])
         self.files.set_state(failures=failures, newest=newest)
@@ -285,11 +263,7 @@ class SlurmJob:
         return self.nodes.start(nodes, more, "job-%j.TEAM-%n.txt")
 
     def _watch(self, step: subprocess.Popen[bytes]) -> int:
-        """Wait for a step; return its exit code.
-
-        Raises:
-            Over: the job has to end.
-        """
+        """Wait for a step; return its exit code. Raise Over if the job has to end."""
         while (code := step.poll()) is None:
             self.files.tell_alive()
             self._keep_guard()
@@ -305,13 +279,8 @@ class SlurmJob:
         return code
 
     def _before_the_end(self, step: subprocess.Popen[bytes] | None) -> None:
-        """Handle Slurm's warning that the job will end soon.
-
-        Args:
-            step: the run; None while it is not running.
-
-        Raises:
-            Over: the next job continues the run, or this one after being requeued.
+        """Handle Slurm's warning that the job will end soon. Raise Over if the next job continues the run, or this one
+        after being requeued.
         """
         preempted = self._preempted()
         left = self.files.chain()

@@ -25,11 +25,7 @@ class CommandFailed(Exception):
 
 
 def answer(*command: str) -> str:
-    """Return the output of a command of Slurm.
-
-    Raises:
-        CommandFailed: it failed, or did not finish within a minute.
-    """
+    """Return the output of a command of Slurm. Raise CommandFailed if it failed, or did not finish within a minute."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=ANSWER_S, check=False, stdin=subprocess.DEVNULL
@@ -56,11 +52,7 @@ class Folder:
         self._told_alive = 0.0
 
     def _plan(self) -> dict[str, Any]:
-        """Read the plan that `megarl launch` wrote for the driver.
-
-        Raises:
-            SystemExit: the plan is missing or damaged.
-        """
+        """Read the plan that `megarl launch` wrote for the driver. Raise SystemExit if it is missing or damaged."""
         plan = read_object(self.path / "plan.json")
         if not plan:
             raise SystemExit(
@@ -185,9 +177,7 @@ def excluded_by(options: Iterable[str]) -> list[str]:
 
 def with_exclusion(script: str, nodes: Iterable[str]) -> str:
     """Return a batch script that excludes these nodes in all its components; a command-line option would affect only
-    the first.
-
-    The last `--exclude` of a component counts, so `nodes` must include those of the script's own options.
+    the first. The last `--exclude` of a component counts, so `nodes` must include those of the script's own options.
     """
     text = ",".join(dict.fromkeys(nodes))
     if not text:

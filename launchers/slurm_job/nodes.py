@@ -62,11 +62,8 @@ class Nodes:
             self.group_of.update(dict.fromkeys(answer("scontrol", "show", "hostnames", listed).split(), number))
 
     def start(self, nodes: list[str], more: list[str], output: str = "") -> subprocess.Popen[bytes]:
-        """Start node.sh on these nodes.
-
-        Args:
-            output: name of the output file in RUN_DIR/launch, with TEAM for the kind of its nodes. Such a step ends
-                when one of its tasks or nodes fails; without a name it is a test, which outlives its tasks.
+        """Start node.sh on these nodes. With `output`, a file in RUN_DIR/launch, the step ends when one of its tasks or
+        nodes fails; without, it is a test, which outlives its tasks.
         """
         port = self._next_port(nodes[0])
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
@@ -89,9 +86,8 @@ class Nodes:
         return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
 
     def _next_port(self, first: str) -> int:
-        """Return the rendezvous port of the next step on its first node; if that is this node, a free port.
-
-        If all ports of the node are in use it is the last port, and the step reports the error itself.
+        """Return the rendezvous port of the next step on its first node; if that is this node, a free port. If all
+        ports of the node are in use it is the last port, and the step reports the error itself.
         """
         for _ in range(PORTS[2]):
             self._steps += 1
@@ -121,9 +117,7 @@ class Nodes:
 
     def _address(self, node: str) -> str:
         """Return a node's rendezvous address: in the network `launch.slurm.interface`, or else that of its Slurm name.
-
-        Raises:
-            CommandFailed: the node has no such address.
+        Raise CommandFailed if the node has no such address.
         """
         name = self._plan["interface"]
         try:
@@ -138,10 +132,8 @@ class Nodes:
         return found
 
     def lost_state(self, node: str) -> str:
-        """Return Slurm's state of a lost node; empty if the node is not lost.
-
-        Raises:
-            CommandFailed: Slurm does not reply, which proves nothing about the node.
+        """Return Slurm's state of a lost node; empty if the node is not lost. Raise CommandFailed if Slurm does not
+        reply, which proves nothing about the node.
         """
         self._files.tell_alive()
         try:
@@ -196,10 +188,8 @@ class Nodes:
         return bad
 
     def _ask_each(self, commands: dict[str, list[str]]) -> dict[str, str]:
-        """Run a command on each node separately; return the nodes where it fails or takes too long, with reasons.
-
-        Raises:
-            CommandFailed: it fails everywhere, or Slurm does not reply; no node is blamed.
+        """Run a command on each node separately; return the nodes where it fails or takes too long, with reasons. Raise
+        CommandFailed if it fails everywhere, or Slurm does not reply; no node is blamed.
         """
         asked = {
             node: subprocess.Popen(

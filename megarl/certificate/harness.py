@@ -102,12 +102,7 @@ def certify(
     sections: Sequence[CertificateSection], folder: Path, *, again: bool = False, tell: Callable[[str], None] = print
 ) -> list[Result]:
     """Run sections in turn and return their results, including kept ones; each result is saved in `folder` at once.
-
-    Args:
-        sections: sections in order.
-        folder: folder of the results.
-        again: also repeat sections that have passed.
-        tell: called with a line before and after each section.
+    `again` repeats sections that have passed; `tell` gets a line before and after each section.
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine, results = machine_key(), []
@@ -185,10 +180,8 @@ def _section_of(process: psutil.Process) -> str | None:
 
 
 def end_family(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Kill a section's process with everything that it started, also in other sessions; wait until all are gone.
-
-    They are found by an environment variable with the section's `folder`, since a dead process has no children any
-    more.
+    """Kill a section's process with everything that it started, also in other sessions; wait until all are gone. They
+    are found by an environment variable with the section's `folder`, since a dead process has no children any more.
     """
     family = [one for one in psutil.process_iter() if one.pid != process.pid and _section_of(one) == str(folder)]
     if process.poll() is None:

@@ -104,11 +104,7 @@ def _plain(value: Any) -> str:
 
 
 def bug_report(section: CertificateSection, result: Result, folder: Path) -> str:
-    """Return the text of a bug report: versions, command, failed checks, last log lines, environment.
-
-    Args:
-        folder: folder of all sections.
-    """
+    """Return the text of a bug report: versions, command, failed checks, last log lines, environment."""
     log = folder / section.name / "log.txt"
     last = log.read_text(errors="replace").splitlines()[-_LAST:] if log.is_file() else []
     failed = [line for line in result.findings if line["kind"] == "check" and not line["passed"]]

@@ -52,10 +52,8 @@ def command(run_dir: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def train(run_dir: Path, overrides: Sequence[str], limit_s: float) -> list[dict[str, Any]]:
-    """Run the command until it ends; return the metrics lines of its training steps.
-
-    Raises:
-        WorkerError: it failed, or did not end in time; the message has its last output.
+    """Run the command until it ends; return the metrics lines of its training steps. Raise WorkerError, with its last
+    output, if it failed or did not end in time.
     """
     output, _ = run_program(command(run_dir, overrides), limit_s=limit_s, merged=True)
     (run_dir / "output.txt").write_text(output)
@@ -82,9 +80,7 @@ def steps_in(run_dir: Path) -> list[dict[str, Any]]:
 
 def in_workers(entry: str, overrides: Sequence[str], run_dir: Path) -> list[dict[str, Any]]:
     """Run `entry`, a `module:function` of (recipe, run folder), in workers; return the results that each worker wrote.
-
-    Raises:
-        RuntimeError: a worker failed.
+    Raise RuntimeError if a worker failed.
     """
     run_dir.mkdir()
     config = load_config(find_recipe(RECIPE), list(overrides))
@@ -105,9 +101,7 @@ def _numbers(run_dir: Path, rank: int) -> Path:
 
 def killed(run_dir: Path, overrides: Sequence[str], when: Callable[[], int | None], limit_s: float) -> int:
     """Run the command, and send SIGKILL to the process that `when` returns, once it returns one; return the exit code.
-
-    Raises:
-        TimeoutError: there was no such process, or the command did not end afterwards.
+    Raise TimeoutError if there was no such process, or the command did not end afterwards.
     """
     end = time.monotonic() + limit_s
     with (run_dir.parent / f"{run_dir.name}.txt").open("wb") as log:
@@ -130,15 +124,7 @@ def killed(run_dir: Path, overrides: Sequence[str], when: Callable[[], int | Non
 
 
 def planned(overrides: Sequence[str], hardware: str | None) -> dict[str, float]:
-    """Return the planner's numbers for the run, by name.
-
-    Args:
-        overrides: overrides of the recipe.
-        hardware: value of `megarl plan --hardware`; None: its default.
-
-    Raises:
-        WorkerError: the run cannot be planned.
-    """
+    """Return the planner's numbers for the run, by name. Raise WorkerError if the run cannot be planned."""
     chosen = [] if hardware is None else ["--hardware", hardware]
     output, _ = run_program(
         [sys.executable, "-m", "megarl", "plan", RECIPE, *overrides, *chosen, "--json"], limit_s=300

@@ -24,12 +24,7 @@ _NOTES = 10  # recent events that `megarl status` shows
 
 
 def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], RunConfig]) -> None:
-    """Add the arguments of the cluster commands.
-
-    Args:
-        commands: subparsers of the program's parser.
-        read_recipe: returns the configuration from the recipe and overrides in the arguments.
-    """
+    """Add the arguments of the cluster commands."""
     launch = commands.add_parser(
         "launch",
         help="submit a run to a cluster",
@@ -72,11 +67,7 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
-    """Check the job and submit it to Slurm; return the exit code.
-
-    Args:
-        config: the recipe, completed from the site file.
-    """
+    """Check the job and submit it to Slurm; return the exit code."""
     from megarl.launchers.common import make_run_dir
     from megarl.launchers.preflight import check_run_folder
     from megarl.launchers.slurm import Submission, job_script, node_script, plan
@@ -148,15 +139,8 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
 def _check(
     config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None], show: bool
 ) -> tuple[Placement | None, str]:
-    """Raise the failed checks of a job and print its warnings. This machine is not part of the job.
-
-    Args:
-        image: nodes run a container image, so that the interpreter of servers is not known here.
-        memory: recipe key and bytes of a node's memory; None: the memory is not known.
-        show: return the memory estimate and all checks as text.
-
-    Returns:
-        The teams of the job (None when they are not known), and the text, empty without `show`.
+    """Raise the failed checks of a job and print its warnings; return its teams (None: not known), and with `show` the
+    estimate and all checks as text. This machine is not part of the job, nor its servers' interpreter with an `image`.
     """
     from megarl.checks.checklist import problems_of
     from megarl.checks.dry_run import memory_and_checks
@@ -208,10 +192,8 @@ def _active_job(run_dir: Path) -> tuple[str, str] | None:
 
 
 def _submitted(run_dir: Path) -> list[SubmittedJob]:
-    """Return the jobs submitted for a run.
-
-    Raises:
-        UserError: the folder does not exist, or no job was submitted for it.
+    """Return the jobs submitted for a run. Raise UserError if the folder does not exist, or no job was submitted for
+    it.
     """
     from megarl.launchers.submit import jobs_of
 

@@ -19,17 +19,9 @@ if TYPE_CHECKING:
 
 
 def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:
-    """Write the model in `source` to the folder `target`.
-
-    Args:
-        source: a Hugging Face folder or hub name, the folder of a PEFT adapter, or RUN_DIR/checkpoints/step_N. Adapters
-            are merged into their base model.
-        target: a folder that does not exist or is empty.
-        dtype: `fp32` or `bf16`; None: the dtype of the source.
-        max_shard_gb: largest size of a file in GB (10**9 bytes); more data go to another file.
-
-    Raises:
-        ConfigError: `source` has no supported model, or `target` is not empty or cannot be written.
+    """Write the model in `source` (Hugging Face folder or hub name, folder of a PEFT adapter, or
+    RUN_DIR/checkpoints/step_N) to the empty folder `target`. Adapters are merged; a file has at most `max_shard_gb`
+    (10**9 bytes).
     """
     refuse_pipes(source)
     check_conversion(source, target, max_shard_gb)  # quick checks first: torch is imported below

@@ -45,10 +45,8 @@ def reference() -> str:
 
 
 def write_reference(file: Path) -> bool:
-    """Replace the text between the markers in `file`; return whether the file changed.
-
-    Raises:
-        ValueError: the file lacks a marker.
+    """Replace the text between the markers in `file`; return whether the file changed. Raise ValueError if the file
+    lacks a marker.
     """
     old = file.read_text(encoding="utf-8")
     if BEGIN not in old or END not in old:
@@ -100,9 +98,7 @@ def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any],
 
 def _own_keys(path: str, place: str, named_by: str) -> list[str]:
     """Return the markdown of the keys that components of the section `path` have; components with equal keys share a
-    row.
-
-    `place` is the path at which the keys are written, `named_by` the key that names the component.
+    row. `place` is the path at which the keys are written, `named_by` the key that names the component.
     """
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for name in COMPONENTS.names(path):
@@ -136,9 +132,8 @@ def _row(key: Key, default: Any) -> str:
 
 
 def _values(info: FieldInfo, *, nullable: bool) -> str:
-    """Return the allowed values in the words of error messages, without bounds that only catch mistakes.
-
-    With `nullable` the default is null, and null is not listed.
+    """Return the allowed values in the words of error messages, without bounds that only catch mistakes. With
+    `nullable` the default is null, and null is not listed.
     """
     text = _FAR.sub("", describe_allowed(info))
     return text.removesuffix(", or null") if nullable else text

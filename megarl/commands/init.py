@@ -263,10 +263,7 @@ def _write_first_fit(
     file: Path, arguments: argparse.Namespace, settings: _Settings, layouts: Sequence[_Settings], machine: Machine
 ) -> tuple[RunConfig, Checked]:
     """Write the recipe with the first layout that passes the checks, or else with the last one that fails only in
-    memory.
-
-    Returns:
-        The recipe with the layout that was tried last, and the checks of the written recipe.
+    memory; return it and the checks.
     """
     from megarl.checks.recipe import check_config
     from megarl.config.load import load_config

@@ -25,13 +25,9 @@ _SERVERS = "rollout.sglang."
 def settings_from(
     arguments: argparse.Namespace, machine: Machine, prompts: Sequence[str], answers: Sequence[str]
 ) -> Translation:
-    """Translate the settings in `arguments.source` to a recipe; options of the command override them.
-
-    Args:
-        prompts, answers: usual names of the columns of prompts and answers.
-
-    Raises:
-        UserError: the file cannot be read, has settings of no known trainer, or names no model.
+    """Translate the settings in `arguments.source` to a recipe; options of the command override them. Raise UserError
+    if the file cannot be read, has settings of no known trainer, or names no model. `prompts` and `answers` are usual
+    names of their columns.
     """
     made = translate(read_settings(arguments.source), arguments.gpus)
     given = {
@@ -130,13 +126,8 @@ def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str])
 def write_fitting(
     file: Path, made: Translation, write: Callable[[Mapping[str, Any]], str], machine: Machine
 ) -> tuple[RunConfig, list[ConfigError]]:
-    """Write the recipe without the settings that fail the checks here, and note the reason of each.
-
-    Args:
-        write: returns the text of a recipe with these settings.
-
-    Returns:
-        The recipe, and the problems that remain.
+    """Write the recipe without the settings that fail the checks here, and note the reason of each; return it and the
+    problems that remain.
     """
     from megarl.checks.recipe import check_config
     from megarl.config.base import ConfigErrors

@@ -195,10 +195,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_inputs(config: RunConfig, job: str, checks: Checklist | None = None) -> bool:
-    """Check the run's inputs that can be read in seconds: rows and their tokens, reward and environment.
-
-    Returns:
-        Whether there was a row that can be read here.
+    """Check the run's inputs that can be read in seconds: rows and their tokens, reward and environment. Return whether
+    there was a row that can be read here.
     """
     from megarl.checks.recipe import ConfigWarning
     from megarl.checks.references import check_arguments
@@ -233,13 +231,8 @@ def warn_of_mlflow(config: RunConfig) -> None:
 
 
 def _use_run(arguments: argparse.Namespace) -> str:
-    """Make the command use the configuration and model of the run folder given in place of a recipe.
-
-    Returns:
-        A description of the model.
-
-    Raises:
-        UserError: the folder holds no run or no model, or the arguments name both a checkpoint and `--weights`.
+    """Make the command use the configuration and model of the run folder given in place of a recipe; return a
+    description of the model.
     """
     from megarl.artifacts.trained import check_holds_run, overrides_for_model, untrained_best_note
     from megarl.tracking.close import close_if_killed
@@ -273,9 +266,8 @@ def _use_run(arguments: argparse.Namespace) -> str:
 
 
 def _stand_at_start(arguments: argparse.Namespace, run_dir: Path) -> None:
-    """Change to the folder in which the run was started, where the relative paths of its recipe point.
-
-    Paths that the user gives now keep their meaning.
+    """Change to the folder in which the run was started, where the relative paths of its recipe point. Paths that the
+    user gives now keep their meaning.
     """
     from megarl.config.load import with_absolute_paths
 
@@ -313,13 +305,8 @@ def refuse_trained(run_dir: Path, command: str) -> None:
 
 
 def command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str, *, begun: bool) -> str:
-    """Return the command that continues the run in its folder, and a description of the checkpoint.
-
-    Args:
-        arguments: arguments of the current command.
-        run_dir: the run folder.
-        resume: value of `trainer.resume`.
-        begun: this run has begun; otherwise the checkpoints in the folder are an earlier run's.
+    """Return the command that continues the run in its folder, and a description of the checkpoint. `begun`: this run
+    has begun; otherwise the checkpoints in the folder are an earlier run's.
     """
     from megarl.launchers.attempts import next_start
 

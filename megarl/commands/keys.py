@@ -141,10 +141,7 @@ def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEnt
 
     The first search with a result counts: a key or section with this name and all keys below it; keys whose name ends
     with or contains the pattern; keys that have this name in another project; keys that accept it as a value; keys
-    whose description contains it.
-
-    Raises:
-        UserError: nothing matches.
+    whose description contains it. Raise UserError if nothing matches.
     """
     wanted = pattern.lower().strip(".")
     exact = [key_entry for key_entry in entries if _is_within(key_entry.path, wanted)]

@@ -101,13 +101,8 @@ def compare(
     sequences: Sequence[Tensor],
     others: dict[str, list[Tensor]] | None = None,
 ) -> Parity:
-    """Run both models on the same tokens and compare them.
-
-    Args:
-        reference: a causal language model of transformers.
-        policy: the same model on Megatron, whole in this process.
-        sequences: token ids [n] of each sequence, n >= 2.
-        others: log-probs [n - 1] of every sequence from other implementations, by name.
+    """Run a model of transformers and the same model on Megatron on the same tokens, and compare them. A sequence is
+    token ids [n], n >= 2; `others` has log-probs [n - 1] of every sequence from other implementations, by name.
     """
     device = policy.lm_head_weight.device
     with torch.no_grad(), _recorded(_reference_places(reference)) as theirs, _recorded(_policy_places(policy)) as ours:
@@ -203,16 +198,8 @@ _DEADLINE_S = 600.0  # deadline of collectives; a single process never waits for
 
 
 def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
-    """Compare the implementations on random tokens.
-
-    Args:
-        source: a Hugging Face folder, or a checkpoint of a run (RUN_DIR/checkpoints/step_N).
-        dtype: `fp32` or `bf16`, for parameters and computation.
-        server: also start an SGLang server with the model and compare its log-probs.
-
-    Raises:
-        ConfigError: there is no such model, or no interpreter for a server.
-        ServerError: the server did not start or did not reply.
+    """Compare the implementations on random tokens; with `server` also the log-probs of an SGLang server. `source` is a
+    Hugging Face folder, or a checkpoint of a run (RUN_DIR/checkpoints/step_N).
     """
     from megarl.models.config import load_hf_config
     from megarl.models.weights.files import CheckpointReader

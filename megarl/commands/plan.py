@@ -87,9 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
     """Return the hardware that `--hardware` names, with as many devices as the recipe takes if it gives no number.
-
-    Raises:
-        ConfigError: there is no such hardware, or the recipe takes another number of devices.
+    Raise ConfigError if there is no such hardware, or the recipe takes another number of devices.
     """
     from megarl.dag.placement import place
     from megarl.planning.hardware import KINDS, read_hardware, this_cpu, with_memory
@@ -181,9 +179,8 @@ def _search(
 def _describe_recipe(
     config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions, best_s: float
 ) -> str:
-    """Describe the step of the unchanged recipe on this hardware, or why it cannot run.
-
-    `best_s` is the step time of the best plan found, in seconds.
+    """Describe the step of the unchanged recipe on this hardware, or why it cannot run. `best_s` is the step time of
+    the best plan found, in seconds.
     """
     from megarl.checks.planned import refuse_plan
     from megarl.commands.plan_report import doubts, misfits, tight

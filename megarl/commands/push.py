@@ -20,10 +20,8 @@ _WHERE = "--push-to-hub"
 
 
 def check_push(name: str) -> None:
-    """Refuse an upload that cannot succeed, before anything is written. No request is sent to the hub.
-
-    Raises:
-        ConfigError: the name is invalid, the hub is switched off, or there is no token.
+    """Refuse an upload that cannot succeed, before anything is written. No request is sent to the hub. Raise
+    ConfigError if the name is invalid, the hub is switched off, or there is no token.
     """
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
@@ -47,11 +45,8 @@ def check_push(name: str) -> None:
 
 
 def push(folder: Path, name: str, *, public: bool = False) -> str:
-    """Upload the files of `folder` to the repository `name`, which is created if it is missing; return its address.
-
-    Raises:
-        MegarlError: the hub refused or was not reached, or the repository is public without `public`. The folder stays,
-            and the message has the command that uploads it.
+    """Upload the files of `folder` to the repository `name`, which is created if it is missing; return its address. The
+    folder stays after a failure, whose message has the command that uploads it.
     """
     from huggingface_hub import HfApi
 

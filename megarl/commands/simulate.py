@@ -103,10 +103,8 @@ def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], 
 
 
 def _settings(text: str) -> tuple[str, ...]:
-    """Split `KEY=VALUE KEY=VALUE` at blanks outside of brackets and quotes.
-
-    Raises:
-        UserError: a bracket or quote is not closed, or a part has no `=`.
+    """Split `KEY=VALUE KEY=VALUE` at blanks outside of brackets and quotes. Raise UserError if a bracket or quote is
+    not closed, or a part has no `=`.
     """
     parts, depth, quote = [""], 0, ""
     for sign in text:
@@ -150,7 +148,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def tables(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> list[Table]:
     """Return a table for the recipe and one for each `what if`, with a row per number of devices, 80 columns wide.
-
     Efficiency is tokens per second and device, relative to the first row of all.
     """
     from rich.table import Table

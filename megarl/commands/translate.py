@@ -90,10 +90,8 @@ class Translation:
 
 
 def read_settings(file: Path) -> OtherSettings:
-    """Return the settings in a YAML or JSON file, or in the words of a command line.
-
-    Raises:
-        ConfigError: the file cannot be read.
+    """Return the settings in a YAML or JSON file, or in the words of a command line. Raise ConfigError if the file
+    cannot be read.
     """
     if file.suffix.lower() in (".yaml", ".yml", ".json"):
         values = _flat(read_yaml(file).data, "")
@@ -187,13 +185,8 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def translate(source: OtherSettings, gpus: int | None) -> Translation:
-    """Return the recipe's keys for the settings of another trainer.
-
-    Args:
-        gpus: devices of the run; None: as in the settings.
-
-    Raises:
-        UserError: the settings are not TRL's, verl's or NeMo-RL's.
+    """Return the recipe's keys for the settings of TRL, verl or NeMo-RL; `gpus` is the run's devices if the settings
+    have none of their own.
     """
     heads = {name.partition(".")[0] for name in source.values}
     if "actor_rollout_ref" in heads:

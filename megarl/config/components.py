@@ -26,9 +26,8 @@ class Components(Protocol):
         """Return the model of the component's own keys, or None when the component cannot be found."""
 
     def own_keys(self, path: str, name: str) -> Collection[str] | None:
-        """Return the keys that the reward (path `reward`) or environment (path `env`) called `name` accepts.
-
-        Return None when it accepts any key or when its keys are unknown, as for a user's file, which is not imported.
+        """Return the keys that the reward (path `reward`) or environment (path `env`) called `name` accepts. Return
+        None when it accepts any key or when its keys are unknown, as for a user's file, which is not imported.
         """
 
     def readers(self, path: str, key: str) -> Mapping[str, type[Section]]:
@@ -92,12 +91,7 @@ def settle(
 
 def settings_at(where: str, own: Mapping[str, Any], model: type[Section]) -> Any:
     """Validate the settings in a mapping of a recipe as `model`. A model that allows extra keys accepts every key.
-
-    Args:
-        where: the mapping's place in the recipe.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value is invalid.
+    Raise ConfigError if a key is unknown or missing, or a value is invalid.
     """
     known = {key: value for key, value in own.items() if key in model.model_fields}
     missing = [key for key, field in model.model_fields.items() if field.is_required() and key not in own]

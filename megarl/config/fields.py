@@ -106,9 +106,8 @@ def iter_keys(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[Ke
 
 
 def find_key(path: tuple[str, ...]) -> Key | None:
-    """Return the key at `path`. Below a free-form mapping return the mapping's key, for an unknown path None.
-
-    These models do not know keys below a plain value, or the own keys of a component.
+    """Return the key at `path`. Below a free-form mapping return the mapping's key, for an unknown path None. These
+    models do not know keys below a plain value, or the own keys of a component.
     """
     model: type[Section] = RunConfig
     entries: type[Section] | None = None  # section of the entries of the mapping that the previous part named
@@ -126,9 +125,8 @@ def find_key(path: tuple[str, ...]) -> Key | None:
 
 
 def nearest_keys(path: tuple[str, ...]) -> list[str]:
-    """Return known dotted keys that a misspelt `path` may stand for, best first.
-
-    Sibling keys with the same beginning (tp for tp_size) come first, then close spellings, then keys of other sections.
+    """Return known dotted keys that a misspelt `path` may stand for, best first. Sibling keys with the same beginning
+    (tp for tp_size) come first, then close spellings, then keys of other sections.
     """
     parent = find_key(path[:-1]).section if len(path) > 1 else RunConfig  # type: ignore[union-attr]
     prefix = "".join(f"{part}." for part in path[:-1])
@@ -192,15 +190,7 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *, where: str) -> ConfigError:
-    """Return the error for a value that pydantic refused: what is wrong, the allowed values, and a suggestion.
-
-    Args:
-        detail: pydantic's error.
-        path: dotted key.
-        info: the key's field.
-        value: the value given.
-        where: the place at which it was given.
-    """
+    """Return the error for a value that pydantic refused: what is wrong, the allowed values, and a suggestion."""
     out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
     allowed, form = describe_allowed(info), _form(detail)
     if detail["type"] == "less_than_largest":

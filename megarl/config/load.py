@@ -209,9 +209,8 @@ def _absolute(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def hide_credentials(config: RunConfig) -> RunConfig:
-    """Return the recipe with user name and password moved from `tracking.mlflow_uri` to environment variables.
-
-    Call this before anything is written: the run writes, shows and passes on the returned recipe.
+    """Return the recipe with user name and password moved from `tracking.mlflow_uri` to environment variables. Call
+    this before anything is written: the run writes, shows and passes on the returned recipe.
     """
     uri = config.tracking.mlflow_uri
     if uri is None or (masked := take_out(uri, os.environ)) == uri:
@@ -243,9 +242,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
 
 
 def changed_keys(config: RunConfig, components: Components) -> tuple[dict[str, Any], int]:
-    """Return the keys whose values are not the defaults, nested, and the number of all other keys.
-
-    A section that is null by default is included even when all of its keys have their defaults.
+    """Return the keys whose values are not the defaults, nested, and the number of all other keys. A section that is
+    null by default is included even when all of its keys have their defaults.
     """
     optional = []
     defaults, data = RunConfig(name="").model_dump(), config.model_dump()
@@ -309,16 +307,14 @@ def recipe_titles() -> dict[str, str]:
 def find_recipe(
     path: str | Path, *, relative_to: Path | None = None, said_in: str | None = None, takes_runs: bool = False
 ) -> Path:
-    """Return the recipe file for a path (with or without `.yaml`) or for the bare name of a shipped recipe.
+    """Return the recipe file for a path (with or without `.yaml`) or for the bare name of a shipped recipe. Raise
+    ConfigError if there is no such recipe.
 
     Args:
         path: as the user wrote it.
         relative_to: folder that the path is relative to; None: the current one.
         said_in: the line of another recipe that names this one; None: the command line does.
         takes_runs: the command also accepts a run folder, and `path` is none.
-
-    Raises:
-        ConfigError: there is no such recipe.
     """
     asked = Path(path).expanduser()
     base = (relative_to or Path()) / asked
@@ -414,7 +410,6 @@ def _note_inherited(below: Document, above: Document) -> None:
 
 def _drop_inherited(document: Document, components: Components) -> list[str]:
     """Remove inherited keys of a reward or environment that the newly named one does not have; return notes about them.
-
     Keys of a component whose keys are unknown are kept: validation refuses wrong ones later, by name.
     """
     lines = []

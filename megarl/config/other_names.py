@@ -441,10 +441,8 @@ def _keys_ending(path: tuple[str, ...]) -> list[str]:
 
 
 def option_meaning(options: Sequence[str]) -> str:
-    """Return a hint for the first command-line option that is a key here or in another project.
-
-    Returns:
-        `; ` and the hint, or an empty text.
+    """Return `; ` and a hint for the first command-line option that is a key here or in another project; else an empty
+    text.
     """
     for text in options:
         name, _, value = text.lstrip("-").partition("=")
@@ -474,13 +472,8 @@ def unknown_keys(
     where: Callable[[tuple[str, ...]], str],
     owned: Callable[[str], Sequence[str]] = lambda key: (),
 ) -> list[ConfigError]:
-    """Return the error for an unknown key, or one error for each key in a section of another project.
-
-    Args:
-        path: path of the key; one of its parents may already be unknown.
-        value: the value given.
-        where: returns the place at which a path was given.
-        owned: returns the dotted keys of components with this name.
+    """Return the error for an unknown key, or one error for each key in a section of another project. One of the key's
+    parents may already be unknown; `owned` returns the dotted keys of components with a name.
     """
     leaves = list(_leaves(path, value))
     if path[0] in _AROUND or any(meaning_of(leaf) or _keys_ending(leaf) for leaf in leaves):

@@ -13,10 +13,8 @@ from megarl.system.processes import has_nvidia_device
 
 
 def with_precision(config: RunConfig, run_dir: Path | None) -> tuple[RunConfig, str]:
-    """Return the recipe with `model.dtype: auto` resolved, and a line that explains the choice.
-
-    Args:
-        run_dir: folder of a run that may be continued; None for a new run.
+    """Return the recipe with `model.dtype: auto` resolved, and a line that explains the choice. `run_dir` is the folder
+    of a run that may be continued.
     """
     dtype, reason = _recorded(config, run_dir) or _of_this_machine(config)
     line = f"model.dtype=auto: {dtype}, because {reason}"

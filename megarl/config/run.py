@@ -369,7 +369,6 @@ def steps_text(steps: int, size: int, samples: int, unit: str) -> str:
 
 def repeated_problem(key: str, size: int, samples: int) -> ConfigError | None:
     """Return the error for a batch that is larger than the number of samples and so repeats some; None if it is not.
-
     `size` is the batch size and `key` its configuration key.
     """
     if size <= samples:

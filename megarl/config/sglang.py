@@ -140,10 +140,8 @@ class SGLangConfig(Section):
         return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
     def external_key(self) -> str | None:
-        """Return the API key of the servers in `urls` from the environment, or None when they need none.
-
-        Raises:
-            ConfigError: the environment variable is not set.
+        """Return the API key of the servers in `urls` from the environment, or None when they need none. Raise
+        ConfigError if the environment variable is not set.
         """
         name = self.api_key_env
         if name is not None and name not in os.environ:

@@ -82,10 +82,8 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """Read a file that holds one mapping.
-
-    Raises:
-        ConfigError: the file does not hold a mapping, or repeats a key; the error names file and line.
+    """Read a file that holds one mapping. Raise ConfigError, with file and line, for anything else and for repeated
+    keys.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -118,11 +116,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def _read(text: str, path: tuple[str, ...], file: str) -> Document:
-    """Read the value of the key at `path`; None when the text is empty.
-
-    Raises:
-        yaml.YAMLError: as raised by `_Located`, whose positions are exact.
-    """
+    """Read the value of the key at `path`; None when the text is empty."""
     try:
         return _read_by(_Loader, text, path, file)
     except _TooLargeError:
@@ -165,11 +159,8 @@ class _TooLargeError(yaml.MarkedYAMLError):
 
 
 def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
-    """Return the number of values and of levels below a node; refuse too many of either.
-
-    Args:
-        sizes: results of nodes already measured, by id; `_OPEN` for the nodes around `node`.
-        depth: number of mappings and lists around the node.
+    """Return the number of values and of levels below a node, `depth` levels down; refuse too many of either. `sizes`
+    has the results of measured nodes by id, and `_OPEN` for the nodes around this one.
     """
     if isinstance(node, yaml.ScalarNode):
         return 1, 0
@@ -227,18 +218,8 @@ def parse_value(text: str) -> Any:
 
 
 def parse_tagged(text: str, path: tuple[str, ...], where: str) -> tuple[Any, set[tuple[str, ...]]]:
-    """Read one YAML value that may hold mappings tagged `!replace`.
-
-    Args:
-        path: the key that the value is for.
-        where: the value's origin, for errors.
-
-    Returns:
-        The value, and the paths of the tagged mappings.
-
-    Raises:
-        yaml.YAMLError: the text is malformed.
-        ConfigError: a mapping repeats a key.
+    """Read one YAML value that may hold mappings tagged `!replace`; return it and the paths of the tagged mappings.
+    Raise yaml.YAMLError for malformed text, and ConfigError for a repeated key.
     """
     document = _read(text, path, where)
     return document.data, document.replaced

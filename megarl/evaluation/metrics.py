@@ -50,14 +50,8 @@ def from_reward(
     select_by: str | None = None,
 ) -> Scored:
     """Return the sample of a reward result: value from part `acc` or `accuracy`, else `overall`; vote from `extracted`.
-
-    Without an extracted answer the whole response, stripped, is the vote.
-
-    Args:
-        select_by: `validation.select_by`.
-
-    Raises:
-        ConfigError: the result has no such part.
+    Without an extracted answer the whole response, stripped, is the vote. Raise ConfigError if the result has no such
+    part.
     """
     if select_by is not None and select_by not in result:
         raise ConfigError(
@@ -83,10 +77,7 @@ def validation_metrics(samples: Iterable[Scored]) -> Metrics:
     `val/pass@k` and, if samples are ranked, `val/selected@k` for k = n and the powers of two below, and `val/maj@n`.
     With several data sources the same names again as `val/<data_source>/...`, and if these belong to several sets, as
     `val/<part>/...`. All prompts have equal weight, whatever their number of samples; if n differs, a metric of k is a
-    mean over the prompts that have it.
-
-    Args:
-        samples: scored samples; all samples of a prompt must be in the same call.
+    mean over the prompts that have it. All samples of a prompt must be in the same call.
     """
     groups: dict[tuple[str, Hashable], list[Scored]] = defaultdict(list)
     for sample in samples:
@@ -140,7 +131,6 @@ def subset_sizes(n: int) -> list[int]:
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Return the probability that k of n samples, chosen without replacement, hold one of the `correct` correct ones.
-
     Unbiased estimator of Chen et al. 2021, in exact integer arithmetic. Requires 1 <= k <= n and 0 <= correct <= n.
     """
     if not (1 <= k <= n and 0 <= correct <= n):

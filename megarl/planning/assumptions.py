@@ -40,15 +40,8 @@ OF_ZERO = {
 
 
 def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
-    """Return a dataclass of numbers with some of them replaced by name.
-
-    Args:
-        base: the dataclass with all numbers.
-        values: new values of some of them, as text.
-        where: place at which they were given, for messages.
-
-    Raises:
-        ConfigError: there is no such name, or the value is invalid for it.
+    """Return a dataclass of numbers with some of them replaced by name, given as text. Raise ConfigError if there is no
+    such name, or the value is invalid for it.
     """
     names = [one.name for one in fields(base)]  # type: ignore[arg-type]
     changed: dict[str, Any] = {}
@@ -62,11 +55,7 @@ def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
 
 
 def pairs(texts: Sequence[str], where: str = "--assume") -> dict[str, str]:
-    """Split `name=value` texts into a mapping.
-
-    Raises:
-        ConfigError: a text has no `=`.
-    """
+    """Split `name=value` texts into a mapping. Raise ConfigError if a text has no `=`."""
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -79,11 +79,8 @@ class Decoder:
         return self._holders if self.etp and self.ep > 1 else 1
 
     def step(self, running: float, context: float) -> tuple[float, float]:
-        """Return (seconds of a decoding step for `running` samples, bytes read by a rank). [G2]
-
-        Args:
-            running: samples decoded at the same time.
-            context: mean tokens that each of them has.
+        """Return (seconds of a decoding step for `running` samples of `context` tokens on average, bytes read by a
+        rank). [G2]
         """
         facts, given, rate = self.facts, self.given, self.hardware.memory_tb_s * 1e12 * self.given.memory_share
         met = (facts.parameters - self._experts) / self.tp
@@ -172,13 +169,7 @@ class Decoder:
         Of an engine's N samples at most S run at the same time. Until the last S have begun, S run all the time: for (N
         - S) / S x mean tokens steps. Then samples end one by one: after t steps N x P(length > t) are left. While all
         slots are taken, longer samples hold them for longer, so contexts have E[length^2] / (2 E[length]) tokens on
-        average.
-
-        Args:
-            work: samples of a step.
-            engines: number of engines that share them.
-            slots: most samples that an engine decodes at the same time.
-            flows: samples of the next steps follow at once, so that no slot is idle at the end.
+        average. With `flows`, samples of the next steps follow at once, so that no slot is idle at the end.
         """
         number = work.number / engines
         prompts = work.groups / engines

@@ -22,11 +22,8 @@ SCORES = "scores"
 
 
 def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
-    """Return the forward FLOPs of one token in all layers, by component; components without FLOPs are left out.
-
-    Args:
-        pairs: number of keys that the token's query sees, itself included, if no window hides some; 0: leave attention
-            over keys out.
+    """Return the forward FLOPs of one token in all layers, by component; components without FLOPs are left out. The
+    token's query sees `pairs` keys, itself included; with 0 attention over keys is left out.
     """
     found = {name: 2.0 * count for name, count in facts.multiplied_of.items() if count}
     seen = sum(each * (pairs if window is None else min(pairs, window)) for window, each in pair_flops(facts).items())
@@ -35,9 +32,7 @@ def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
 
 def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
     """Return the forward FLOPs of one (query, key) pair by sliding window, summed over its layers; None: layers without
-    one.
-
-    The score is a product of two heads, and so is the weighted value: 2 x 2 FLOPs per element of all heads.
+    one. The score is a product of two heads, and so is the weighted value: 2 x 2 FLOPs per element of all heads.
     """
     each = 4.0 * facts.heads * facts.head_dim
     return {window: count * each for window, count in Counter(facts.windows or (None,) * facts.layers).items()}
@@ -65,11 +60,8 @@ class FlopCounter:
         return cls(sum(work.values()), pair_flops(facts), head)
 
     def forward(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
-        """Return the FLOPs of one forward pass over whole sequences.
-
-        Args:
-            lengths: tokens of each sequence.
-            head_tokens: tokens that pass through the output head; None: all.
+        """Return the FLOPs of one forward pass over whole sequences, of which `head_tokens` (None: all) pass the output
+        head.
         """
         tokens = sum(lengths)
         scores = sum(self._scores(0, length) for length in lengths)
@@ -78,9 +70,7 @@ class FlopCounter:
 
     def unevenness(self, length: float, variance: float) -> float:
         """Return the mean FLOPs that a sequence takes above those of the mean length: E[n^2] is mean^2 plus the
-        variance.
-
-        Only attention pairs grow quadratically, and not those in a window shorter than the mean.
+        variance. Only attention pairs grow quadratically, and not those in a window shorter than the mean.
         """
         grows = sum(each for window, each in self.per_pair.items() if window is None or length <= window)
         return variance / 2 * grows
@@ -90,12 +80,7 @@ class FlopCounter:
         return (1 + BACKWARD) * self.forward(lengths, head_tokens)
 
     def generate(self, prompt_lengths: Sequence[float], response_lengths: Sequence[Sequence[float]]) -> float:
-        """Return the FLOPs of prefilling each prompt once and decoding its samples with a KV cache.
-
-        Args:
-            prompt_lengths: tokens of each prompt.
-            response_lengths: for each prompt the tokens of its samples.
-        """
+        """Return the FLOPs of prefilling each prompt once and decoding its samples with a KV cache."""
         total = self.forward(prompt_lengths, head_tokens=len(prompt_lengths))
         for prompt, responses in zip(prompt_lengths, response_lengths, strict=True):
             for response in responses:
@@ -110,10 +95,8 @@ class FlopCounter:
 
 
 def pairs_between(start: float, end: float, window: int | None = None) -> float:
-    """Count the (query, key) pairs of the queries at positions start..end-1. A query sees itself and earlier keys.
-
-    Args:
-        window: most keys that a query sees; None: all.
+    """Count the (query, key) pairs of the queries at positions start..end-1. A query sees itself and earlier keys, at
+    most `window` of them.
     """
     if window is None or end <= window:
         return (end * (end + 1) - start * (start + 1)) / 2

@@ -189,10 +189,8 @@ def with_memory(gigabytes: float) -> Hardware:
 
 
 def read_hardware(text: str) -> tuple[Hardware, bool]:
-    """Return the hardware that `--hardware` names, and whether the name includes the number of devices.
-
-    Raises:
-        ConfigError: no such kind or file, or a file with other keys or values than `Hardware` has.
+    """Return the hardware that `--hardware` names, and whether the name includes the number of devices. Raise
+    ConfigError for no such kind or file, or a file with other keys or values than `Hardware` has.
     """
     found = _SPEC.fullmatch(text.lower())
     if found is not None and found[1] in KINDS:
@@ -229,11 +227,7 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
 
 
 def _read_file(file: Path) -> Hardware:
-    """Return a kind from a file. Every key and value is checked.
-
-    Raises:
-        ConfigError: names the invalid key.
-    """
+    """Return a kind from a file. Every key and value is checked. Raise ConfigError, which names the invalid key."""
     from megarl.config.yamlio import read_yaml
 
     values: dict[str, Any] = read_yaml(file).data
@@ -263,13 +257,8 @@ def _read_file(file: Path) -> Hardware:
 def this_cpu(
     processes: int, threads: int | None = None, rates: Sequence[float] | None = None, cores: int | None = None
 ) -> Hardware:
-    """Return this machine as hardware with one device per process.
-
-    Args:
-        processes: processes that share its cores.
-        threads: threads per process; None: an equal share of the cores.
-        rates: rates of one core, as from `measure_cores`; None: measured now, which takes about a second.
-        cores: cores of the machine; None: those that this process may use.
+    """Return this machine as hardware with one device per process, which has `threads` (None: an equal share of the
+    cores). The rates of a core are measured, which takes about a second, unless given.
     """
     from megarl.system.machine import available_cores, host_memory
 
@@ -294,7 +283,6 @@ def this_cpu(
 
 def typical_cpu(processes: int, threads: int | None = None, cores: int | None = None) -> Hardware:
     """Return this machine as hardware with typical rates of its kind of processor; arguments are as in `this_cpu`.
-
     Nothing is measured, so this takes no time and no torch; rates may be wrong by a factor of two.
     """
     from megarl.system.machine import bf16_products, processor_flags
@@ -355,10 +343,8 @@ def measure_memory() -> float:
 
 
 def best_seconds(call: Callable[[], object], seconds: float, repeats: int = 1) -> float:
-    """Return the least seconds of a call on this process's device, among calls made within `seconds`.
-
-    Args:
-        repeats: calls between two readings of the clock.
+    """Return the least seconds of a call on this process's device, among calls made within `seconds`; the clock is read
+    after every `repeats` calls.
     """
     from megarl.system.device import synchronize
 
@@ -374,9 +360,8 @@ def best_seconds(call: Callable[[], object], seconds: float, repeats: int = 1) -
 
 
 def measure_cores() -> tuple[float, float, float]:
-    """Measure one core: FLOP/s in bf16 and in fp32, and bytes copied per second (read plus written).
-
-    A single thread is used: threads that wait for each other are many times slower when other programs use the cores.
+    """Measure one core: FLOP/s in bf16 and in fp32, and bytes copied per second (read plus written). A single thread is
+    used: threads that wait for each other are many times slower when other programs use the cores.
     """
     import torch
 

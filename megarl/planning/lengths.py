@@ -16,10 +16,8 @@ _NORMAL = NormalDist()
 
 
 def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
-    """Refuse an assumed mean above the longest response; a mean of 0 stands for none.
-
-    Raises:
-        ConfigError: names the place `where` it was given, and what is `allowed`.
+    """Refuse an assumed mean above the longest response; a mean of 0 stands for none. Raise ConfigError, which names
+    the place `where` it was given, and what is `allowed`.
     """
     if mean > longest:
         what = "the mean response cannot be longer than the longest one"
@@ -47,9 +45,8 @@ class Lengths:
 
     @classmethod
     def of(cls, mean: float, longest_seen: float, samples: int, longest: int) -> Lengths:
-        """Return the lengths with this mean and this mean of the longest of `samples`.
-
-        The largest of n log-normal values is approximately where the distribution has e^-gamma / n above it.
+        """Return the lengths with this mean and this mean of the longest of `samples`. The largest of n log-normal
+        values is approximately where the distribution has e^-gamma / n above it.
         """
         z = _largest_of(samples)
         spread = math.log(max(1.0, longest_seen / mean))

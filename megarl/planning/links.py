@@ -38,14 +38,9 @@ class Links:
         return (self.given.node_hop_us if inside else self.given.hop_us) / 1e6 / self.hardware.pace
 
     def ring(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0, sums: bool = False) -> float:
-        """Return the seconds of ring collectives in which a rank sends `sent` bytes in total. [L1]
-
-        Args:
-            sent: bytes that a rank sends over all of these collectives.
-            size: ranks of the group; 1: nothing is sent.
-            stride: distance between neighbouring ranks.
-            steps: number of collectives, each of which passes size - 1 steps of the ring.
-            sums: the collectives sum over the ranks, rather than gather or scatter.
+        """Return the seconds of ring collectives in which a rank sends `sent` bytes in total, in `steps` collectives of
+        size - 1 steps of the ring each. Ranks are `stride` apart; with `sums` the collectives sum rather than gather or
+        scatter. [L1]
         """
         if size == 1:
             return 0.0
@@ -53,9 +48,8 @@ class Links:
         return sent / (self.rate(inside=inside) * share) + steps * (size - 1) * self.hop(inside=inside)
 
     def exchange(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0) -> float:
-        """Return the seconds of all-to-alls in which a rank sends `sent` bytes to the others together. [L2]
-
-        Messages to ranks of the same domain use its links at the same time as other messages use the network.
+        """Return the seconds of all-to-alls in which a rank sends `sent` bytes to the others together. [L2] Messages to
+        ranks of the same domain use its links at the same time as other messages use the network.
         """
         if size == 1:
             return 0.0

@@ -150,9 +150,8 @@ def update_needs(
 
 
 def logit_copies(config: RunConfig) -> float:
-    """Return how many float32 copies of a chunk's logits exist at once in distillation from distributions.
-
-    They are the logits of both models, the terms of the divergence, and their gradients.
+    """Return how many float32 copies of a chunk's logits exist at once in distillation from distributions. They are the
+    logits of both models, the terms of the divergence, and their gradients.
     """
     fields, name = distillation_fields(config.algorithm), config.algorithm.distillation.estimator
     if "teacher_hidden" in fields:
@@ -198,9 +197,8 @@ def _held_out(config: RunConfig) -> int | None:
 
 
 def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, SamplingConfig]]:
-    """Return (key of the number of prompts, samples of one call on a rank, certain samples, sampling) of `job`.
-
-    For held-out prompts only one sample is certain, since the size of their files is not known here.
+    """Return (key of the number of prompts, samples of one call on a rank, certain samples, sampling) of `job`. For
+    held-out prompts only one sample is certain, since the size of their files is not known here.
     """
     found = []
     if job == "train":
@@ -270,12 +268,8 @@ def beside_servers(moment: Moment) -> float:
 def device_memory(
     config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str = "train", room: GpuRoom | None = None
 ) -> Memory:
-    """Estimate what the fullest rank of a team holds on its device.
-
-    Args:
-        sizes: sizes of the models; the policy's are known, and stand in for unknown ones.
-        team: a team whose layout divides its workers.
-        room: the device's memory; None: not known, and the cache of a server on it is left out.
+    """Estimate what the fullest rank of a team holds on its device. The policy's sizes stand in for unknown ones;
+    without the device's memory `room`, the cache of a server on it is left out.
     """
     servers = _server_weights(config, sizes) if gpu and Role.ROLLOUT in team.roles else []
     shared = servers if config.rollout.colocated else []

@@ -128,9 +128,7 @@ class ModelPass:
 
     def micro_batches(self, share: Share) -> int:
         """Return the micro-batches of a replica's samples: whole samples up to the token budget, at least one each.
-        [T8]
-
-        A prompt's samples count its images once if they are in the same micro-batch.
+        [T8] A prompt's samples count its images once if they are in the same micro-batch.
         """
         budget, images = self.engine.micro_batch_tokens, 0.0
         if share.patches:
@@ -148,13 +146,7 @@ class ModelPass:
         return self._passes(share, train=False)
 
     def update(self, share: Share, epochs: int, updates: int) -> list[Cost]:
-        """Return the costs of all updates of a step.
-
-        Args:
-            share: samples of one update.
-            epochs: passes over the samples.
-            updates: optimizer steps per pass.
-        """
+        """Return the costs of a step's updates: `epochs` passes of `updates` optimizer steps on `share` samples."""
         times = epochs * updates
         every = [*self._passes(share, train=True), *self._reduce(share), self._optimizer()]
         return [part.times(times) for part in every]
@@ -193,10 +185,8 @@ class ModelPass:
         return "tower" not in self.facts.frozen
 
     def _encoder(self, share: Share, passes: float, *, train: bool) -> float:
-        """Return the seconds of the encoder, which each tensor-parallel rank computes whole.
-
-        With pipeline stages, only the seconds by which the first stage (with the encoder) exceeds the last one (with
-        the head).
+        """Return the seconds of the encoder, which each tensor-parallel rank computes whole. With pipeline stages, only
+        the seconds by which the first stage (with the encoder) exceeds the last one (with the head).
         """
         encoder, given, peak = self.facts.encoder, self.given, self.hardware.peak(self.dtype)
         if encoder is None or not share.patches:
@@ -321,9 +311,8 @@ class ModelPass:
 
     def _experts(self, share: Share, forwards: int, *, train: bool) -> list[Cost]:
         """Return the costs of sending tokens to experts and back; with etp an expert's ranks gather them and scatter
-        the sums.
-
-        The numbers of tokens are sent first, and the router's weights, which have a gradient, with the tokens.
+        the sums. The numbers of tokens are sent first, and the router's weights, which have a gradient, with the
+        tokens.
         """
         facts, parallel = self.facts, self.parallel
         if not facts.is_moe:
@@ -385,7 +374,6 @@ class ModelPass:
 
     def _optimizer(self) -> Cost:
         """Return the cost of AdamW, which reads gradient, master and moments, and writes master, moments and parameter.
-
         In fp32 the parameter is its own master.
         """
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)

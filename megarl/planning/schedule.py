@@ -45,11 +45,7 @@ class Schedule:
 
         A team works on one node at a time, in the graph's order; a node begins when the nodes that it depends on have
         ended. Then comes the work between steps. If generation runs ahead, the team that is busy longest sets the pace.
-
-        Args:
-            seconds: seconds of the nodes that take any.
-            between: seconds of the actor's team after the last node.
-            pause: seconds of `between` in which the rollout team waits, too.
+        The rollout team waits for `pause` of the `between` seconds after the last node.
         """
         free: dict[str, float] = {}
         busy: dict[str, float] = {}

@@ -90,10 +90,8 @@ class Search:
         self._only_samples = False  # whether some choice only lacked room for samples in servers
 
     def run(self, top: int = 10) -> SearchResult:
-        """Return the fastest choices that fit, at most one per placement and layout.
-
-        Raises:
-            ConfigError: no layout divides the recipe, or none fits into memory.
+        """Return the fastest choices that fit, at most one per placement and layout. Raise ConfigError if no layout
+        divides the recipe, or none fits into memory.
         """
         best: list[_Timed] = []
         compared = without_room = 0
@@ -118,10 +116,8 @@ class Search:
         return SearchResult(made, compared, without_room)
 
     def floor(self, spread: Spread) -> float:
-        """Return a lower bound on the step seconds of all layouts of a placement. [S4]
-
-        It counts training's matrix products at their peak, and generation by servers with the most room that they can
-        use.
+        """Return a lower bound on the step seconds of all layouts of a placement. [S4] It counts training's matrix
+        products at their peak, and generation by servers with the most room that they can use.
         """
         given, config = self._given, self._config
         rate = self._hardware.peak(config.model.dtype) * max(given.gemm_share, given.expert_share)
@@ -144,9 +140,7 @@ class Search:
 
     def _fastest(self, spread: Spread, parallel: ParallelConfig, bound: float) -> _Timed | None:
         """Return the fastest choice of a placement and layout that fits; choices that are no faster than `bound` may be
-        skipped.
-
-        More recomputation takes longer, so it is considered only if less does not fit.
+        skipped. More recomputation takes longer, so it is considered only if less does not fit.
         """
         if not self._state_fits(spread, parallel):
             return None
@@ -208,9 +202,7 @@ class Search:
 
     def _fraction(self, formulas: StepFormulas) -> float | None:
         """Return `memory_fraction` for servers on the trainer's devices, from the memory that other parts leave in
-        generation.
-
-        None: servers do not share devices. 0: there is no room for weights and the cache of one sample.
+        generation. None: servers do not share devices. 0: there is no room for weights and the cache of one sample.
         """
         if not formulas.config.rollout.colocated:
             return None

@@ -29,9 +29,8 @@ Sizes = Mapping[Role, ModelFacts | None]
 
 
 def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
-    """Return the recipe key of the layout of a role's model.
-
-    In a job without a task graph the actor's layout holds for all roles.
+    """Return the recipe key of the layout of a role's model. In a job without a task graph the actor's layout holds for
+    all roles.
     """
     own = bool(team.nodes) and getattr(config, role.value).parallel is not None
     return f"{role.value if own else 'actor'}.parallel"
@@ -46,10 +45,6 @@ def stage_parameters(
     parts are on all of its ranks. The vocabulary is padded to equal rows. Pipeline stages have equally many layers; the
     first has the embedding and the vision towers, the last the final norm and the head, which a tied model holds twice
     if it has several stages. If layers differ (some with experts, some without), a stage is taken to have the mean.
-
-    Args:
-        value_head: one value per token in place of a vocabulary.
-        trained: count only parameters that are trained.
     """
     visual = sum(size for part, size in facts.visual_parts.items() if not trained or part not in facts.frozen)
     if trained and "language_model" in facts.frozen:
@@ -142,9 +137,8 @@ def owned_parameters(
     value_head: bool = False,
     lora: LoraConfig | None = None,
 ) -> float:
-    """Return how many parameters the fullest rank has optimizer state of; the distributed optimizer divides them.
-
-    Dense parameters are divided among the dp * cp ranks that have the same ones; experts among fewer.
+    """Return how many parameters the fullest rank has optimizer state of; the distributed optimizer divides them. Dense
+    parameters are divided among the dp * cp ranks that have the same ones; experts among fewer.
     """
     dense, expert = trained_parameters(facts, parallel, lora, value_head=value_head)
     if not engine.distributed_optimizer:

@@ -42,10 +42,8 @@ _KEPT = (
 
 
 def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | None]:
-    """Return the sizes of the models in a graph; None: not known here.
-
-    Raises:
-        ConfigError: the policy's sizes are not known here.
+    """Return the sizes of the models in a graph; None: not known here. Raise ConfigError if the policy's sizes are not
+    known here.
     """
     facts = known_facts(config.model, "download the model first, or describe it by model.hf_config")
     sizes: dict[Role, ModelFacts | None] = {Role.ACTOR: facts, Role.ROLLOUT: facts}
@@ -483,16 +481,8 @@ def plan_step(
     hardware: Hardware,
     given: PlanAssumptions | None = None,
 ) -> StepPlan:
-    """Plan a step of a recipe on some hardware.
-
-    Args:
-        graph: its task graph, from `megarl.recipes.build.build_task_graph`.
-        sizes: sizes of its models, from `model_sizes`.
-        hardware: devices, from `read_hardware` or `this_cpu`.
-        given: the assumptions; None: the defaults for the kind of device.
-
-    Raises:
-        ConfigError: a task that no formula covers; invalid teams; or a layout that does not divide them.
+    """Plan a step of a recipe on some hardware. Raise ConfigError for a task that no formula covers, invalid teams, or
+    a layout that does not divide them.
     """
     if (problem := config.task.plan_problem()) is not None:
         raise problem
@@ -503,11 +493,7 @@ def plan_step(
 
 
 def refuse_uneven(devices: int, parallel: ParallelConfig, team: str) -> None:
-    """Refuse a team whose workers are not whole replicas.
-
-    Raises:
-        ConfigError: they are not.
-    """
+    """Refuse a team whose workers are not whole replicas. Raise ConfigError if they are not."""
     if not makes_replicas(devices, parallel):
         experts = parallel.expert_tp * parallel.ep * parallel.pp
         raise ConfigError(

@@ -18,11 +18,7 @@ _LOOKED_UP = ("pos_embed", "cls_token", "reg_token")
 
 
 def image_flops(encoder: VisionEncoder, images: Iterable[float]) -> float:
-    """Return the FLOPs of one forward pass of a vision-language model's encoder.
-
-    Args:
-        images: number of patches of each image.
-    """
+    """Return the FLOPs of one forward pass of a vision-language model's encoder; `images` are numbers of patches."""
     merged = encoder.merge**2  # patches after merging, on which the mergers' products work
     each = sum(
         2.0 * math.prod(shape) / (merged if part_of(f"visual.{name}") == "merger" else 1)

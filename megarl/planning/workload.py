@@ -92,13 +92,7 @@ class Workload:
     @classmethod
     def of(cls, config: RunConfig, given: PlanAssumptions, encoder: VisionEncoder | None = None) -> Workload:
         """Return the work of a step of `megarl train`. An episode of several turns counts as one response of all its
-        tokens.
-
-        Args:
-            encoder: the vision encoder of a model with images.
-
-        Raises:
-            ConfigError: the assumed responses are longer than allowed.
+        tokens. Raise ConfigError if the assumed responses are longer than allowed.
         """
         sampling = config.rollout.sampling
         longest = config.response_tokens(sampling)

@@ -25,10 +25,8 @@ ANSWERS: Any = Field(
 
 
 def answer_texts(value: Any, answers: Answers) -> list[str]:
-    """Return the reference answers of a row as text: exactly one, or with `any` one or more.
-
-    Raises:
-        ValueError: an answer is neither non-blank text nor a finite number.
+    """Return the reference answers of a row as text: exactly one, or with `any` one or more. Raise ValueError if an
+    answer is neither non-blank text nor a finite number.
     """
     if isinstance(value, list) and answers == "any" and value:
         return [text for item in value for text in answer_texts(item, "one")]

@@ -45,14 +45,8 @@ class ClassifierSettings(Settings):
 
 @REWARDS.register("classifier", settings=ClassifierSettings, batch=True, process=True)
 def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
-    """Return the classifier's logit of each sample, or the failure of the sample.
-
-    Args:
-        samples: samples as reward functions get them.
-        settings: the settings of `ClassifierSettings`.
-
-    Raises:
-        ConfigError: the classifier, the label or the chat template does not exist.
+    """Return the classifier's logit of each sample, or the failure of the sample. Raise ConfigError if the classifier,
+    the label or the chat template does not exist.
     """
     import torch
 
@@ -100,10 +94,8 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
 
 @lru_cache(maxsize=2)
 def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Return model and tokenizer, loaded once per process.
-
-    Raises:
-        ConfigError: transformers cannot load them, or weights of the score are missing.
+    """Return model and tokenizer, loaded once per process. Raise ConfigError if transformers cannot load them, or
+    weights of the score are missing.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -130,13 +122,8 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
 
 
 def shown_text(sample: Sample, tokenizer: Any, *, form: str, end: bool) -> str:
-    """Return the text of a sample as a reward model reads it.
-
-    Args:
-        sample: has `prompt`, `response` and, for the form chat, the prompt's `messages` (None if it is text).
-        tokenizer: the reward model's tokenizer; with a chat template for the form chat.
-        form: text or chat, as in `ClassifierSettings.form`.
-        end: append the end token when the text does not end with it.
+    """Return the text of a sample as a reward model reads it, in the form text or chat; `end` appends a missing end
+    token.
     """
     if form == "text":
         text = f"{sample['prompt']}{sample['response']}"

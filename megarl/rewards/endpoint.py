@@ -97,17 +97,9 @@ class ScoreServer:
     retries: int
 
     def ask(self, body: Any, read: Callable[[Any], T], deadline: float, before: Callable[[], None] = lambda: None) -> T:
-        """Post `body` and return the result of `read` for the reply.
-
-        Args:
-            body: plain values.
-            read: raises ValueError, KeyError, IndexError or TypeError for an unusable reply.
-            deadline: deadline of all attempts, on the monotonic clock.
-            before: called before each attempt; may raise NoAnswer.
-
-        Raises:
-            NoAnswer: every attempt failed, or the deadline passed.
-            ConfigError: the environment variable of the key is not set.
+        """Post `body` and return the result of `read` for the reply, which raises ValueError, KeyError, IndexError or
+        TypeError for an unusable one. Raise NoAnswer if every attempt failed, `before` refused it, or the deadline
+        (monotonic clock) passed.
         """
         data, wait, last = json.dumps(body).encode(), _FIRST_WAIT_S, "the deadline passed before the first request"
         attempts = 0
@@ -176,13 +168,8 @@ def _key(variable: str) -> str:
 def ask_all(
     requests: Sequence[T], ask: Callable[[T], list[Any]], count: Callable[[T], int], concurrency: int
 ) -> list[Any]:
-    """Return the results of all samples in order. Samples of a request without a reply get a `ScoringFailure` each.
-
-    Args:
-        requests: requests, each with one or more samples.
-        ask: sends a request and returns one result per sample, or raises NoAnswer.
-        count: returns the number of samples of a request.
-        concurrency: number of simultaneous requests.
+    """Return the results of all samples in order, of requests with one or more samples each, with `concurrency`
+    requests at a time. Samples of a request without a reply get a `ScoringFailure` each.
     """
 
     def one(request: T) -> list[Any]:

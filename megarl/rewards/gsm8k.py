@@ -40,14 +40,12 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
     """Return 1.0 when the response ends in the reference number (Cobbe et al. 2021, arXiv:2110.14168).
 
     A percent sign is a unit, as `$` is: `20%` answers 20 (the data set has no percent in its answers), and also 0.2.
+    Raise ValueError if the reference answer holds no number, or `method` is unknown.
 
     Args:
         sample: `response` and `answer`; the answer may be the whole solution of the data set (`... #### 18`).
         method: strict reads the number after the last `####` that one follows; flexible takes the last number of the
             response.
-
-    Raises:
-        ValueError: the reference answer holds no number, or `method` is unknown.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method must be strict or flexible, not {method!r}")
@@ -70,7 +68,6 @@ def _marked(text: str) -> str | None:
 
 def _is_after_minus(line: str, number: str) -> bool:
     """Return whether a minus and a blank precede the first number of a line, with nothing in front to subtract from.
-
     `find_numbers` reads such a minus as an operator, as is right in the middle of a text.
     """
     if number.startswith(("-", "+", "\u2212")):

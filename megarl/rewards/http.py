@@ -46,14 +46,8 @@ class HttpSettings(EndpointSettings):
     names=HttpSettings.sample_names,
 )
 def http(samples: list[Sample], **settings: Any) -> list[Any]:
-    """Return the server's score of each sample, or the failure of the sample.
-
-    Args:
-        samples: samples as reward functions get them.
-        settings: the settings of `HttpSettings`.
-
-    Raises:
-        ConfigError: samples lack a field, or the environment variable of the key is not set.
+    """Return the server's score of each sample, or the failure of the sample. Raise ConfigError if samples lack a
+    field, or the environment variable of the key is not set.
     """
     options = HttpSettings(**settings)
     url = options.url.rstrip("/")

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 def encoded(images: Sequence[Sequence[tuple[int, npt.NDArray[np.uint8]]]]) -> list[list[str]]:
-    """Return the images of each sample as base64 text.
-
-    Args:
-        images: per sample: (digest, pixels uint8 [height, width, 3]). Images with equal digests are encoded once.
+    """Return the images (digest, pixels uint8 [height, width, 3]) of each sample as base64 text; those with equal
+    digests are encoded once.
     """
     known: dict[int, str] = {}
     for encoded_images in images:

@@ -105,14 +105,8 @@ class JudgeSettings(EndpointSettings):
     names=JudgeSettings.sample_names,
 )
 def judge(samples: list[Sample], **settings: Any) -> list[Any]:
-    """Return the judge's score of each sample, from 0 to 1, or the failure of the sample.
-
-    Args:
-        samples: samples as reward functions get them.
-        settings: the settings of `JudgeSettings`.
-
-    Raises:
-        ConfigError: the prompt uses a field that a sample lacks, or the environment variable of the key is not set.
+    """Return the judge's score of each sample, from 0 to 1, or the failure of the sample. Raise ConfigError if the
+    prompt uses a field that a sample lacks, or the environment variable of the key is not set.
     """
     options = JudgeSettings(**settings)
     server = options.server(f"{options.url.rstrip('/')}/chat/completions")
@@ -153,10 +147,8 @@ def _warn_not_kept(folder: str, why: str) -> None:
 
 
 def _count_call(options: JudgeSettings) -> None:
-    """Count one call against the budget, if there is one.
-
-    Raises:
-        NoAnswer: the budget is used up, or calls cannot be counted.
+    """Count one call against the budget, if there is one. Raise NoAnswer if the budget is used up, or calls cannot be
+    counted.
     """
     if options.budget is None or options.cache is None:
         return
@@ -173,9 +165,8 @@ def _count_call(options: JudgeSettings) -> None:
 
 
 def _append(calls: Path, budget: int) -> bool:
-    """Count one call, and return whether it is within the budget.
-
-    Several ranks may read the same file size. Appending is atomic, so the positions of their bytes decide who may call.
+    """Count one call, and return whether it is within the budget. Several ranks may read the same file size. Appending
+    is atomic, so the positions of their bytes decide who may call.
     """
     calls.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -44,15 +44,13 @@ def numeric(
     evaluated: bool = False,
 ) -> dict[str, Any]:
     """Return 1.0 when the response denotes the same number as the answer: `24` = `24.0` = `48/2`, `1,000` = `1e3`.
+    Raise ValueError if the answer is not a number, or an argument is out of range.
 
     Args:
         sample: `response` and `answer`.
         tolerance: |response - answer| may be at most tolerance * max(1, |answer|).
         extract: whole: the response is nothing but the number; first or last: that number of the response.
         evaluated: refuse a response written as a quotient, which would let `48/2` answer the prompt `48/2=`.
-
-    Raises:
-        ValueError: the answer is not a number, or an argument is out of range.
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be at least 0, not {tolerance!r}")

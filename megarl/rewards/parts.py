@@ -75,12 +75,7 @@ class Rewards:
         return any(runner.asks_images for runner in self._runners.values())
 
     def submit(self, samples: list[Sample], images: Sequence[list[str]] | None = None) -> Submitted:
-        """Start scoring a batch, as `RewardRunner.submit`.
-
-        Args:
-            images: images of each sample, as `megarl.rewards.images.encoded` makes them; passed to functions that use
-                them.
-        """
+        """Start scoring a batch, as `RewardRunner.submit`."""
         seen = samples if images is None else [{**one, IMAGES: own} for one, own in zip(samples, images, strict=True)]
         return Submitted(
             {label: one.submit(seen if one.asks_images else samples) for label, one in self._runners.items()},
@@ -93,9 +88,6 @@ class Rewards:
         A part's score has the part's name; further values that its function returns are called `part/name`. `acc` and
         `extracted`, which validation reads, come from the first part. A sample for which a part failed has the score
         `reward.on_error`. `with_model_scores` adds the part that the role `reward_model` scores.
-
-        Raises:
-            RewardError, ConfigError: as in `RewardRunner.result`.
         """
         by_part = {}
         for label, runner in self._runners.items():
@@ -128,12 +120,8 @@ class Rewards:
 
 
 def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequence[float]) -> list[Result]:
-    """Return the samples' results with the scores of the role `reward_model` added.
-
-    Args:
-        cfg: the `reward` section, with a part that the role `reward_model` scores.
-        results: results of the other parts, as `Rewards.result` returns them; empty dicts when there are none.
-        scores: scores of the model; NaN marks a failed sample, which gets `reward.on_error`.
+    """Return the samples' results (empty dicts when there are none) with the scores of the role `reward_model` added.
+    NaN marks a failed sample, which gets `reward.on_error`.
     """
     label = cfg.of_model
     assert label is not None, "the recipe must name the reward reward_model"
@@ -154,10 +142,8 @@ def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequ
 
 
 def raise_part_problems(cfg: RewardConfig) -> None:
-    """Refuse names of parts that metrics cannot have, and a recipe with both a single reward and parts.
-
-    Raises:
-        ConfigError: names the key.
+    """Refuse names of parts that metrics cannot have, and a recipe with both a single reward and parts. Raise
+    ConfigError, which names the key.
     """
     for label in cfg.parts:
         if not _LABEL.fullmatch(label) or label in RESERVED_PARTS | _MEANINGS:

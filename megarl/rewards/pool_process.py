@@ -105,12 +105,7 @@ class PoolProcess:
             self._outbox.clear()
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that are complete after one read.
-
-        Raises:
-            EOFError: the connection is broken.
-            Malformed: the bytes are not a message.
-        """
+        """Yield the messages that are complete after one read; raise EOFError if the connection is broken."""
         try:
             data = self._socket.recv(_READ)
         except BlockingIOError:

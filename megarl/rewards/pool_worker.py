@@ -32,7 +32,6 @@ def main() -> None:
 
 def run(load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
     """Score until the parent closes the connection, with the function that `load` returns for the parent's setup.
-
     `load` also returns whether the function uses images.
     """
     handle = int(sys.argv[1])

@@ -36,15 +36,8 @@ _PARTS = ("what", "where", "found", "allowed", "fix")
 
 
 def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S, *, images: bool = True) -> None:
-    """Import the functions of the reward and bind their arguments; included rewards are not checked.
-
-    Args:
-        reward: the recipe's reward section.
-        limit_s: seconds for each import.
-        images: whether the run has images for functions that use them.
-
-    Raises:
-        ConfigError: the error that a worker would raise.
+    """Import the functions of the reward, each within `limit_s`, and bind their arguments; raise ConfigError as a
+    worker would. Included rewards are not checked.
     """
     for label, one in reward.functions.items():
         if ":" in one.name:
@@ -59,10 +52,7 @@ def _load(name: str, mode: Mode, kwargs: dict[str, Any], images: bool) -> None:
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
     """Return the keys that a reward accepts in `reward.kwargs`; None if it accepts any, or if its import takes too
-    long.
-
-    Raises:
-        UserError: the reward cannot be found.
+    long. Raise UserError if the reward cannot be found.
     """
     if name in REWARDS.names() or ":" not in name:
         return own_keys(name)
@@ -70,15 +60,8 @@ def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
 
 
 def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: float, *, where: str) -> object:
-    """Return `work(**request)`, run in another process; None if there was no result in time.
-
-    Args:
-        work: a function of a module; its arguments and result are plain JSON.
-        limit_s: deadline of the call in seconds.
-        where: the recipe key that names the loaded function.
-
-    Raises:
-        ConfigError: `work` raised it, or the process died while it loaded the file.
+    """Return `work(**request)`, plain JSON, as run in another process; None if there was no result in time. Raise
+    ConfigError if `work` raised it, or the process died while it loaded the file that the key `where` names.
     """
     environment = os.environ | as_parent() | {"PYTHONSAFEPATH": "1"}  # PYTHONSAFEPATH as in workers
     command = [sys.executable, "-m", __name__, f"{work.__module__}:{work.__name__}"]
@@ -109,10 +92,8 @@ def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: flo
 
 
 def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
-    """Return the parts of an error (None without one) and the result in a line of output.
-
-    Raises:
-        Malformed: the line is invalid.
+    """Return the parts of an error (None without one) and the result in a line of output. Raise Malformed if the line
+    is invalid.
     """
     message = parsed(line, _DEPTH)
     error = message.get("error")

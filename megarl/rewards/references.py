@@ -38,9 +38,7 @@ def reads_answers(config: RunConfig) -> bool:
 @contextlib.contextmanager
 def explained_scoring(config: RunConfig) -> Iterator[None]:
     """Within the block add to errors what scoring needs: a run that learns from preferences may lack rows with answers.
-
-    Raises:
-        DataError: a column is missing, in a recipe that learns from preferences.
+    Raise DataError if a column is missing, in a recipe that learns from preferences.
     """
     try:
         yield
@@ -75,14 +73,8 @@ def gives_images(config: RunConfig) -> bool:
 
 
 def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
-    """Refuse a row whose reference answer an included reward cannot use; users' functions are not checked.
-
-    Args:
-        key: `data.answer_key`.
-        answers: rows, each with its value at `key`.
-
-    Raises:
-        DataError: names the row, the value and the accepted form.
+    """Refuse a row whose reference answer an included reward cannot use; users' functions are not checked. Raise
+    DataError, which names the row, the value and the accepted form.
     """
     pairs = list(answers)
     for one in reward.functions.values():

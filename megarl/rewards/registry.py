@@ -86,10 +86,8 @@ def mode_of(name: str, mode: Mode) -> Mode:
 
 
 def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Settings:
-    """Return `reward.kwargs` as the settings of the reward that declares `spec`.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is invalid.
+    """Return `reward.kwargs` as the settings of the reward that declares `spec`. Raise ConfigError if a key is unknown,
+    or a value is invalid.
     """
     settings, problems = settle(KWARGS, name, kwargs, spec.settings, lambda key: {}, name_key=REWARDS.key)
     raise_problems(problems)
@@ -99,27 +97,16 @@ def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Sett
 
 
 def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
-    """Return the CPU seconds per sample of an included reward that needs its own process; None for others.
-
-    Raises:
-        ConfigError: `kwargs` are invalid.
+    """Return the CPU seconds per sample of an included reward that needs its own process; None for others. Raise
+    ConfigError if `kwargs` are invalid.
     """
     spec = REWARDS.spec(name) if name in REWARDS.names() else RewardSpec()
     return None if spec.limit is None else float(getattr(reward_settings(name, kwargs, spec), spec.limit))
 
 
 def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool = True) -> Scorer:
-    """Find the function that `name` names, and give it its settings.
-
-    Args:
-        name: an included reward, `path/to/file.py:function`, or `package.module:function`.
-        mode: how the user's function is called; included rewards usually take one sample at a time.
-        kwargs: `reward.kwargs`.
-        images: samples may have images.
-
-    Raises:
-        UserError: unknown name, missing file or function, an error while importing, arguments that the function does
-            not accept, or images that it requires and the run lacks.
+    """Find the function (an included reward, `path/to/file.py:function` or `package.module:function`), and give it its
+    settings. Raise UserError if it cannot be loaded or called with them, or requires images that the run lacks.
     """
     function = REWARDS.get(name)
     spec = REWARDS.declared(function)
@@ -142,10 +129,8 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool =
 
 
 def refuse_images(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a function that requires images, in a run that has none.
-
-    Raises:
-        ConfigError: names the function, and the missing key.
+    """Refuse a function that requires images, in a run that has none. Raise ConfigError, which names the function, and
+    the missing key.
     """
     if signatures.requires_images(signature, kwargs):
         raise ConfigError(
@@ -158,10 +143,7 @@ def refuse_images(name: str, signature: inspect.Signature, kwargs: Mapping[str, 
 
 def own_keys(name: str) -> list[str] | None:
     """Return the keys that a reward accepts in `reward.kwargs`; None when it accepts any. A user's function is
-    imported.
-
-    Raises:
-        UserError: the reward cannot be found.
+    imported. Raise UserError if the reward cannot be found.
     """
     function = REWARDS.get(name)
     spec = REWARDS.declared(function)
@@ -174,14 +156,8 @@ def own_keys(name: str) -> list[str] | None:
 def kwargs_error(
     name: str, kwargs: dict[str, object], signature: inspect.Signature, text: str, error: TypeError
 ) -> ConfigError:
-    """Return the error for a reward that cannot be called with its keyword arguments.
-
-    Args:
-        name: name of the reward.
-        kwargs: `reward.kwargs`.
-        signature: signature of its function; values of defaults may be missing if it was read from the source.
-        text: the function and its parameters as the user writes them.
-        error: Python's reason.
+    """Return the error for a reward that cannot be called with its keyword arguments. Values of defaults may be missing
+    in its signature; `text` is the function and its parameters as the user writes them, `error` Python's reason.
     """
     named = signatures.settings_of(signature)
     form = signatures.form_of(signature)

@@ -109,12 +109,8 @@ class RewardRunner:
 
     def result(self, handle: RewardHandle) -> list[Result]:
         """Wait for a batch; return one dict per sample with finite `overall` and parts, and possibly text `extracted`.
-
-        Raises:
-            RewardError: a sample failed and `reward.on_error` is `raise`, or the deadline passed in this process, where
-                a call cannot be stopped.
-            ConfigError: the function returns a part under a reserved name, or an included reward cannot score with its
-                configuration, whatever `reward.on_error` is.
+        Raise RewardError for a failed sample with `reward.on_error=raise` or a call past its deadline, and ConfigError
+        for a reserved part name.
         """
         while True:
             try:
@@ -192,9 +188,8 @@ class RewardRunner:
 
 
 def reward_processes(cfg: RewardConfig) -> int:
-    """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores.
-
-    An included reward without an alarm cannot change its process, and costs less in a thread.
+    """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores. An included reward
+    without an alarm cannot change its process, and costs less in a thread.
     """
     if cfg.parts:
         return sum(map(reward_processes, cfg.functions.values()))

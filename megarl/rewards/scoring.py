@@ -42,15 +42,8 @@ Outcome = Result | ScoringFailure
 
 
 def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Iterator[tuple[int, Outcome]]:
-    """Score `samples`; yield (index, outcome) as soon as known, each index once, or fewer after a stop.
-
-    Args:
-        scorer: the function and how it is called.
-        samples: the function's input.
-        stop_at_failure: stop after the first failure (the run will stop anyway).
-
-    Raises:
-        ConfigError: an included reward cannot score with its configuration; no sample is to blame.
+    """Score `samples`; yield (index, outcome) as soon as known, each index once, or fewer after a stop at a failure.
+    Raise ConfigError if an included reward cannot score with its configuration.
     """
     if scorer.mode == "batch":
         yield from _score_batch(scorer, list(range(len(samples))), samples, stop_at_failure)
@@ -180,11 +173,7 @@ def plain_outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_of(message: dict[str, Any], read: Reading) -> Outcome:
-    """Return the outcome in a message.
-
-    Raises:
-        Malformed: the message holds no outcome.
-    """
+    """Return the outcome in a message. Raise Malformed if the message holds no outcome."""
     if "result" in message:
         return read(message["result"])
     failure = message.get("failure")
@@ -196,10 +185,8 @@ def outcome_of(message: dict[str, Any], read: Reading) -> Outcome:
 
 
 def read_reward(value: Any) -> Result:
-    """Return a reward: finite numbers by name, including `overall`, and text under `extracted`.
-
-    Raises:
-        Malformed: the value is not a reward.
+    """Return a reward: finite numbers by name, including `overall`, and text under `extracted`. Raise Malformed if the
+    value is not a reward.
     """
     if not isinstance(value, dict) or "overall" not in value or len(value) > MAX_PARTS:
         raise Malformed(f"an invalid reward: {short(value)}")

@@ -86,11 +86,7 @@ def requires_images(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> 
 
 
 def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
-    """Check that a function can be called with `reward.kwargs`, whatever the columns of the data.
-
-    Raises:
-        TypeError: it cannot; with Python's message, or the parameter that nothing fills.
-    """
+    """Raise TypeError if a function cannot be called with `reward.kwargs`, whatever the columns of the data."""
     form = form_of(signature)
     images: dict[str, Any] = {IMAGES: []} if asks_images(signature, kwargs) else {}
     if form is OWN:
@@ -154,11 +150,7 @@ def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) 
 
 
 def _images(sample: Sample) -> list[Any]:
-    """Return the images of a sample.
-
-    Raises:
-        ValueError: the recipe has no images.
-    """
+    """Return the images of a sample. Raise ValueError if the recipe has no images."""
     if IMAGES not in sample:
         raise ValueError(_NO_IMAGES)
     return list(sample[IMAGES])
@@ -175,9 +167,7 @@ def _arguments(
     form: Convention, signature: inspect.Signature, samples: Sequence[Sample], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments for a function of another trainer: from its convention, the columns, and `reward.kwargs`.
-
-    Raises:
-        ValueError: a required column or the images are missing.
+    Raise ValueError if a required column or the images are missing.
     """
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

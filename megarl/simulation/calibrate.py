@@ -51,10 +51,8 @@ class Calibration:
 
 
 def calibrate(run_dir: Path) -> Calibration:
-    """Return the measurements of a training run, without its first steps.
-
-    Raises:
-        DataError: the folder holds no training run, or the run is too short, or its order was as_ready.
+    """Return the measurements of a training run, without its first steps. Raise DataError if the folder holds no
+    training run, or the run is too short, or its order was as_ready.
     """
     read_timings(run_dir)  # raises for folders without a run and for runs that are too short
     config = load_config(str(run_dir / "config.yaml"), [], components=COMPONENTS)

@@ -160,11 +160,7 @@ class Planned:
 
 
 def plan_seconds(config: RunConfig, graph: TaskGraph, system: System, lengths: Lengths, given: Assumptions) -> Planned:
-    """Return the formulas for a recipe.
-
-    Raises:
-        ConfigError: the model's sizes are not known here.
-    """
+    """Return the formulas for a recipe. Raise ConfigError if the model's sizes are not known here."""
     from megarl.artifacts.facts import known_facts
 
     facts = known_facts(config.model, "download the model first, or simulate from measurements with --run RUN_DIR")

@@ -76,10 +76,8 @@ class Study:
     refuse: Callable[[RunConfig, TaskGraph], None] = lambda config, graph: None
 
     def rows(self) -> list[StudyRow]:
-        """Return all rows: the recipe first, with all numbers of devices.
-
-        Raises:
-            UserError: an invalid recipe, override, assumption or run folder.
+        """Return all rows: the recipe first, with all numbers of devices. Raise UserError for an invalid recipe,
+        override, assumption or run folder.
         """
         return [row for changed in [(), *self.what_if] for row in self._of(changed, self.measured)]
 
@@ -185,9 +183,8 @@ def _file(recipe: str) -> str:
 
 
 def losses(first: StudyRow, row: StudyRow) -> dict[str, float]:
-    """Return the seconds of a step that `row` takes beyond those at the efficiency of `first`, by category.
-
-    The categories are those of the actor's team: its nodes, waiting for samples, new weights, and the rest.
+    """Return the seconds of a step that `row` takes beyond those at the efficiency of `first`, by category. The
+    categories are those of the actor's team: its nodes, waiting for samples, new weights, and the rest.
     """
     ideal = (row.outcome.tokens_per_s * row.outcome.step_s / row.system.devices) / (
         first.outcome.tokens_per_s * first.outcome.step_s / first.system.devices

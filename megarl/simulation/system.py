@@ -88,14 +88,8 @@ class System:
         return sum(team.devices for team in self.teams)
 
     def scaled(self, devices: int, *, grow: bool) -> System:
-        """Return the same run on more devices. Every team and the servers grow in proportion; layouts stay.
-
-        Args:
-            devices: devices of all teams.
-            grow: also grow the prompts per step (weak scaling).
-
-        Raises:
-            ConfigError: `devices` is not a multiple of the current number.
+        """Return the same run on more `devices`: every team and the servers grow in proportion, with `grow` also the
+        prompts per step; layouts stay. Raise ConfigError if the number is not a multiple of the current one.
         """
         factor, rest = divmod(devices, self.devices)
         if rest or not factor:
@@ -121,10 +115,8 @@ class System:
 
 
 def read_system(config: RunConfig, graph: TaskGraph) -> System:
-    """Return what the simulation needs of a recipe: its teams, devices, servers and batch sizes.
-
-    Raises:
-        ConfigError: an invalid placement, or a run with environment episodes.
+    """Return what the simulation needs of a recipe: its teams, devices, servers and batch sizes. Raise ConfigError for
+    an invalid placement, or a run with environment episodes.
     """
     if config.has_turns:
         raise ConfigError(

@@ -69,11 +69,7 @@ class WorkerGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group for torch's own functions.
-
-        Raises:
-            ValueError: the group has only this process.
-        """
+        """The group for torch's own functions. Raise ValueError if the group has only this process."""
         if self._process_group is None:
             raise ValueError(f"the group {self.name!r} has only this process")
         return self._process_group
@@ -94,9 +90,8 @@ class WorkerGroup:
         return WorkerGroup(name, made, self.deadline_s) if self.ranks[self.rank] in ranks else None
 
     def close(self) -> None:
-        """Leave the group and free its sockets and threads. A second call does nothing.
-
-        Not collective, but a collective of the group that another rank is still in may fail.
+        """Leave the group and free its sockets and threads. A second call does nothing. Not collective, but a
+        collective of the group that another rank is still in may fail.
         """
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
@@ -201,7 +196,6 @@ class WorkerGroup:
 
     def reduce_metrics(self, metrics: Metrics) -> Metrics:
         """Merge metrics over all ranks by each metric's declared reduction, in rank order, so all ranks get equal bits.
-
         Ranks may have different names; a rank without samples has none.
         """
         total = Metrics()
@@ -235,11 +229,7 @@ def single_world(backend: str, deadline_s: float) -> WorkerGroup:
 
 
 def team_world(deadline_s: float) -> WorkerGroup:
-    """Return the group of all ranks of this process's team; only this function uses torch's default group.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialised; `megarl.system.rendezvous.join` does that.
-    """
+    """Return the group of all ranks of this process's team; only this function uses torch's default group."""
     if dist.group.WORLD is None:
         raise RuntimeError("this process has joined no team yet")
     return WorkerGroup("the world", dist.group.WORLD, deadline_s)
@@ -250,13 +240,11 @@ def address_for_others(machine: str, group: WorkerGroup) -> str:
     Collective.
 
     A machine's name is not enough: others may not resolve it, and on the machine itself it may be a loopback address.
+    Raise WorkerError if a machine has no route to the first machine, or the first has none to the others.
 
     Args:
         machine: unique name of this rank's machine.
         group: ranks of all machines; its first rank is on the machine that MASTER_ADDR names.
-
-    Raises:
-        WorkerError: a machine has no route to the first machine, or the first has none to the others.
     """
     machines = group.all_gather_json(machine)
     if len(set(machines)) == 1:

@@ -33,9 +33,8 @@ _TEXTS = ("data.system_prompt", "data.val_files")
 
 
 def _userinfo(ends: str) -> re.Pattern[str]:
-    """Return the pattern of scheme and credentials in an address; `ends` is a character class that ends the address.
-
-    A database's password may contain unescaped `/`, `?` and `#`; a path with an @ in front begins with a slash.
+    """Return the pattern of scheme and credentials in an address; `ends` is a character class that ends the address. A
+    database's password may contain unescaped `/`, `?` and `#`; a path with an @ in front begins with a slash.
     """
     database = rf"(?<!http://)(?<!https://)(?!\*\*\*@)[^/:{ends}]*:[^@{ends}]*(?:@[^?{ends}]*)?"
     # bounded, because matching a long text of such letters would take quadratic time
@@ -194,13 +193,9 @@ def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
 
 
 def put_back(uri: str, environment: Mapping[str, str]) -> str:
-    """Return the address to connect to: the result of `take_out`, completed from `environment`.
-
-    MLflow's client itself reads the variables for http and https if both are set; a database, or a server that needs
-    only a user name, gets them in the address.
-
-    Raises:
-        KeyError: a variable is not set.
+    """Return the address to connect to: the result of `take_out`, completed from `environment`. MLflow's client itself
+    reads the variables for http and https if both are set; a database, or a server that needs only a user name, gets
+    them in the address. Raise KeyError if a variable is not set.
     """
     found = _WHOLE.match(uri)
     if found is None or found["userinfo"] != MASK:

@@ -21,10 +21,7 @@ def has_cuda() -> bool:
 
 def device() -> torch.device:
     """Return the device of this process: `cuda:LOCAL_RANK` or `cpu`. A single visible GPU is this process's own, as
-    with Ray.
-
-    Raises:
-        ConfigError: there are more processes than GPUs on this machine.
+    with Ray. Raise ConfigError if there are more processes than GPUs on this machine.
     """
     if not has_cuda():
         return torch.device("cpu")
@@ -57,10 +54,8 @@ def gpu_name() -> str:
 
 
 def refuse_shared_gpu(ids: Sequence[str]) -> None:
-    """Refuse processes that compute on the same GPU. `ids` holds the `gpu_id` of all ranks, in rank order.
-
-    Raises:
-        ConfigError: two ranks have the same GPU, so collectives between them would hang or fail.
+    """Refuse processes that compute on the same GPU. `ids` holds the `gpu_id` of all ranks, in rank order. Raise
+    ConfigError if two ranks have the same GPU, so collectives between them would hang or fail.
     """
     for rank, name in enumerate(ids):
         first = ids.index(name)
@@ -114,14 +109,7 @@ class ProcessState:
         return cls(torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
     def check(self, what: str) -> None:
-        """Restore these settings, and raise if the process has changed them.
-
-        Args:
-            what: the user's code that ran since, for the message.
-
-        Raises:
-            UserError: settings were changed; the message names them.
-        """
+        """Restore these settings, and raise UserError if the user's code `what` has changed them."""
         now = ProcessState.now()
         if now == self:
             return

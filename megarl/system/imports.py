@@ -67,16 +67,8 @@ _MOVED = {
 
 
 def import_callable(path: Callable[..., Any] | str, *, where: str, component: bool = True) -> Callable[..., Any]:
-    """Import the callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" names.
-
-    A callable is returned unchanged. Relative files and modules are looked up in the current folder.
-
-    Args:
-        where: configuration key or node, for the message.
-        component: a recipe names the callable; otherwise a program does.
-
-    Raises:
-        UserError: the module does not import, the name is not in it, or it is not callable.
+    """Import the callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" names, relative to
+    the current folder; return a callable unchanged. Raise UserError, with the recipe key if a `component` names it.
     """
     if callable(path):
         return path
@@ -144,10 +136,8 @@ def location(error: BaseException, file: str) -> str | None:
 
 
 def is_of_user(error: BaseException) -> bool:
-    """Return whether a line of the user's own module (see `of_user`) raised `error` and would raise it again.
-
-    Errors of the system, such as of a disk or a connection, may not come again; neither may errors that a library
-    raises.
+    """Return whether a line of the user's own module (see `of_user`) raised `error` and would raise it again. Errors of
+    the system, such as of a disk or a connection, may not come again; neither may errors that a library raises.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or isinstance(error, (OSError, MemoryError, SystemExit)):
@@ -202,10 +192,8 @@ class ModuleExitError(ImportError):
 
 @contextlib.contextmanager
 def _exits_are_errors() -> Iterator[None]:
-    """Convert exceptions that only end programs (SystemExit, KeyboardInterrupt, ...) to an error of the module.
-
-    Raises:
-        ModuleExitError: the module raised such an exception.
+    """Convert exceptions that only end programs (SystemExit, KeyboardInterrupt, ...) to an error of the module. Raise
+    ModuleExitError if the module raised such an exception.
     """
     try:
         yield

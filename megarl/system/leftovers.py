@@ -36,12 +36,7 @@ def ray_parents() -> list[Path]:
 
 
 def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
-    """Return the files and folders that no process needs any more.
-
-    Args:
-        temporary: folder of temporary files; None: this process's, and those in which Ray may create its folder.
-        shared: folder of shared memory; None: the usual one.
-    """
+    """Return the files and folders that no process needs any more."""
     folders = [temporary] if temporary is not None else [Path(tempfile.gettempdir()), *ray_parents()]
     found = [path for path in _candidates(list(dict.fromkeys(folders)), shared or SHARED) if _is_old(path)]
     if not found:

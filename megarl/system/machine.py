@@ -126,14 +126,8 @@ class _Memory(ctypes.Structure):
 def smallest_gpu(
     visible: Sequence[str] | None = None, *, in_bus_order: bool = False, library: str = "libnvidia-ml.so.1"
 ) -> tuple[float | None, bool]:
-    """Return the bytes of the smallest GPU among `visible`, and whether that is certain, from the driver's library
-    NVML.
-
-    The bytes are None if the driver does not report them. When it is uncertain which GPUs are visible, all GPUs count.
-
-    Args:
-        visible: as returned by `visible_gpus`.
-        in_bus_order: CUDA numbers GPUs as the library does; otherwise number 0 is the fastest GPU.
+    """Return the bytes of the smallest GPU among `visible` (None if the driver's library NVML does not report them),
+    and whether that is certain: if not, all GPUs count. `in_bus_order`: CUDA numbers GPUs as the library does.
     """
     try:
         nvml = ctypes.CDLL(library)

@@ -69,13 +69,7 @@ ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
 
 def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
     """Return the parts that a phase needs, by holder: models' parts on the device, and servers' parts if it generates.
-
-    Args:
-        phase: a key of `PHASES`.
-        role: one of `MODELS`, for a phase that is entered for a model.
-
-    Raises:
-        ValueError: unknown phase or role, or a phase of one model without its name; the message lists the known ones.
+    Raise ValueError for an unknown phase or role, or a phase of one model without its name.
     """
     if phase not in PHASES:
         raise ValueError(f"there is no phase {phase!r} of the offload schedule; allowed: {', '.join(PHASES)}")
@@ -133,12 +127,7 @@ class OffloadSchedule:
         self._open: list[tuple[str, dict[str, Parts]]] = []
 
     def add(self, name: str, model: Model, *, offloads: bool) -> None:
-        """Register a model and move it to where the current phase needs it.
-
-        Args:
-            model: a model that has all its parts on the device.
-            offloads: its parts may be offloaded.
-        """
+        """Register a model and move it to where the current phase needs it."""
         if name not in MODELS:
             raise ValueError(f"no role {name!r}; allowed: {', '.join(MODELS)}")
         if not offloads:
@@ -155,15 +144,8 @@ class OffloadSchedule:
 
     @contextmanager
     def phase(self, name: str, role: str | None = None) -> Iterator[None]:
-        """Enter a phase: its parts are on the device inside the block, and others are offloaded where they may be.
-
-        Args:
-            name: a key of `PHASES`.
-            role: the model, for `restore`, `score`, `update` and `export`.
-
-        Raises:
-            ValueError: as `needed`.
-            RuntimeError: the phase generates with servers whose weights were dropped and not published again.
+        """Enter a phase, which may need a model's name: its parts are on the device inside the block, and others are
+        offloaded where they may be. Raise RuntimeError if it generates with servers whose weights were dropped.
         """
         wanted = needed(name, role)
         if self._servers is not None and name in _GENERATES and not self._published:

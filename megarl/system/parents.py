@@ -21,10 +21,8 @@ Parent = tuple[int, int]  # process id, and start time
 
 
 def began(pid: int) -> int | None:
-    """Return when a process began, in kernel ticks (0 without /proc); None when it has ended or is a zombie.
-
-    Raises:
-        OSError: the start time cannot be read now.
+    """Return when a process began, in kernel ticks (0 without /proc); None when it has ended or is a zombie. Raise
+    OSError if the start time cannot be read now.
     """
     try:
         if sys.platform != "linux":
@@ -39,11 +37,7 @@ def began(pid: int) -> int | None:
 
 
 def as_parent(above: str | None = None) -> dict[str, str]:
-    """Return the environment variables for a child that shall end with this process.
-
-    Args:
-        above: PARENTS of this process, if the child shall also end with these.
-    """
+    """Return the environment variables for a child that shall end with this process and those `above` it."""
     return {PARENTS: ",".join(filter(None, [above, f"{os.getpid()}:{began(os.getpid())}"]))}
 
 

@@ -24,16 +24,7 @@ class Malformed(ValueError):
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"", *, finite: bool = True) -> bytes:
-    """Encode a message as bytes.
-
-    Args:
-        header: plain JSON with names of type str.
-        body: bytes after the header.
-        finite: refuse NaN and infinity, which only Python's JSON has.
-
-    Raises:
-        ValueError, TypeError: the header is not plain JSON.
-    """
+    """Encode a message as bytes. Only Python's JSON has NaN and infinity, which `finite` refuses."""
     text = json.dumps(header, allow_nan=not finite, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return _LENGTHS.pack(len(text), len(body)) + text + body
 
@@ -62,10 +53,8 @@ class PlainInbox:
         self._held += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
-        """Return the next message, or None while it is incomplete.
-
-        Raises:
-            Malformed: the message is invalid, and nothing after it can be read.
+        """Return the next message, or None while it is incomplete. Raise Malformed if the message is invalid, and
+        nothing after it can be read.
         """
         start = _LENGTHS.size
         if len(self._held) < start:
@@ -83,10 +72,8 @@ class PlainInbox:
 
 
 def parsed(text: bytes, depth: int | None) -> dict[str, Any]:
-    """Return the JSON object in `text`; `depth` is as for `PlainInbox`.
-
-    Raises:
-        Malformed: the text is not such an object.
+    """Return the JSON object in `text`; `depth` is as for `PlainInbox`. Raise Malformed if the text is not such an
+    object.
     """
     try:
         header = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=_constant if depth else None)
@@ -119,11 +106,7 @@ def nested_deeper(value: Any, depth: int) -> bool:
 
 
 def number(value: Any, what: str) -> float:
-    """Return `value` as a finite number.
-
-    Raises:
-        Malformed: it is not a finite number; `what` names the field.
-    """
+    """Return `value` as a finite number, or raise Malformed; `what` names the field."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
             if math.isfinite(found := float(value)):
@@ -134,33 +117,21 @@ def number(value: Any, what: str) -> float:
 
 
 def whole(value: Any, limits: range, what: str) -> int:
-    """Return `value` as an integer within `limits`.
-
-    Raises:
-        Malformed: it is not; `what` names the field.
-    """
+    """Return `value` as an integer within `limits`, or raise Malformed; `what` names the field."""
     if not isinstance(value, int) or isinstance(value, bool) or value not in limits:
         raise Malformed(f"{what} {short(value)}; allowed: an integer from {limits.start} to {limits.stop - 1}")
     return value
 
 
 def flag(value: Any, what: str) -> bool:
-    """Return `value`, true or false.
-
-    Raises:
-        Malformed: it is neither; `what` names the field.
-    """
+    """Return `value`, true or false, or raise Malformed; `what` names the field."""
     if not isinstance(value, bool):
         raise Malformed(f"{what} {short(value)}; allowed: true or false")
     return value
 
 
 def text(value: Any, limit: int, what: str) -> str:
-    """Return `value` as text of at most `limit` characters.
-
-    Raises:
-        Malformed: it is not; `what` names the field.
-    """
+    """Return `value` as text of at most `limit` characters, or raise Malformed; `what` names the field."""
     if not isinstance(value, str) or len(value) > limit:
         found = f"of {len(value)} characters" if isinstance(value, str) else short(value)
         raise Malformed(f"{what} {found}; allowed: text of at most {limit} characters")

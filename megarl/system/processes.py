@@ -45,7 +45,6 @@ _CLOCK_S = 2.0  # start times of processes are relative to the machine's start, 
 
 def die_with_parents() -> None:
     """End this process when the thread that started it ends (by a kernel signal, Linux only) or when a parent ends.
-
     Only for processes started from their parent's main thread, because the signal follows the thread, not the process.
     """
     if sys.platform == "linux":
@@ -100,12 +99,7 @@ def worker_number() -> int:
 
 
 def worker_name(number: int, team: str | None, rank: int) -> str:
-    """Return a worker's name for messages: `rank 1`, or `worker 3 (reference, rank 1)` with several teams.
-
-    Args:
-        number: among the workers of all teams.
-        team: its team; None: there is only one team.
-    """
+    """Return a worker's name for messages: `rank 1`, or `worker 3 (reference, rank 1)` with several teams."""
     return f"rank {rank}" if team is None else f"worker {number} ({team}, rank {rank})"
 
 
@@ -118,10 +112,8 @@ _QUIET_PORTS = range(15_000, 32_000)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port on `host` on which nothing listens at the moment.
-
-    If possible, the port is below the range of outgoing connections (usually from 32768 on), so that no connection
-    takes it before its listener does.
+    """Return a TCP port on `host` on which nothing listens at the moment. If possible, the port is below the range of
+    outgoing connections (usually from 32768 on), so that no connection takes it before its listener does.
     """
     for port in random.SystemRandom().sample(_QUIET_PORTS, 64):
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -134,9 +126,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def address_towards(host: str) -> str:
     """Return the address of this machine's interface that reaches `host`, by the routing table. No packet is sent.
-
-    Raises:
-        OSError: `host` has no address, or no route leads there.
+    Raise OSError if `host` has no address, or no route leads there.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -234,10 +224,8 @@ def has_ended(who: Mapping[str, Any]) -> bool:
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write `content` so that a reader of `path` sees either the old file or the whole new one.
-
-    Args:
-        durable: the content is on disk on return, so that a power cut leaves no empty file.
+    """Write `content` so that a reader of `path` sees either the old file or the whole new one. `durable` content is on
+    disk on return, so that a power cut leaves no empty file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by mkstemp, whose files only their owner may read: here the umask decides.
@@ -295,9 +283,8 @@ class Signals:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[Signals]:
-    """Turn the signals of `CAUGHT` into `Stopped`.
-
-    Only the main thread may set handlers; in other threads signals stay as they are.
+    """Turn the signals of `CAUGHT` into `Stopped`. Only the main thread may set handlers; in other threads signals stay
+    as they are.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():

@@ -29,10 +29,7 @@ def guarded(*close: int) -> None:
     starts.
 
     The guardian has no signal handler that could interrupt it: both signals that matter stay blocked until it waits for
-    them, so a signal that arrives at any other moment is kept.
-
-    Args:
-        close: descriptors that only the worker needs.
+    them, so a signal that arrives at any other moment is kept. Only the worker needs the descriptors `close`.
     """
     if sys.platform != "linux":
         return

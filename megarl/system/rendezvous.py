@@ -56,10 +56,8 @@ def read_token(run_dir: Path) -> bytes | None:
 
 
 def run_key(run_dir: Path, purpose: str) -> str:
-    """Return a secret for one purpose that all processes of the run can derive from its token.
-
-    Raises:
-        WorkerError: the run has no token, because no launcher of this package started it.
+    """Return a secret for one purpose that all processes of the run can derive from its token. Raise WorkerError if the
+    run has no token, because no launcher of this package started it.
     """
     token = read_token(run_dir)
     if token is None:
@@ -77,15 +75,7 @@ def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.sock
 
     If other machines could not reach that address (it is not one of this machine's, as with a port mapping, or the
     machine's own name resolves to loopback), listen on every interface, with a warning. An explicit loopback address is
-    used as it is.
-
-    Args:
-        host: MASTER_ADDR.
-        port: port number; 0: any free port.
-        one_machine: all ranks are on this machine.
-
-    Raises:
-        UnavailableError: the port is in use, or this process may not listen on it.
+    used as it is. Raise UnavailableError if the port is in use, or this process may not listen on it.
     """
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -129,9 +119,8 @@ def given_listener() -> int | None:
 
 
 def gloo_interface(master: str) -> str | None:
-    """Return the name of this machine's interface that leads to `master`; None if that is loopback or has no name.
-
-    gloo listens on that interface. Otherwise it would use the host name's address, on any network.
+    """Return the name of this machine's interface that leads to `master`; None if that is loopback or has no name. gloo
+    listens on that interface. Otherwise it would use the host name's address, on any network.
     """
     import psutil
 
@@ -148,10 +137,6 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
 
     Rank, number of ranks and the rendezvous come from the environment, see `megarl.runtime.worker`. Under torchrun the
     store is its agent's. Each team of a run has its own store and world.
-
-    Raises:
-        ConfigError: the store cannot listen.
-        WorkerError: ranks of this run did not join within `timeout_s`.
     """
     import torch.distributed as dist
 
@@ -187,13 +172,8 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
 
 
 def meet(store: Store, rank: int, world: int, timeout_s: float) -> None:
-    """Wait until all ranks have come to the store; collective.
-
-    Args:
-        timeout_s: deadline of the whole exchange.
-
-    Raises:
-        WorkerError: names the ranks that were late.
+    """Wait at most `timeout_s` until all ranks have come to the store; collective. Raise WorkerError, which names the
+    ranks that were late.
     """
     limit = f"within {timeout_s:g} s (cluster.timeout_s)"
     end = time.monotonic() + timeout_s

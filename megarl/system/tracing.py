@@ -67,11 +67,8 @@ def beat() -> None:
 
 @contextlib.contextmanager
 def keep_beating(limit_s: float = 6 * 3600.0, every_s: float = 5.0) -> Iterator[None]:
-    """Call `beat` in the background while the block runs, for calls that cannot do it themselves, such as downloads.
-
-    Args:
-        limit_s: seconds after which beating stops, so that a hang is still noticed.
-        every_s: seconds between two beats.
+    """Call `beat` in the background while the block runs, for calls that cannot do it themselves, such as downloads. It
+    stops after `limit_s` seconds, so that a hang is still noticed.
     """
     done, end = threading.Event(), time.monotonic() + limit_s
 
@@ -88,9 +85,8 @@ def keep_beating(limit_s: float = 6 * 3600.0, every_s: float = 5.0) -> Iterator[
 
 @contextlib.contextmanager
 def phase(name: str, waits_for: str = "") -> Iterator[None]:
-    """Name the work inside the block. An exception that leaves the block keeps the innermost path for `failed_at()`.
-
-    A block in which this process only waits for another team names that team in `waits_for`, and contains no other such
+    """Name the work inside the block. An exception that leaves the block keeps the innermost path for `failed_at()`. A
+    block in which this process only waits for another team names that team in `waits_for`, and contains no other such
     block.
     """
     global _failed_at

@@ -19,10 +19,7 @@ def reader_is_gone() -> bool:
 
 def run_quietly(run: Callable[[], int]) -> int:
     """Return the exit code of `run`; return EXIT_CODE without a message when `run` ends because nobody reads its
-    output.
-
-    Raises:
-        BrokenPipeError: another pipe is broken.
+    output. Raise BrokenPipeError if another pipe is broken.
     """
     try:
         try:

@@ -25,9 +25,8 @@ _MLFLOW = "mlflow.*.json"  # pattern of the files that hold the MLflow run of ea
 
 
 def close_if_killed(run_dir: Path) -> None:
-    """Close a run that is recorded as running although its launcher and processes are gone.
-
-    Commands that read a run folder call this first. A run on another machine is left as it is.
+    """Close a run that is recorded as running although its launcher and processes are gone. Commands that read a run
+    folder call this first. A run on another machine is left as it is.
     """
     run = read_run(run_dir)
     if run.get("status") != "running" or not has_fields(run.get("process"), _PROCESS):
@@ -50,9 +49,8 @@ def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: f
 
 
 def show_end(run_dir: Path, budget_s: float = 10.0) -> None:
-    """Print the final table of a failed run that is not restarted, and the place of its report.
-
-    Workers leave this to their launcher. Stops after `budget_s` seconds and raises no errors.
+    """Print the final table of a failed run that is not restarted, and the place of its report. Workers leave this to
+    their launcher. Stops after `budget_s` seconds and raises no errors.
     """
     _try_all([functools.partial(_show_end, run_dir)], budget_s)
 
@@ -78,10 +76,8 @@ def close_mlflow(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:
 
 
 def complete_trace(run_dir: Path, budget_s: float = 60.0) -> None:
-    """Write trace.json of a run of several teams if it is missing, and upload it to MLflow.
-
-    It is missing when teams outlived the team that keeps the record. Stops after `budget_s` seconds and raises no
-    errors.
+    """Write trace.json of a run of several teams if it is missing, and upload it to MLflow. It is missing when teams
+    outlived the team that keeps the record. Stops after `budget_s` seconds and raises no errors.
     """
     if not (run_dir / "trace.json").is_file():
         _try_all([functools.partial(_close_trace, run_dir)], budget_s)

@@ -129,7 +129,6 @@ class ConsoleView:
 
     def validation_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
         """Return the lines about a validation: accuracy, pass@k, maj@k, loss, number of prompts, and the best so far.
-
         The best is not mentioned for a validation that equals it.
         """
         if _ACCURACY not in metrics:
@@ -194,7 +193,6 @@ class ConsoleView:
 
     def final(self, title: str, records: list[dict[str, Any]]) -> None:
         """Print a table of the key metrics with their first, best and last value; a record is a line of metrics.jsonl.
-
         A validation before training (step 0) has its own column. If all records belong to one step there is one column.
         """
         self.close()

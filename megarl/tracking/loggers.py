@@ -201,13 +201,7 @@ def describe_run(
     started: float,
     resume_step: int | None,
 ) -> LoggedRun:
-    """Return the description of a run for trackers.
-
-    Args:
-        folder, project, name, stage, config: see `LoggedRun`.
-        started: unix time at which the run first began.
-        resume_step: step after which the run continues; None for a fresh start.
-    """
+    """Return the description of a run for trackers."""
     about = f"{folder} {stage} {started!r}".encode()
     title = name if stage == "train" else f"{name} ({stage})"
     number = hashlib.sha256(about).hexdigest()[:12]
@@ -270,11 +264,7 @@ class LoggerThread:
         self._thread.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Queue the finite numbers of a step.
-
-        Raises:
-            ConfigError: the tracker could not be started.
-        """
+        """Queue the finite numbers of a step. Raise ConfigError if the tracker could not be started."""
         self.check()
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self._put(lambda logger: logger.log(step, finite))

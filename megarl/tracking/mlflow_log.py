@@ -73,10 +73,8 @@ class MlflowLog:
         self._thread.start()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Queue the finite numbers of one step, under names that MLflow accepts (`safe_name`).
-
-        Raises:
-            ConfigError: the store could not be opened.
+        """Queue the finite numbers of one step, under names that MLflow accepts (`safe_name`). Raise ConfigError if the
+        store could not be opened.
         """
         self._check()
         if self._calls.qsize() < _MOST_WAITING:
@@ -85,10 +83,8 @@ class MlflowLog:
             self.failures += 1
 
     def catch_up(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Queue earlier steps (lines of metrics.jsonl) that the store lacks.
-
-        A killed process may not have sent its last steps, and another store has none of them. Steps already in the
-        store stay as they are.
+        """Queue earlier steps (lines of metrics.jsonl) that the store lacks. A killed process may not have sent its
+        last steps, and another store has none of them. Steps already in the store stay as they are.
         """
         for line in lines:
             values = {key: value for key, value in line.items() if key not in COLUMNS and value is not None}

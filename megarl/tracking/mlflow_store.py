@@ -26,10 +26,8 @@ _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "file", "
 
 
 def check_store(uri: str) -> None:
-    """Check the scheme of `uri` and, for a SQLite store, its file and folder. Nothing is created.
-
-    Raises:
-        ConfigError: MLflow has no store for this scheme, or the file cannot be written.
+    """Check the scheme of `uri` and, for a SQLite store, its file and folder. Nothing is created. Raise ConfigError if
+    MLflow has no store for this scheme, or the file cannot be written.
     """
     scheme, colon, _ = uri.partition(":")
     kind = scheme.lower().partition("+")[0]  # postgresql+psycopg2
@@ -67,9 +65,6 @@ def make_store(uri: str, connect: Callable[[str], object]) -> None:
 
     MLflow makes one table after another. A run that is interrupted meanwhile would leave a file that no later run can
     open, so the tables are made elsewhere and the file appears whole.
-
-    Args:
-        connect: opens the store at an address, and makes its tables.
     """
     file = _sqlite_file(uri)
     if file is None or file.exists():
@@ -86,10 +81,8 @@ def make_store(uri: str, connect: Callable[[str], object]) -> None:
 
 
 def default_store(folder: Path) -> tuple[str, str]:
-    """Return the addresses of the store in `folder` (the value of `tracking.dir`) and of its artifacts.
-
-    Raises:
-        ConfigError: the folder's name is not UTF-8.
+    """Return the addresses of the store in `folder` (the value of `tracking.dir`) and of its artifacts. Raise
+    ConfigError if the folder's name is not UTF-8.
     """
     file = folder.absolute() / _FILE
     try:
@@ -126,10 +119,8 @@ def _sqlite_uri(path: str) -> str:
 
 
 def check_default_store(folder: Path) -> None:
-    """Check the store in `tracking.dir`, if it exists.
-
-    Raises:
-        ConfigError: the folder's name is not UTF-8, or the file cannot be used.
+    """Check the store in `tracking.dir`, if it exists. Raise ConfigError if the folder's name is not UTF-8, or the file
+    cannot be used.
     """
     default_store(folder)
     file = folder.absolute() / _FILE

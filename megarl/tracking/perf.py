@@ -56,12 +56,8 @@ def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
 
 
 def peak_flops(dtype: str, stated_tflops: float | None = None) -> float:
-    """Return the peak FLOP/s of this process's device: as stated, known by name (GPU), or measured once and cached
-    (CPU).
-
-    Args:
-        dtype: dtype of the matrix products: `bf16`, `fp32` or `fp64`.
-        stated_tflops: `tracking.peak_tflops`; takes precedence.
+    """Return the peak FLOP/s of this process's device for `bf16`, `fp32` or `fp64`: as stated, known by name (GPU), or
+    measured once and cached (CPU).
     """
     if stated_tflops is not None:
         return stated_tflops * 1e12
@@ -94,14 +90,8 @@ def _remembered_peak(dtype: str) -> float:
 
 
 def perf_metrics(*, tokens: float, seconds: float, devices: int, flops: float | None, peak: float) -> dict[str, float]:
-    """Return the `perf/*` metrics of one step.
-
-    Args:
-        tokens: prompt and response tokens of the step over all devices.
-        seconds: wall seconds of the step.
-        devices: number of devices.
-        flops: model FLOPs of the step over all devices; None: unknown.
-        peak: FLOP/s of one device.
+    """Return the `perf/*` metrics of one step from its tokens and model FLOPs (None: unknown) over all devices, its
+    wall seconds, and the peak FLOP/s of one device.
     """
     metrics = {
         "perf/total_tokens": float(tokens),

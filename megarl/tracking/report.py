@@ -205,14 +205,8 @@ _SCRIPTS = ("report_charts.js", "report_samples.js", "report.js")
 
 
 def write_report(run_dir: str | os.PathLike[str], compare: Sequence[str | os.PathLike[str]] = ()) -> Path:
-    """Write RUN_DIR/report.html from the current files of the run folder. The run may still be running.
-
-    Args:
-        run_dir: run folder with metrics.jsonl.
-        compare: further run folders, whose curves are added; the page is then `compare.html`.
-
-    Raises:
-        DataError: a folder has no metrics.jsonl.
+    """Write RUN_DIR/report.html, or compare.html with the curves of further runs, while the run may still be running.
+    Raise DataError if a folder has no metrics.jsonl.
     """
     runs = [load_run(Path(folder)) for folder in (run_dir, *compare)]
     page = render(runs[0].name, report_data(runs))

@@ -46,11 +46,7 @@ class Run:
 
 
 def load_run(folder: Path) -> Run:
-    """Read a run folder.
-
-    Raises:
-        DataError: there is no metrics.jsonl.
-    """
+    """Read a run folder. Raise DataError if there is no metrics.jsonl."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise DataError("this folder has no metrics.jsonl", where=str(folder), fix=run_folder_fix(folder))

@@ -14,13 +14,7 @@ _NEEDS: Needs = {"restart": int, "time": (int, float), "why": str}
 
 
 def note_restart(run_dir: Path, why: str, start: str) -> None:
-    """Record a restart that happens now.
-
-    Args:
-        run_dir: the run folder.
-        why: the failed worker, with the error and its place.
-        start: description of the checkpoint from which the run continues.
-    """
+    """Record a restart that happens now, with the failed worker's error and its place, and the checkpoint `start`."""
     number = len(read_restarts(run_dir)) + 1
     writer = JsonlWriter(run_dir / NAME)
     writer.write({"restart": number, "time": time.time(), "why": why, "start": start})

@@ -28,10 +28,8 @@ _NAME = re.compile(rf"{FOLDER}/[0-9a-f]{{16}}\.png")
 
 
 def write_images(run_dir: Path, images: Sequence[tuple[int, NDArray[np.uint8]]]) -> list[str]:
-    """Write small copies of a sample's images, and return their paths relative to the run folder.
-
-    Args:
-        images: (signed 64-bit digest, pixels uint8 [height, width, 3]); the first `MOST_SHOWN` are written.
+    """Write small copies of the first `MOST_SHOWN` images (signed 64-bit digest, pixels uint8 [height, width, 3]) of a
+    sample; return their paths relative to the run folder.
     """
     names = []
     for digest, pixels in images[:MOST_SHOWN]:
@@ -57,9 +55,8 @@ def thumbnail(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def embedded(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, str], int]:
-    """Return the images that rows of a report name, as data URIs by path, and the number of omitted images.
-
-    Names in a row's `images` that are no image in the run folder are removed from the row.
+    """Return the images that rows of a report name, as data URIs by path, and the number of omitted images. Names in a
+    row's `images` that are no image in the run folder are removed from the row.
     """
     found: dict[str, str] = {}
     left, without = REPORT_BYTES, set[str]()

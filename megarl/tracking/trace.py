@@ -81,11 +81,8 @@ class _Slice(NamedTuple):
 
 
 def merge_trace(run_dir: Path, most_bytes: int = MOST_BYTES) -> Path | None:
-    """Write RUN_DIR/trace.json from the ranks' files; return its path, or None when there are no files.
-
-    Args:
-        run_dir: run folder.
-        most_bytes: if the files are larger together, only the last steps are used, the same steps of every rank.
+    """Write RUN_DIR/trace.json from the ranks' files; return its path, or None when there are no files. If they are
+    larger than `most_bytes` together, only the last steps are used, the same steps of every rank.
     """
     sources = [path for path in (run_dir / "trace").glob("rank_*.jsonl") if path.stem.removeprefix("rank_").isdecimal()]
     sources.sort(key=lambda path: int(path.stem.removeprefix("rank_")))
@@ -119,15 +116,8 @@ def merge_trace(run_dir: Path, most_bytes: int = MOST_BYTES) -> Path | None:
 
 
 def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_Slice], bool]:
-    """Return the phases at the end of a rank's file, beginning at the start of a step, and whether earlier phases
-    exist.
-
-    Damaged lines are skipped and logged.
-
-    Args:
-        source: the file.
-        most_bytes: number of bytes to read.
-        labels: row names in the viewer, by rank; this function fills it.
+    """Return the phases in the last `most_bytes` of a rank's file, beginning at the start of a step, and whether
+    earlier phases exist. Fill `labels` with row names by rank; skip and log damaged lines.
     """
     found: list[_Slice] = []
     damaged, reason = 0, ""
@@ -157,7 +147,6 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
 
 def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield metadata per rank, a complete event per phase, and an instant event per step of a stage and per restart.
-
     Times are in microseconds.
     """
     origin = min(one.start_ns for one in slices)

@@ -123,12 +123,8 @@ class Tracker:
         self._loggers = [LoggerThread(logger, about) for logger in cfg.loggers]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record metrics of a step. A step may get several calls.
-
-        Raises:
-            FolderTaken: another attempt uses the folder.
-            ConfigError: MLflow could not be started (raised by the first call after that), or a metric has the name of
-                another column of metrics.jsonl.
+        """Record metrics of a step, which may get several calls. Raise ConfigError if MLflow could not be started, or a
+        metric has the name of another column of metrics.jsonl.
         """
         reserved = COLUMNS & metrics.keys()
         if reserved:
@@ -166,10 +162,8 @@ class Tracker:
         return self.view.progress(description, total)
 
     def finish(self, status: Status = "finished") -> None:
-        """Close everything: status, trace.json, report.html, MLflow artifacts, the final table.
-
-        Raises:
-            FolderTaken: another attempt uses the folder and continues its record.
+        """Close everything: status, trace.json, report.html, MLflow artifacts, the final table. Raise FolderTaken if
+        another attempt uses the folder and continues its record.
         """
         self._metrics.close()
         self._samples.close()

@@ -45,11 +45,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def said(command: list[str]) -> str:
-    """Return the output of a program.
-
-    Raises:
-        Skipped: the program is missing, or fails.
-    """
+    """Return the output of a program. Raise Skipped if the program is missing, or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -93,15 +89,8 @@ def _compiler(found: Findings) -> None:
 
 
 def nccl(found: Findings, servers: Path | None = None, trainer: Path = Path(sys.executable)) -> None:
-    """Check that trainer and servers have the same version of NCCL, in their wheels or as loaded by their torch.
-
-    Args:
-        found: records the checks.
-        servers: interpreter of the servers; None: the one that a run would use.
-        trainer: interpreter of the trainer.
-
-    Raises:
-        Skipped: there is no interpreter for servers.
+    """Check that trainer and servers have the same version of NCCL, in their wheels or as loaded by their torch. Raise
+    Skipped if there is no interpreter for servers.
     """
     try:
         python = servers or find_python(None, cuda=has_cuda())

@@ -102,14 +102,8 @@ def _check(found: Findings, name: str, ranks: Sequence[dict[str, Any]]) -> None:
 
 
 def crossings(plan: SyncPlan, ranks: Sequence[str], servers: Sequence[Sequence[str]]) -> list[str]:
-    """Return the servers that share GPUs with trainer ranks but get no weights from these.
-
-    Memory of a colocated server can be written only from its own GPU, so weights from other GPUs take a detour.
-
-    Args:
-        plan: plan of the weight update.
-        ranks: name of the GPU of each trainer rank.
-        servers: names of the GPUs of each server.
+    """Return the servers that share GPUs with trainer ranks but get no weights from these. Memory of a colocated server
+    can be written only from its own GPU, so weights from other GPUs take a detour.
     """
     found = []
     for route in plan.routes:

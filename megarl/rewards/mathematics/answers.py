@@ -62,11 +62,8 @@ def unboxed(text: str) -> list[str]:
 
 
 def equal(reference: str, answer: str) -> bool:
-    """Return whether an answer equals the reference as mathematics, or as text if one of them is not fully parsed.
-
-    Args:
-        reference: LaTeX or plain text, without a box.
-        answer: likewise.
+    """Return whether an answer equals the reference (without boxes) as mathematics, or as text if one is not fully
+    parsed.
     """
     if len(reference) > _MAX_LENGTH or len(answer) > _MAX_LENGTH:
         return reference.split() == answer.split()

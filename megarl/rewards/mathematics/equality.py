@@ -27,10 +27,8 @@ _ENOUGH = 2  # number of points at which both expressions must be defined
 
 
 def equal_expressions(reference: Node, answer: Node) -> bool:
-    """Return whether both have the same value; a unit, a percent or a degree sign may be missing in one of them.
-
-    Raises:
-        UnreadError: a value has no bound, or a part has no value.
+    """Return whether both have the same value; a unit, a percent or a degree sign may be missing in one of them. Raise
+    UnreadError if a value has no bound, or a part has no value.
     """
     if reference == answer:
         return True
@@ -173,11 +171,7 @@ def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
 
 
 def rounds_to(value: Node, decimal: Node) -> bool:
-    """Return whether a decimal is the value of an expression without variables, up to its last place.
-
-    Raises:
-        UnreadError, OutsideError: one of them has no value.
-    """
+    """Return whether a decimal is the value of an expression without variables, up to its last place."""
     step = _step(decimal)
     if step is None or unknowns(value, decimal):
         return False
@@ -235,15 +229,8 @@ def _values(reference: Node, answer: Node, names: list[str], base: float | None)
 
 
 def proportional(first: Node, second: Node, positive: bool) -> bool:
-    """Return whether `first = 0` and `second = 0` are the same up to a constant factor.
-
-    Args:
-        first: one side minus the other.
-        second: likewise.
-        positive: the factor must be positive, as between inequalities.
-
-    Raises:
-        UnreadError: a part of them has no value.
+    """Return whether `first = 0` and `second = 0` are the same up to a constant factor, which must be `positive`
+    between inequalities.
     """
     if any(isinstance(found, Compound) for found in walk(first, second)):
         return False

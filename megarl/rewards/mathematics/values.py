@@ -115,11 +115,8 @@ class Evaluation:
         self.spread = 0
 
     def value(self, node: Node) -> Any:
-        """Return the value of an expression.
-
-        Raises:
-            OutsideError: it has no value here.
-            UnreadError: it has no value anywhere, or one that is too large.
+        """Return the value of an expression. Raise OutsideError if it has none here, and UnreadError if it has none
+        anywhere, or one that is too large.
         """
         if isinstance(node, Number):
             if node.base is not None:
@@ -283,11 +280,8 @@ class Evaluation:
 def evaluate(
     nodes: tuple[Node, Node], values: Mapping[str, Any], real: bool, base: float | None
 ) -> tuple[Any, Any, int]:
-    """Return two values at one point, and their number of digits.
-
-    Raises:
-        OutsideError: one of them is undefined there.
-        UnreadError: one has no value anywhere, or none of bounded size.
+    """Return two values at one point, and their number of digits. Raise OutsideError if one is undefined there, and
+    UnreadError if it has no value of bounded size anywhere.
     """
     digits = DIGITS
     while True:
@@ -314,11 +308,8 @@ def unknowns(*nodes: Node) -> list[str]:
 
 
 def points(names: list[str], wide: bool = False) -> list[dict[str, Any]]:
-    """Return values of the unknowns at some generic points; units are positive everywhere.
-
-    Args:
-        names: names of the unknowns.
-        wide: also use points far from zero.
+    """Return values of the unknowns at some generic points, with `wide` also far from zero; units are positive
+    everywhere.
     """
     ctx = context(DIGITS)
     made = []

@@ -64,11 +64,7 @@ def runtime_libraries(python: Path) -> list[Path]:
 
 
 def driver_version(root: Path = Path("/")) -> str | None:
-    """Return the version of the loaded NVIDIA driver, such as `580.65.06`; None without a driver.
-
-    Args:
-        root: parent of `proc`.
-    """
+    """Return the version of the loaded NVIDIA driver, such as `580.65.06`; None without a driver."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text()
     except OSError:
@@ -78,12 +74,7 @@ def driver_version(root: Path = Path("/")) -> str | None:
 
 
 def driver_problem(major: int = MAJOR, root: Path = Path("/")) -> ConfigError | None:
-    """Return the error that the loaded driver is too old for CUDA `major`; None when it is not, or there is no driver.
-
-    Args:
-        major: major version of CUDA, as in `torch.version.cuda`.
-        root: parent of `proc`.
-    """
+    """Return the error that the loaded driver is too old for CUDA `major`; else, or without a driver, None."""
     version, needed = driver_version(root), FIRST_DRIVER.get(major)
     if version is None or needed is None or int(version.partition(".")[0]) >= needed:
         return None
@@ -130,11 +121,8 @@ def compiler_version(home: Path) -> tuple[int, int] | None:
 
 
 def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | None = None) -> ConfigError | None:
-    """Return the error that GPU servers cannot compile kernels here, which they do at their start; None when they can.
-
-    Args:
-        environment: environment variables of the servers.
-        python: the servers' interpreter, which may have its own toolkit.
+    """Return the error that GPU servers, with their environment variables and interpreter, cannot compile kernels here,
+    which they do at their start; None when they can.
     """
     home = toolkit_home(environment, python)
     version = compiler_version(home)
@@ -212,9 +200,7 @@ def nccl_of(python: Path) -> Nccl | None:
 
 def check_same_nccl(servers: Path, trainer: Path = Path(sys.executable)) -> None:
     """Refuse interpreters with different versions of NCCL. An interpreter without NCCL (a CPU build of torch) passes.
-
-    Raises:
-        ConfigError: the versions differ.
+    Raise ConfigError if the versions differ.
     """
     ours, theirs = nccl_of(trainer), nccl_of(servers)
     if ours is None or theirs is None or ours.number == theirs.number:

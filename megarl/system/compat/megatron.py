@@ -396,9 +396,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Put the import hook in place; call it before the first `import megatron.core`. Calling it again does nothing.
-
-    Raises:
-        RuntimeError: megatron.core was imported before, so parts of it are already loaded unchanged.
+    Raise RuntimeError if megatron.core was imported before, so parts of it are already loaded unchanged.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

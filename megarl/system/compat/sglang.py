@@ -60,14 +60,8 @@ def install_fix(cuda: bool | None = None) -> str:
 
 
 def find_python(configured: str | None, *, cuda: bool | None) -> Path:
-    """Return the servers' interpreter: the configured one, or the newest environment for this kind of machine.
-
-    Args:
-        configured: `rollout.sglang.python`.
-        cuda: whether the servers run on GPUs; None: any interpreter will do.
-
-    Raises:
-        ConfigError: the interpreter does not exist, none was made, or it is for another kind of machine.
+    """Return the servers' interpreter: the configured one, or the newest environment for this kind of machine (None: of
+    any). Raise ConfigError if there is none, or it is for another kind.
     """
     kinds = ("cuda", "cpu") if cuda is None else ("cuda",) if cuda else ("cpu",)
     if configured is not None:
@@ -97,13 +91,8 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
 
 @functools.lru_cache
 def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
-    """Return the version of sglang in the servers' interpreter.
-
-    Args:
-        cuda: as in `find_python`; messages depend on it.
-
-    Raises:
-        ConfigError: sglang is missing, or its series is not one with which the update protocol was tested.
+    """Return the version of sglang in the servers' interpreter. Raise ConfigError if sglang is missing, or its series
+    is not one with which the update protocol was tested.
     """
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     try:
@@ -139,10 +128,8 @@ def cpu_arguments() -> list[str]:
 
 
 def shared_memory(instance: str) -> list[Path]:
-    """Return the files in shared memory that a server's processes use; SGLang itself never removes them.
-
-    Args:
-        instance: the name given to `server_environment`.
+    """Return the files in shared memory that the processes of the server `instance` use; SGLang itself never removes
+    them.
     """
     return [file for kind in ("sglang_loads", "sgl_shm") for file in SHARED_MEMORY.glob(f"{kind}_{instance}_*")]
 
@@ -210,9 +197,8 @@ def server_environment(
 
 
 def numbered(env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables in which GPU UUIDs are replaced by the GPUs' numbers, because SGLang reads numbers.
-
-    Names of GPU parts (MIG) and of GPUs that the driver does not list are kept: the result is then empty.
+    """Return variables in which GPU UUIDs are replaced by the GPUs' numbers, because SGLang reads numbers. Names of GPU
+    parts (MIG) and of GPUs that the driver does not list are kept: the result is then empty.
     """
     names = [name.strip() for name in env.get(_VISIBLE, "").split(",") if name.strip()]
     if not names or not all(name.startswith("GPU-") for name in names):

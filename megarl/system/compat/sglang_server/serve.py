@@ -123,9 +123,8 @@ def forget_images() -> None:
 
 
 def refuse_instead_of_dying() -> None:
-    """Reply to a failed update with the message of the failing rank, also for a tensor update that raised.
-
-    Unpatched SGLang ends when a tensor update raises, and reports only rank 0's result.
+    """Reply to a failed update with the message of the failing rank, also for a tensor update that raised. Unpatched
+    SGLang ends when a tensor update raises, and reports only rank 0's result.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -226,9 +225,8 @@ def sample_by_token() -> None:
 
 
 def fork_processes() -> None:
-    """Fork the server's processes from this one: new processes would import for ten seconds each.
-
-    Without CUDA nothing here prevents a fork; OpenMP has started no threads yet.
+    """Fork the server's processes from this one: new processes would import for ten seconds each. Without CUDA nothing
+    here prevents a fork; OpenMP has started no threads yet.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -239,9 +237,8 @@ def fork_processes() -> None:
 
 
 def rest_while_paused() -> None:
-    """Let a paused scheduler wait for messages, as `--sleep-on-idle` does for one without requests.
-
-    SGLang's own loop polls, which would keep a core busy for the duration of an update.
+    """Let a paused scheduler wait for messages, as `--sleep-on-idle` does for one without requests. SGLang's own loop
+    polls, which would keep a core busy for the duration of an update.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
