@@ -91,7 +91,6 @@ class Attempts:
             self._workers = None
 
     def _has_begun(self) -> bool:
-        """Return whether the run has begun since this command was given."""
         return process_of(self._job.run_dir) != self._before
 
     def _begin(self) -> Workers:

@@ -360,7 +360,6 @@ def machine_number(launcher: str, machines: int) -> int:
 
 
 def _lock(launcher: str, config: RunConfig, run_dir: Path) -> FolderLock:
-    """Return the lock for this machine's part of the command."""
     machines = config.cluster.nnodes
     together = launcher == "torchrun" and machines > 1
     meets = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if together else ""

@@ -79,9 +79,7 @@ def _newest(job: Job) -> int:
 
 
 def _unsaved(job: Job, newest: int) -> int:
-    """Return the number of completed steps after `newest`; 0 if the command saves none or is not in its
-    training loop.
-    """
+    """Return the completed steps after `newest`; 0 if the command saves none or is not in its loop."""
     loops, beat = _LOOPS.get(job.entry.rpartition(":")[2]), read_beat(job.run_dir, 0)
     if loops is None or beat is None:
         return 0

@@ -223,7 +223,6 @@ def doubtful(config: RunConfig, command: str = "train", placement: Placement | N
 
 
 def _doubtful_gpus(config: RunConfig, command: str) -> list[str]:
-    """Return a warning if pods have no GPU."""
     settings, key, found = config.launch.kubernetes, "launch.kubernetes", []
     named, given = config.cluster.device_memory_gb is not None, settings.gpus_per_node
     needed = gpus_of_a_node(config, command)
@@ -250,7 +249,6 @@ def quantity(text: str) -> float:
 
 
 def _launcher(config: RunConfig, asked: str | None) -> str:
-    """Return the launcher: torchrun for a JobSet, ray for a RayJob."""
     kind, teams = config.launch.kubernetes.kind, bool(config.placement.teams or config.placement.auto)
     named = asked or config.launch.launcher
     found = {"jobset": "torchrun", "rayjob": "ray"}[kind] if kind else "ray" if teams or named == "ray" else "torchrun"

@@ -75,9 +75,7 @@ class OutputLog:
             self._file.close()
 
     def _end_line(self) -> None:
-        """Begin a new line on the console if rank 0 left one unfinished, such as the progress bar of a killed
-        worker.
-        """
+        """Begin a new line on the console if rank 0 left one unfinished, such as a killed worker's progress bar."""
         with self._lock:
             rest = self._pending.get(0, b"")
             unfinished = not self._split and rest != self._ended and _ESCAPES.sub(b"", rest).strip()

@@ -165,9 +165,7 @@ class RayWorkers:
             ) from error
 
     def _within_shared_memory(self, wanted: int) -> int:
-        """Return `wanted` bytes, or this machine's shared memory if that is less: Ray refuses more, or silently uses
-        slow files.
-        """
+        """Return `wanted` bytes, or less with less shared memory: Ray refuses more, or silently uses slow files."""
         free = shared_memory_free()
         if (problem := refuse_too_large(self._job.config, self._job.placement, free)) is not None:
             raise problem
@@ -236,7 +234,6 @@ class RayWorkers:
             self._server_places = ray.get(asked, timeout=self._seconds_left())
 
     def _start_buffer(self) -> None:
-        """Start the buffer for data between teams."""
         from megarl.disaggregated.buffer.actor import start_buffer
 
         job = self._job
@@ -248,9 +245,7 @@ class RayWorkers:
         self._buffer_end = self._buffer.end.remote()
 
     def _run(self, team: TeamPlan, more: Mapping[str, str] | None = None) -> None:
-        """Start the workers of one team, with their rendezvous at the team's address; `more` adds environment
-        variables.
-        """
+        """Start the workers of one team, with its rendezvous address; `more` adds environment variables."""
         import ray
 
         job, first = self._job, team.first
@@ -324,9 +319,7 @@ class RayWorkers:
         )
 
     def _left_to_servers(self, team: TeamPlan) -> list[Place] | None:
-        """Return the places of the GPUs of this team's servers; None when it starts none, or Ray does not
-        manage them.
-        """
+        """Return the places of the GPUs of this team's servers; None without servers or management by Ray."""
         config = self._job.config
         if Role.ROLLOUT not in team.roles or not chooses_gpus(config) or "GPU" not in self._held.worker:
             return None
@@ -384,7 +377,6 @@ class RayWorkers:
         self._follower.close()
 
     def _give_back(self) -> None:
-        """End the actors, and release their devices."""
         import ray
 
         for actor in [*self._actors, *([self._buffer] if self._buffer is not None else [])]:

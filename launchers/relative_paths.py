@@ -35,7 +35,6 @@ def relative_paths(config: RunConfig) -> dict[str, str]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) for all texts in a value."""
     if key in _OTHERS:
         return
     if isinstance(value, str):

@@ -190,9 +190,7 @@ def node_script(job: Submission) -> str:
 
 
 def _modules(slurm: SlurmConfig) -> list[str]:
-    """Return lines that load modules. Batch shells may lack the `module` function, and its code uses unset
-    variables.
-    """
+    """Return lines that load modules, whose code uses unset variables and which batch shells may lack."""
     if not slurm.modules:
         return []
     loads = [f"module load {shlex.quote(module)}" for module in slurm.modules]
@@ -308,7 +306,6 @@ def _options(job: Submission) -> list[str]:
 
 
 def _nodes_of(job: Submission, part: Component) -> list[str]:
-    """Return the options of sbatch for one kind of nodes."""
     own, slurm = part.settings, job.slurm
     spares = 0 if part.team else job.config.launch.spares
     # not a range: for `--nodes=2-4 --ntasks-per-node=1` Slurm 22.05 gave two nodes with four free
@@ -365,7 +362,6 @@ def _srun_options(job: Submission, part: Component) -> list[str]:
 
 
 def _start(job: Submission, part: Component) -> list[str]:
-    """Return the command that srun starts."""
     slurm, start = job.slurm, ["bash", str(job.folder / NODE)]
     if slurm.teams:
         start = ["env", f"{NODES_OF}={resource(part.team)}", *start]

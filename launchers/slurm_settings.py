@@ -69,7 +69,6 @@ def check_settings(job: Submission) -> None:
 
 
 def _check_parts(job: Submission, parts: list[Component]) -> None:
-    """Check the nodes of teams."""
     if len(parts) > 1 and job.launcher != "ray":
         what = "nodes of different kinds run different teams, which needs Ray"
         raise ConfigError(what, where="launch.slurm.teams", found=job.launcher, fix="launch.launcher=ray")
@@ -155,7 +154,6 @@ def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
 
 
 def _asked_gpus(config: RunConfig, part: Component) -> int:
-    """Return the GPUs requested from Slurm."""
     gres = gres_of(config, part)
     return gpus_per_node(config, part) if gres is None else gres_gpus(gres) or 0
 
@@ -165,9 +163,7 @@ def _section(part: Component) -> str:
 
 
 def _check_environment(slurm: SlurmConfig) -> None:
-    """Check the variables: scripts in the run folder are plain text, and the job itself sets those of the
-    rendezvous.
-    """
+    """Check the variables: scripts are plain text, and the job itself sets those of the rendezvous."""
     for name in slurm.environment:
         where = f"launch.slurm.environment.{name}"
         if CREDENTIAL.search(name):
@@ -229,7 +225,6 @@ def doubtful(job: Submission) -> list[str]:
 
 
 def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
-    """Return warnings about nodes and options that request no GPU."""
     found, named = [], config.cluster.device_memory_gb is not None
     if any(word in option for option in config.launch.slurm.options for word in ("gpu", "exclusive", "-G")):
         return []
@@ -251,7 +246,6 @@ def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
 
 
 def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
-    """Return warnings about requested GPUs that the run does not use."""
     found, named = [], config.cluster.device_memory_gb is not None
     for part in parts:
         asked, section = _asked_gpus(config, part), _section(part)
@@ -275,9 +269,7 @@ def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
 
 
 def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
-    """Return warnings about more GPUs per node of a team than machines usually have, if their number is not set. For
-    equal machines checks of the recipe warn (megarl.checks.gpus).
-    """
+    """Return warnings about more GPUs per node of a team than usual, if their number is not set."""
     found, apart = [], config.launch.slurm.teams and config.cluster.device_memory_gb is not None
     for part in parts if apart else ():
         needed, section = part.gpus, _section(part)
@@ -303,9 +295,7 @@ def _least_nodes(part: Component) -> int:
 
 
 def _early_warning(job: Submission) -> list[str]:
-    """Return warnings about a chain whose jobs must save right after their start, and about a job that gets no
-    signal.
-    """
+    """Return warnings about jobs of a chain that must save right after their start, or get no signal."""
     slurm = job.slurm
     limit = limit_minutes(slurm.time)
     if limit is None:

@@ -204,7 +204,6 @@ def cancel(number: str) -> None:
 
 
 def _sbatch(script: str, *options: str) -> str:
-    """Pass a script to sbatch; return its output."""
     _require("sbatch")
     done = subprocess.run(
         ["sbatch", *options], input=script, capture_output=True, text=True, timeout=_ANSWER_S, check=False

@@ -77,9 +77,7 @@ def start(job: Job) -> TorchrunWorkers:
 
 
 def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.socket | None) -> TorchrunWorkers:
-    """Start this machine's agent with `here` ranks. `listener` is the socket of the run's store, if it is on this
-    machine.
-    """
+    """Start this machine's agent with `here` ranks; `listener` is the socket of the run's store, if it is here."""
     nnodes = job.config.cluster.nnodes
     arguments = [f"--nnodes={nnodes}", f"--nproc-per-node={here}", f"--node-rank={job.machine}"]
     arguments += [f"--master-addr={address}", f"--master-port={port}", "--max-restarts=0"]

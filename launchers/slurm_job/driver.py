@@ -93,9 +93,7 @@ class SlurmJob:
             self._handle_signals()
 
     def _finish(self) -> None:
-        """Finish a run that is over; if it has saved before the job's time limit (trainer.save_by_s), submit the next
-        job. Raise Over if Slurm refuses the next job.
-        """
+        """Finish a run that is over; if it saved before the time limit (trainer.save_by_s), submit the next job."""
         if read_object(self.files.run_dir / "run.json").get("status") != "stopped":
             self.say("finished", "the run has ended")
             return
@@ -151,7 +149,6 @@ class SlurmJob:
         raise Over(1)
 
     def _chosen(self) -> list[str]:
-        """Return the first good nodes of each kind; an empty list if there are too few."""
         chosen: list[str] = []
         for number, group in enumerate(self.plan["groups"]):
             mine = [node for node in self.good if self.nodes.group_of[node] == number]
@@ -173,7 +170,6 @@ class SlurmJob:
         self.files.add(file, {"restart": number, "time": time.time(), "why": why, "start": start})
 
     def _count_failure(self) -> None:
-        """Count one restart. Raise Over if no restart is left."""
         state, newest = self.files.state(), self.files.newest()
         failures = 1 + (0 if newest > state["newest"] else state["failures"])
         self.files.set_state(failures=failures, newest=newest)
@@ -225,9 +221,7 @@ class SlurmJob:
         return self._slurm_fields().get("PreemptTime", "None") != "None"
 
     def _left_s(self) -> float:
-        """Return the seconds until the job ends: its time limit, or the end of its grace period, since warnings may be
-        early.
-        """
+        """Return the seconds until the job's time limit, or the end of its grace period: warnings may be early."""
         try:
             end = time.mktime(time.strptime(self._slurm_fields()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
         except (KeyError, ValueError):
@@ -250,7 +244,6 @@ class SlurmJob:
     # -- steps
 
     def _start(self, nodes: list[str]) -> subprocess.Popen[bytes]:
-        """Start the run on these nodes."""
         self.attempt += 1
         (self.files.path / "save").unlink(missing_ok=True)
         self.files.set_state(on=nodes, job=self.job)
@@ -279,9 +272,7 @@ class SlurmJob:
         return code
 
     def _before_the_end(self, step: subprocess.Popen[bytes] | None) -> None:
-        """Handle Slurm's warning that the job will end soon. Raise Over if the next job continues the run, or this one
-        after being requeued.
-        """
+        """Handle Slurm's warning of the job's end. Raise Over if a next job, or this one again, continues the run."""
         preempted = self._preempted()
         left = self.files.chain()
         why = "the job is preempted" if preempted else "the time limit is near"

@@ -104,7 +104,6 @@ class Nodes:
             step.kill()
 
     def _wait(self, step: subprocess.Popen[bytes], seconds: float, look: Callable[[], None]) -> None:
-        """Wait for a step to end, for at most `seconds`."""
         end = time.monotonic() + seconds
         while step.poll() is None and time.monotonic() < end:
             look()
@@ -116,9 +115,7 @@ class Nodes:
         return [f"--het-group={number}"] if len(self._plan["groups"]) > 1 else []
 
     def _address(self, node: str) -> str:
-        """Return a node's rendezvous address: in the network `launch.slurm.interface`, or else that of its Slurm name.
-        Raise CommandFailed if the node has no such address.
-        """
+        """Return a node's rendezvous address in the network `launch.slurm.interface`, or else by its Slurm name."""
         name = self._plan["interface"]
         try:
             if name is None:
@@ -151,7 +148,6 @@ class Nodes:
         return self._ask_each({node: ["true"] for node in nodes})
 
     def _results(self) -> Path:
-        """Return a folder for the results of one round of tests."""
         root, number = self._files.path / "preflight", 1
         while (root / f"{self._job}-{number}").exists():
             number += 1

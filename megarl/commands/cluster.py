@@ -67,7 +67,6 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
-    """Check the job and submit it to Slurm; return the exit code."""
     from megarl.launchers.common import make_run_dir
     from megarl.launchers.preflight import check_run_folder
     from megarl.launchers.slurm import Submission, job_script, node_script, plan
@@ -192,9 +191,7 @@ def _active_job(run_dir: Path) -> tuple[str, str] | None:
 
 
 def _submitted(run_dir: Path) -> list[SubmittedJob]:
-    """Return the jobs submitted for a run. Raise UserError if the folder does not exist, or no job was submitted for
-    it.
-    """
+    """Return the jobs submitted for a run, or raise UserError."""
     from megarl.launchers.submit import jobs_of
 
     if not run_dir.is_dir():
@@ -249,7 +246,6 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _run_text(run_dir: Path) -> str:
-    """Return a short report of the run's progress, from its run folder."""
     from megarl.artifacts.records import read_run, setting
 
     run, done = read_run(run_dir), last_step(run_dir)

@@ -45,9 +45,7 @@ def reference() -> str:
 
 
 def write_reference(file: Path) -> bool:
-    """Replace the text between the markers in `file`; return whether the file changed. Raise ValueError if the file
-    lacks a marker.
-    """
+    """Replace the text between the markers in `file`, or raise ValueError; return whether the file changed."""
     old = file.read_text(encoding="utf-8")
     if BEGIN not in old or END not in old:
         raise ValueError(f"{file} needs the lines {BEGIN!r} and {END!r}")

@@ -237,9 +237,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_from(arguments: argparse.Namespace, file: Path, machine: Machine) -> int:
-    """Write a recipe for the settings of another trainer. The file is kept when data or model are on another
-    machine.
-    """
+    """Write a recipe for the settings of another trainer; keep it when data or model are on another machine."""
     from megarl.checks.rows import check_rows
     from megarl.commands.init_from import settings_from, write_fitting
     from megarl.config.base import raise_problems
@@ -287,9 +285,7 @@ def _write_first_fit(
 
 
 def _print_time(checked: Checked, gpus: int) -> None:
-    """Print the estimated time of a step and of the run; suggest a smaller model when a step on the CPU takes
-    minutes.
-    """
+    """Print the estimated time of a step and of the run; suggest a smaller model for slow steps on the CPU."""
     for check in checked.items:
         if check.name == "time" and check.status in ("ok", "warn"):
             print(f"  {'WARNING: ' if check.status == 'warn' else ''}{check.message}")
@@ -301,7 +297,6 @@ def _print_time(checked: Checked, gpus: int) -> None:
 
 
 def _uneven(gpus: int) -> UserError:
-    """Return the error for a number of GPUs that cannot be spread evenly over machines."""
     even = [number for number in range(gpus - _NODE, gpus + _NODE) if not number % math.ceil(number / _NODE)]
     fewer, more = max(number for number in even if number < gpus), min(number for number in even if number > gpus)
     return UserError(
@@ -319,7 +314,6 @@ def _devices(gpus: int) -> str:
 
 
 def _settings(arguments: argparse.Namespace, gpus: int) -> _Settings:
-    """Return the recipe keys that do not depend on the layout."""
     chosen = ALGORITHMS[arguments.algorithm]
     settings: _Settings = {"model.path": arguments.model, "model.dtype": "bf16" if gpus else "fp32"}
     pairs = any(key.startswith("preference.") for key in chosen)
@@ -452,7 +446,6 @@ def _batch(prompts: int, replicas: int) -> _Settings:
 
 
 def _recipe_text(file: Path, arguments: argparse.Namespace, settings: _Settings) -> str:
-    """Return the text of the recipe: its keys with comments."""
     from megarl.config.run import RunConfig
 
     tree: dict[str, Any] = {}
@@ -489,7 +482,6 @@ def _lines(keys: Mapping[str, Any], path: tuple[str, ...], comments: Mapping[str
 
 
 def _written(value: Any) -> str:
-    """Return a value as YAML on one line."""
     from megarl.config.yamlio import parse_value
 
     if isinstance(value, str):

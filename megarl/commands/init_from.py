@@ -176,7 +176,6 @@ def _key_at(file: Path, error: ConfigError) -> str:
 
 
 def _notes(made: Translation) -> Iterator[str]:
-    """Yield comment lines about the settings that were left out."""
     if made.notes:
         yield f"\n# Settings of {made.trainer} that this recipe does not have:"
     by_reason: dict[str, list[str]] = {}

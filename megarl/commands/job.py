@@ -128,7 +128,6 @@ def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
 
 
 def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Print the plan of the command, and raise the problems that prevent a start."""
     from megarl.checks.checklist import Checklist
     from megarl.checks.dry_run import make_plan
     from megarl.checks.hub import check_hub
@@ -231,9 +230,7 @@ def warn_of_mlflow(config: RunConfig) -> None:
 
 
 def _use_run(arguments: argparse.Namespace) -> str:
-    """Make the command use the configuration and model of the run folder given in place of a recipe; return a
-    description of the model.
-    """
+    """Use the configuration and model of the run folder given in place of a recipe; return the model's description."""
     from megarl.artifacts.trained import check_holds_run, overrides_for_model, untrained_best_note
     from megarl.tracking.close import close_if_killed
 
@@ -266,9 +263,7 @@ def _use_run(arguments: argparse.Namespace) -> str:
 
 
 def _stand_at_start(arguments: argparse.Namespace, run_dir: Path) -> None:
-    """Change to the folder in which the run was started, where the relative paths of its recipe point. Paths that the
-    user gives now keep their meaning.
-    """
+    """Change to the folder in which the run was started, to which its relative paths refer, not the user's."""
     from megarl.config.load import with_absolute_paths
 
     start = read_run(run_dir).get("folder")

@@ -188,7 +188,6 @@ def _policy_logprobs(model: PolicyModel, sequences: Sequence[Tensor]) -> list[Te
 
 
 def _of_tokens(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return log-probs [n - 1] of ids[1:], in float32."""
     return logits[:-1].float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 

@@ -179,9 +179,7 @@ def _search(
 def _describe_recipe(
     config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions, best_s: float
 ) -> str:
-    """Describe the step of the unchanged recipe on this hardware, or why it cannot run. `best_s` is the step time of
-    the best plan found, in seconds.
-    """
+    """Describe the unchanged recipe's step, or why it cannot run; the best plan's step takes `best_s` seconds."""
     from megarl.checks.planned import refuse_plan
     from megarl.commands.plan_report import doubts, misfits, tight
     from megarl.dag.placement import place

@@ -161,7 +161,6 @@ def _keys(filled: Filled) -> str:
 
 
 def _largest(moment: Moment) -> list[Term]:
-    """Return the largest terms of a moment."""
     return sorted(moment.terms, key=lambda part: -part.bytes)[:3]
 
 

@@ -39,9 +39,7 @@ class OtherSettings:
     words: list[str] = field(default_factory=list)
 
     def take(self, *names: str) -> Any:
-        """Return the value of the first of `names` that is set, where a name matches the end of a dotted name; else
-        None.
-        """
+        """Return the value of the first of `names` that is set and matches the end of a dotted name; else None."""
         for name in names:
             for path in list(self.values):
                 if path == name or path.endswith(f".{name}"):
@@ -90,9 +88,7 @@ class Translation:
 
 
 def read_settings(file: Path) -> OtherSettings:
-    """Return the settings in a YAML or JSON file, or in the words of a command line. Raise ConfigError if the file
-    cannot be read.
-    """
+    """Return the settings in a YAML or JSON file, or in the words of a command line."""
     if file.suffix.lower() in (".yaml", ".yml", ".json"):
         values = _flat(read_yaml(file).data, "")
         return OtherSettings({name: _resolved(value, values) for name, value in values.items()})
@@ -104,9 +100,7 @@ def read_settings(file: Path) -> OtherSettings:
 
 
 def _of_words(words: list[str]) -> OtherSettings:
-    """Return the settings in the words of a script, with the script's variables, their defaults and `HOME`
-    filled in.
-    """
+    """Return the settings in the words of a script, with its variables, their defaults and `HOME` filled in."""
     settings, variables = OtherSettings({}), {"HOME": os.path.expanduser("~")}
     name = ""
     for raw in words:

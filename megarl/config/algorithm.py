@@ -33,9 +33,7 @@ class PolicyLossConfig(ComponentSection):
     )
 
     def of(self, name: str) -> PolicyLossConfig:
-        """Return the settings for the loss `name`: the shared keys of this section, and the loss's defaults for its own
-        keys.
-        """
+        """Return the settings for the loss `name`: the shared keys, and the loss's defaults for its own."""
         return PolicyLossConfig(
             name=name, **{key: getattr(self, key) for key in ("aggregation", "sum_norm", "entropy_coef")}
         )

@@ -104,9 +104,7 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> list[str]:
-        """The sources of held-out prompts: `val_files`, or the training files when `val_split` holds out rows
-        of them.
-        """
+        """The sources of held-out prompts: `val_files`, or the training files with `val_split`."""
         return self.val_files if self.val_split is None else self.train_files
 
 
@@ -162,9 +160,7 @@ class RewardConfig(Section):
 
     @property
     def functions(self) -> dict[str, RewardConfig]:
-        """The reward section of each function that scores: one per part, by the part's name; without parts this section
-        under an empty name.
-        """
+        """The section of each scoring function by its part's name; without parts this section, nameless."""
         if not self.parts:
             return {"": self}
         return {

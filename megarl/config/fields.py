@@ -222,7 +222,6 @@ def _form(detail: ErrorDetails) -> str | None:
 
 
 def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:
-    """Return whether `text` would be a valid number without its quotes."""
     if int in kinds and INTEGER.fullmatch(text):
         return True
     try:

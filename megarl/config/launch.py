@@ -103,9 +103,7 @@ def _time(text: str) -> str:
 
 
 def _texts(values: object) -> object:
-    """Return the values with numbers converted to text. Refuse booleans without quotes: programs read them in different
-    ways.
-    """
+    """Return the values, with numbers as text. Refuse booleans without quotes: programs read them differently."""
     if not isinstance(values, dict):
         return values
     if wrong := [name for name, value in values.items() if isinstance(value, bool) or value is None]:

@@ -125,9 +125,7 @@ def load_config(
 
 
 def _written(document: Document, file: Path) -> set[str]:
-    """Return the dotted keys that the user set: in `file`, unless that is a shipped recipe or a run's record, or in an
-    override.
-    """
+    """Return the dotted keys that the user set, in an override or in `file`, unless it is shipped or a run's record."""
     shipped = file.resolve().parent == recipe_folder()
     # the recipe in a run folder has every key
     own = () if shipped or (file.parent / _RECORD).exists() else (f"{file}:",)
@@ -136,15 +134,12 @@ def _written(document: Document, file: Path) -> set[str]:
 
 
 def _given(document: Document, layers: set[tuple[str, ...]]) -> set[str]:
-    """Return the dotted keys of `document` that were set by a recipe file (their paths are `layers`) or by an
-    override.
-    """
+    """Return the dotted keys of `document` that an override or a recipe file (with paths `layers`) set."""
     paths = _value_paths(document.data)
     return {".".join(path) for path in paths if path in layers or _origin(document, path, "").startswith("override ")}
 
 
 def _value_paths(data: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every value in nested mappings."""
     for name, value in data.items():
         if isinstance(value, dict) and value:
             yield from _value_paths(value, (*above, name))
@@ -197,9 +192,7 @@ def _with_absolute_path(text: str) -> str:
 
 
 def _absolute(value: Any, path: tuple[str, ...]) -> Any:
-    """Return `value` of the key `path` as an absolute path if it is `file.py:fn` or names an existing file or
-    folder.
-    """
+    """Return `value` of the key `path` as an absolute path if it is `file.py:fn` or an existing path."""
     if not isinstance(value, str) or os.path.isabs(value):
         return value
     places = [value, value.rpartition("@")[0]] if path in _PATHS or path == _TEMPLATE or path[-1] == "path" else []
@@ -389,9 +382,7 @@ def _merge(below: Document, above: Document) -> None:
 
 
 def _count_by_steps(below: Document, above: Document) -> None:
-    """Clear the epochs of a lower layer when `above` sets only the steps of a phase, since epochs would
-    override them.
-    """
+    """Clear a lower layer's epochs, which would override steps, when `above` sets only the steps of a phase."""
     for section in ("trainer", "sft"):
         length = _at(above.data, section)
         if "steps" in length and "epochs" not in length and "epochs" in _at(below.data, section):
@@ -429,7 +420,6 @@ def _drop_inherited(document: Document, components: Components) -> list[str]:
 
 
 def _at(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the mapping at a dotted path, or an empty mapping."""
     value = _value_at(data, path)
     return value if isinstance(value, dict) else {}
 
@@ -498,9 +488,7 @@ def _apply_override(document: Document, text: str, components: Components | None
 
 
 def _parse_for(key: Key, raw: str) -> Any:
-    """Parse override text by the type of its field. Text that fits no type is returned as text; validation
-    refuses it.
-    """
+    """Parse override text by the type of its field; validation refuses what fits no type and stays text."""
     text = raw.strip()
     kinds = alternatives(key.info.annotation)
     if text in _NULLS and type(None) in kinds:
@@ -589,9 +577,7 @@ def _known_part(
     problems: list[ConfigError],
     components: Components | None,
 ) -> dict[str, Any]:
-    """Return a copy of `data` without keys that `model` does not have; append an error for each of them to
-    `problems`.
-    """
+    """Return a copy of `data` without keys that `model` lacks; append an error for each to `problems`."""
     known, known_fields = {}, fields_of(model)
     for name, value in data.items():
         here = (*path, str(name))
@@ -618,7 +604,6 @@ def _known_part(
 
 
 def _owned(components: Components | None, key: str) -> list[str]:
-    """Return the dotted keys of components that are called `key`."""
     places = {**dict.fromkeys(_COMPONENTS), "reward": "reward.kwargs"} if components is not None else {}
     return [f"{place or path}.{key}" for path, place in places.items() if components and components.readers(path, key)]
 

@@ -429,14 +429,11 @@ _OTHER_MEANING = frozenset(
 
 
 def _unwrapped(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `path` without an enclosing section of verl or EasyR1."""
     return (_INSIDE.get(path[1], path[1]), *path[2:]) if len(path) > 1 and path[0] in _AROUND else path
 
 
 def _keys_ending(path: tuple[str, ...]) -> list[str]:
-    """Return up to four keys of this project that end with `path` (actor.optim.lr for optim.lr); none for a single
-    name.
-    """
+    """Return up to four keys that end with `path` (actor.optim.lr for optim.lr); none for a single name."""
     return [key.path for key in iter_keys() if len(path) > 1 and key.path.endswith(f".{'.'.join(path)}")][:4]
 
 
@@ -489,9 +486,7 @@ def _unknown_part(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the settings in an unknown section. A section with a hint as a whole yields only its
-    own path.
-    """
+    """Yield the paths of the settings in an unknown section, of one with a hint as a whole only its own path."""
     if not isinstance(value, Mapping) or not value or (path[-1] not in _SECTIONS and meaning_of(path) is not None):
         yield path
         return
@@ -500,7 +495,6 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Sequence[str]]) -> ConfigError:
-    """Return the error for `path`, of which some part is unknown."""
     unknown = _unknown_part(_unwrapped(path))
     near = _components_keys(unknown, owned) or _keys_ending(path) or nearest_keys(unknown)
     # `beta` is a prefix of beta1, which is a better hint
@@ -533,9 +527,7 @@ def _kwargs_of(path: tuple[str, ...]) -> str | None:
 
 
 def _components_keys(path: tuple[str, ...], owned: Callable[[str], Sequence[str]]) -> list[str]:
-    """Return the keys of components that `path`, written beside the mapping or section that holds them, may
-    stand for.
-    """
+    """Return the keys of components for which `path` may stand, written beside the mapping that holds them."""
     beside = _kwargs_of(path[:-1])
     keys = [key for key in owned(path[-1]) if key.startswith(f"{path[0]}.")]
     if keys and beside is not None and path[0] == "reward":
@@ -544,9 +536,7 @@ def _components_keys(path: tuple[str, ...], owned: Callable[[str], Sequence[str]
 
 
 def _as_argument(path: tuple[str, ...]) -> str | None:
-    """Return a hint that the key at `path` may belong to a mapping in its section; None when there is no such
-    mapping.
-    """
+    """Return a hint that the key at `path` may belong to a mapping in its section, if there is one."""
     place = _kwargs_of(path[:-1])
     if place is None:
         return None

@@ -13,9 +13,7 @@ from megarl.system.processes import has_nvidia_device
 
 
 def with_precision(config: RunConfig, run_dir: Path | None) -> tuple[RunConfig, str]:
-    """Return the recipe with `model.dtype: auto` resolved, and a line that explains the choice. `run_dir` is the folder
-    of a run that may be continued.
-    """
+    """Return the recipe with `model.dtype: auto` resolved, perhaps as in `run_dir`, and a line with the reason."""
     dtype, reason = _recorded(config, run_dir) or _of_this_machine(config)
     line = f"model.dtype=auto: {dtype}, because {reason}"
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})}), line

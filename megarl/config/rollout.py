@@ -115,9 +115,7 @@ class RolloutConfig(Section):
 
     @property
     def nccl_environment(self) -> dict[str, str]:
-        """NCCL environment variables that must have the same values in the trainer and its servers; empty without
-        servers.
-        """
+        """NCCL variables with equal values in the trainer and its servers; empty without servers."""
         return {} if self.servers is None else self.servers.nccl_environment()
 
 
@@ -206,7 +204,5 @@ class AsyncConfig(Section):
 
     @property
     def in_order(self) -> bool:
-        """Whether whole steps are generated one after the other; otherwise a step is formed from groups as they
-        finish.
-        """
+        """Whether steps are generated one after the other; otherwise a step is formed from groups as they finish."""
         return self.order == "in_order"

@@ -44,9 +44,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """A dumper that keeps the resolvers of YAML 1.1, so that it quotes text that either YAML version would read
-    otherwise.
-    """
+    """A dumper that quotes text that YAML 1.1 or 1.2 would read otherwise."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -209,9 +209,7 @@ class Activations:
 
     @property
     def _rows_on_their_way(self) -> float:
-        """Temporary bytes of a layer's expert rows, at most: in the backward pass, or while parts of divided experts
-        are summed.
-        """
+        """Most temporary bytes of a layer's expert rows, in the backward pass or while divided experts are summed."""
         ways, element = self.parallel.expert_tp, self.element
         backward = 4 * element * ways
         # Results of experts, and the same in token order; these in fp32; two ranks' rows that are being summed; rows as

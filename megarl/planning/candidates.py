@@ -221,7 +221,6 @@ class Space:
         return found
 
     def _asking(self) -> int:
-        """Return the number of workers that only send requests to servers."""
         return self.config.placement.asking or 1
 
     def _running(self) -> list[Spread]:
@@ -252,9 +251,7 @@ class Space:
         return found
 
     def _rollout_devices(self) -> list[int]:
-        """Return numbers of devices for a generating team: eighths of all (or multiples of 1), whole machines, and the
-        recipe's number.
-        """
+        """Return sizes of a generating team: eighths of all (or multiples of 1), whole machines, the recipe's."""
         hardware, given = self.hardware, self.config.placement.asking
         step, machines = max(1, hardware.devices // _EIGHTHS), max(1, hardware.nodes // (2 * _EIGHTHS))
         whole = range(machines * hardware.per_node, hardware.devices, machines * hardware.per_node)
@@ -326,9 +323,7 @@ class Space:
         return all(size % replicas == 0 for size in batch_sizes(self.config, held).values())
 
     def _fits_others(self, parallel: ParallelConfig, spread: Spread) -> bool:
-        """Return whether teams with the actor's layout, but without the actor, are whole replicas and can share their
-        batches.
-        """
+        """Return whether other teams with the actor's layout are whole replicas and can share their batches."""
         for _, roles, devices in spread.teams:
             held = [Role(role) for role in roles]
             if Role.ACTOR in held:
@@ -360,7 +355,6 @@ class Space:
 
 
 def _powers(most: int) -> list[int]:
-    """Return the powers of two up to `most`."""
     return [1 << place for place in range(most.bit_length()) if 1 << place <= most]
 
 

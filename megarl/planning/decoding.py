@@ -56,7 +56,6 @@ class Decoder:
 
     @cached_property
     def _experts(self) -> float:
-        """Number of parameters of all experts."""
         return self.facts.layers * self.facts.expert_parameters
 
     @cached_property
@@ -110,7 +109,6 @@ class Decoder:
         return all_rows * self._expert_flops / self._holders / (self.hardware.peak(self.dtype) * share)
 
     def _fixed(self, running: float) -> float:
-        """Return the fixed seconds of a decoding step."""
         facts, given = self.facts, self.given
         experts = self._mixed * facts.experts / self.ep if facts.is_moe else 0
         layers = facts.layers * given.decode_layer_ms + experts * given.decode_expert_ms
@@ -118,7 +116,6 @@ class Decoder:
 
     @property
     def _mixed(self) -> int:
-        """Number of layers with experts."""
         return self.facts.layers - self.facts.dense_layers if self.facts.is_moe else 0
 
     def _meeting(self, rows: float) -> float:

@@ -56,7 +56,6 @@ class Lengths:
 
     @property
     def _mu(self) -> float:
-        """Mean of the logarithm."""
         return math.log(self.mean) - self.sigma**2 / 2
 
     @cached_property

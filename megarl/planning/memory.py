@@ -190,9 +190,7 @@ def cache_bytes(
 
 
 def _held_out(config: RunConfig) -> int | None:
-    """Return the most held-out prompts that are generated at once; None: all of them, whose number is not known
-    here.
-    """
+    """Return the most held-out prompts that are generated at once; None: all of them."""
     return min((n for n in (config.data.val_batch_size, config.data.max_val_samples) if n is not None), default=None)
 
 
@@ -326,7 +324,6 @@ def _with_sync(moments: list[Moment], sync: WeightSyncMemory | None, publishing:
 
 
 def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
-    """Return the terms of generation in addition to weights."""
     if not config.task.writes_text:
         return []  # a policy call is a single pass without a cache
     responses = response_terms(config, team.replicas, job)
@@ -340,9 +337,7 @@ def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gp
 
 
 def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
-    """Return the copy of the weights with which the embedded engine decodes: in another dtype, or repacked for
-    a CPU.
-    """
+    """Return the embedded engine's copy of the weights: in another dtype, or repacked for a CPU."""
     size = parameter_bytes(facts, team.parallel, config.rollout_dtype)
     sampling = config.rollout.sampling if job == "train" else config.validation_sampling
     packed = not gpu and size <= PACK_LIMIT_BYTES and sampling.max_new_tokens >= PACK_STEPS
@@ -360,11 +355,7 @@ def _known(sizes: Sizes, role: Role) -> ModelFacts:
 
 
 class _Models:
-    """The parts of a team's models, by role, and of servers on their devices.
-
-    Args:
-        servers: server weights on the team's devices, if any.
-    """
+    """The parts of a team's models, by role, and of servers on their devices."""
 
     def __init__(self, config: RunConfig, sizes: Sizes, team: TeamPlan, servers: list[Term], *, gpu: bool) -> None:
         self._gpu, dtype, dp = gpu, config.model.dtype, team.replicas

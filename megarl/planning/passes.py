@@ -65,9 +65,7 @@ def _trained_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head:
 
 @lru_cache(maxsize=4096)
 def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, value_head: bool) -> float:
-    """Return `owned_parameters` of a model without adapters, cached; `engine` matters only by
-    `distributed_optimizer`.
-    """
+    """Return `owned_parameters` without adapters, cached; only `distributed_optimizer` of `engine` matters."""
     return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
 
 
@@ -236,7 +234,6 @@ class ModelPass:
         return found
 
     def _adapters(self, tokens: float) -> float:
-        """Return the FLOPs of a forward pass through a stage's adapters."""
         if self.lora is None:
             return 0.0
         dense, expert = adapter_parameters(self.facts, ParallelConfig(), self.lora)
@@ -282,9 +279,7 @@ class ModelPass:
         return milliseconds / parallel.pp / 1e3 / self.hardware.pace
 
     def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Return the cost of Megatron's two all-reduces per layer and direction, or with sp as many gathers and
-        scatters.
-        """
+        """Return the cost of two all-reduces per layer and direction, or with sp as many gathers and scatters."""
         facts, parallel = self.facts, self.parallel
         tp = parallel.tp
         whole = share.tokens / parallel.cp * facts.hidden * self._element
@@ -299,9 +294,7 @@ class ModelPass:
         return Cost("T4", "tensor and sequence parallel", seconds, sent)
 
     def _context(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Return the cost of gathering keys and values per layer and scattering their gradients; recomputation gathers
-        again.
-        """
+        """Return the cost of gathering keys and values (again when recomputed) and scattering their gradients."""
         facts, parallel = self.facts, self.parallel
         cp, times = parallel.cp, passes - 1 if train else 1
         keys = share.tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * self._element
@@ -340,15 +333,12 @@ class ModelPass:
 
     @cached_property
     def _trained(self) -> tuple[float, float]:
-        """(dense, expert) parameters of the fullest rank that have gradients."""
         if self.lora is not None:
             return trained_parameters(self.facts, self.parallel, self.lora, value_head=self.value_head)
         return _trained_parameters(self.facts, self.parallel, self.value_head)
 
     def _reduce(self, share: Share) -> list[Cost]:
-        """Return the cost of reducing gradients: scattered in fp32 and parameters gathered, or without sharding
-        all-reduced in fp32.
-        """
+        """Return the cost of gradients: fp32 scattered and parameters gathered, or unsharded all-reduced in fp32."""
         parallel, engine = self.parallel, self.engine
         dense, expert = self._trained
         each = GRADIENT + (self._element if engine.distributed_optimizer else GRADIENT)
@@ -373,9 +363,7 @@ class ModelPass:
         return [Cost("T9", what, seconds, sent)] if seconds else []
 
     def _optimizer(self) -> Cost:
-        """Return the cost of AdamW, which reads gradient, master and moments, and writes master, moments and parameter.
-        In fp32 the parameter is its own master.
-        """
+        """Return the cost of AdamW over gradient, master, moments and parameter; in fp32 that is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         sizes = self.facts, self.parallel, engine, self.replicas
         if self.lora is None:

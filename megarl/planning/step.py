@@ -175,7 +175,6 @@ class StepFormulas:
 
     @cached_property
     def _spread(self) -> tuple[object, ...]:
-        """Values that identify an assignment of teams and servers."""
         servers = self.config.rollout.sglang
         teams = ((team.name, repr(team.parallel), team.devices) for team in self.placement.teams)
         return (servers.tp_size, servers.ep_size, servers.colocated, *teams)
@@ -199,7 +198,6 @@ class StepFormulas:
 
     @property
     def _longest(self) -> float:
-        """Tokens of the longest sample, prompt included."""
         return self.config.data.max_prompt_tokens + self.work.lengths.longest
 
     @cached_property

@@ -94,9 +94,7 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
 
 @lru_cache(maxsize=2)
 def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Return model and tokenizer, loaded once per process. Raise ConfigError if transformers cannot load them, or
-    weights of the score are missing.
-    """
+    """Return model and tokenizer, loaded once per process; raise ConfigError without weights of the score."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -140,9 +140,7 @@ class ScoreServer:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Treats redirects as replies without a score: the key is meant for one server, and the posted data would
-    be lost.
-    """
+    """Treats redirects as replies without a score: key and data are meant for one server."""
 
     def redirect_request(self, *arguments: Any) -> None:
         """Follow no redirect."""

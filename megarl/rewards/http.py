@@ -76,7 +76,6 @@ def _field(sample: Sample, name: str) -> Any:
 
 
 def _scores(answer: Any, count: int) -> list[Any]:
-    """Return the scores in a server's reply; raise ValueError for a reply of another form."""
     scores = answer.get("scores") if isinstance(answer, dict) else answer
     if not isinstance(scores, list) or len(scores) != count:
         found = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer!r:.200}"

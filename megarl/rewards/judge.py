@@ -147,9 +147,7 @@ def _warn_not_kept(folder: str, why: str) -> None:
 
 
 def _count_call(options: JudgeSettings) -> None:
-    """Count one call against the budget, if there is one. Raise NoAnswer if the budget is used up, or calls cannot be
-    counted.
-    """
+    """Count one call against the budget, if there is one, or raise NoAnswer."""
     if options.budget is None or options.cache is None:
         return
     calls = Path(options.cache).expanduser() / _CALLS
@@ -207,7 +205,6 @@ def _score(answer: Any, low: float, high: float) -> float:
 
 
 def _body(options: JudgeSettings, question: str) -> dict[str, Any]:
-    """Return the request body for one verdict."""
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     body: dict[str, Any] = {
         "model": options.model,
@@ -246,7 +243,6 @@ def _template(text: str) -> Any:
 
 
 def _rendered(template: Any, sample: Sample, options: JudgeSettings) -> str:
-    """Return the message to the judge about a sample."""
     import jinja2
 
     text = sample.get("messages")

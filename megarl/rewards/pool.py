@@ -140,9 +140,7 @@ class ScorerPool:
             self._drop(worker)
 
     def _chunks(self, batch: _Batch) -> list[list[int]]:
-        """Split the positions into chunks: short runs in sequential mode; one chunk of whole prompt groups per process
-        in batch mode.
-        """
+        """Split the positions into short runs in sequential mode, and into whole prompt groups in batch mode."""
         number = len(batch.samples)
         if self._mode == "sequential":
             size = max(1, number // (self._size * _CHUNKS_PER_WORKER))
@@ -176,9 +174,7 @@ class ScorerPool:
                 self._requeue(worker, left[1:], batch)
 
     def _with_news(self, wait_s: float) -> list[PoolProcess]:
-        """Return the processes that have written, ended, or can receive more bytes; an empty list after `wait_s`
-        seconds.
-        """
+        """Return the processes that wrote, ended or can receive more; an empty list after `wait_s` seconds."""
         poll, by_handle = select.poll(), {worker.fileno(): worker for worker in self._workers}
         for handle, worker in by_handle.items():
             poll.register(handle, select.POLLIN | (select.POLLOUT if worker.unsent else 0))
@@ -211,9 +207,7 @@ class ScorerPool:
             raise Malformed(f"a message {short(kind)} where none is due")
 
     def _take_back(self, worker: PoolProcess, index: int, outcomes: dict[int, Outcome]) -> None:
-        """Drop the outcomes from sample `index` on, because that sample's code sent replies in the name of its
-        process.
-        """
+        """Drop the outcomes from sample `index` on, whose code sent replies in the name of its process."""
         for position in worker.chunk[index:]:
             outcomes.pop(position, None)
             worker.done.discard(position)

@@ -92,9 +92,7 @@ def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: flo
 
 
 def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
-    """Return the parts of an error (None without one) and the result in a line of output. Raise Malformed if the line
-    is invalid.
-    """
+    """Return the parts of an error (None without one) and the result in a line of output, or raise Malformed."""
     message = parsed(line, _DEPTH)
     error = message.get("error")
     if message.keys() != {"error", "value"} or not (error is None or isinstance(error, dict)):

@@ -82,7 +82,6 @@ def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple
 
 
 def _check_answers_of(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
-    """Check the answers for one function."""
     if reward.name not in REWARDS.names() or key is None:
         return
     read, several = REWARDS.spec(reward.name).reference, reward.kwargs.get("answers", "one")
@@ -112,8 +111,6 @@ def _fix(value: Any, key: str) -> str:
 
 
 def _mentions(reference: str) -> bool:
-    """Return whether the source code of a user's function or class contains the answer's name; True without source
-    code.
-    """
+    """Return whether a user's source code contains the answer's name; True without source code."""
     file = source_file(reference)
     return file is None or _READS.search(file.read_text("utf-8", "replace")) is not None

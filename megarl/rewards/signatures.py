@@ -166,9 +166,7 @@ def _completions_are(samples: Sequence[Sample]) -> str:
 def _arguments(
     form: Convention, signature: inspect.Signature, samples: Sequence[Sample], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments for a function of another trainer: from its convention, the columns, and `reward.kwargs`.
-    Raise ValueError if a required column or the images are missing.
-    """
+    """Return another trainer's arguments from its convention, the columns and `reward.kwargs`, or raise ValueError."""
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     columns = dict.fromkeys(name for sample in samples for name in _columns(sample))
@@ -190,9 +188,7 @@ def _arguments(
 
 
 def _columns(sample: Sample) -> dict[str, Any]:
-    """Return the columns of the sample's row, its images, and the reference answer under its own name and as
-    `answer`.
-    """
+    """Return the columns of the sample's row, its images, and the answer by its own name and as `answer`."""
     answer = {"answer": sample["answer"]} if sample.get("answer") is not None else {}
     source = {"data_source": sample["data_source"]} if "data_source" in sample else {}
     images = {IMAGES: sample[IMAGES]} if IMAGES in sample else {}

@@ -152,7 +152,6 @@ class _Replica:
             self._replica.reread()
 
     def _segment(self) -> Steps:
-        """Generate with one weight version."""
         rules = self._rules
         while True:
             while self._scoring and self._scoring[0][0] <= self._env.now + _MOMENT:
@@ -173,7 +172,6 @@ class _Replica:
 
     @property
     def _room(self) -> int:
-        """Number of groups that could begin now."""
         return max(0, self._most - self._replica.load) // self._samples
 
     def _begin(self) -> None:

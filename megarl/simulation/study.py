@@ -177,7 +177,6 @@ def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None)
 
 
 def _file(recipe: str) -> str:
-    """Return the configuration file of a run folder, or the recipe itself."""
     config = Path(recipe) / "config.yaml"
     return str(config) if config.is_file() else recipe
 

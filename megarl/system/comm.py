@@ -106,9 +106,7 @@ class WorkerGroup:
                 dist.barrier(group=self.process_group)
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """Overwrite `tensor` with the sum or maximum over all ranks and return it. The maximum is undefined
-        with NaN.
-        """
+        """Overwrite `tensor` with the sum or maximum (undefined with NaN) over all ranks and return it."""
         if self.size == 2 and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL:
             with torch.inference_mode():  # torch's own reduction also accepts tensors with and without gradients
                 _BOTH[op](*self.all_gather(tensor), out=tensor)
@@ -267,9 +265,7 @@ def _route(other: str, machine: str) -> dict[str, str]:
 
 
 def _routes(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
-    """Return the address of every rank, empty where it had none to find; raise WorkerError on all ranks if one
-    failed.
-    """
+    """Return the address of every rank, empty where it had none to find; all ranks raise WorkerError if one failed."""
     routes = [way or {} for way in group.all_gather_json(mine)]
     for way in routes:
         if "error" in way:

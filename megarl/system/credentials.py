@@ -78,9 +78,7 @@ def hide(recipe: Any) -> tuple[Any, list[str]]:
 
 
 def _hidden(value: Any, path: str, places: dict[str, None], *, secret: bool = False) -> Any:
-    """Return `value`, found at `path`, with secrets masked; `secret` masks everything in it. Adds their paths to
-    `places`.
-    """
+    """Return `value`, found at `path`, with secrets masked (with `secret` all of it); add their paths to `places`."""
     if path in (*_REFERENCES, *_TEXTS):
         return value
     masked = value
@@ -181,9 +179,7 @@ def _plain_name(name: str) -> str:
 
 
 def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
-    """Return `uri` masked, and put its user name and password into the variables of MLflow's client in
-    `environment`.
-    """
+    """Return `uri` masked; put its user name and password into the variables of MLflow's client."""
     userinfo = _WHOLE.match(uri)
     if userinfo is None or userinfo["userinfo"] == MASK:
         return uri

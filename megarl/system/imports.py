@@ -34,9 +34,7 @@ def is_file_reference(text: str) -> bool:
 
 
 def source_file(reference: str) -> Path | None:
-    """Return the Python file of `file.py:fn` or `pkg.mod:fn`; None when it does not exist or is not written in
-    Python.
-    """
+    """Return the Python file of `file.py:fn` or `pkg.mod:fn`; None when there is none."""
     module = reference.rpartition(":")[0]
     if is_file_reference(reference):
         file = Path(module).expanduser()
@@ -117,7 +115,6 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
 
 
 def _import_fix(error: Exception, is_file: bool) -> str:
-    """Return the advice for a module or file that does not import."""
     if isinstance(error, ModuleNotFoundError) and error.name in _MOVED:
         return f"import {_MOVED[error.name]}, which was called {error.name}"
     return "correct the file" if is_file else "install the module, put its folder on PYTHONPATH, or correct the name"
@@ -192,9 +189,7 @@ class ModuleExitError(ImportError):
 
 @contextlib.contextmanager
 def _exits_are_errors() -> Iterator[None]:
-    """Convert exceptions that only end programs (SystemExit, KeyboardInterrupt, ...) to an error of the module. Raise
-    ModuleExitError if the module raised such an exception.
-    """
+    """Raise ModuleExitError for exceptions that only end programs (SystemExit, KeyboardInterrupt, ...)."""
     try:
         yield
     except Exception:

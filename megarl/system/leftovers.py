@@ -88,9 +88,7 @@ def _is_old(path: Path) -> bool:
 
 
 def _named_by_processes() -> Iterator[bytes]:
-    """Yield all texts in which processes of this user name files: environment, command line, maps, open files,
-    sockets.
-    """
+    """Yield all texts in which this user's processes name files: environments, command lines, maps, sockets."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if process.stat().st_uid != os.getuid():

@@ -53,9 +53,7 @@ class PlainInbox:
         self._held += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
-        """Return the next message, or None while it is incomplete. Raise Malformed if the message is invalid, and
-        nothing after it can be read.
-        """
+        """Return the next message, None while it is incomplete; raise Malformed if nothing after it can be read."""
         start = _LENGTHS.size
         if len(self._held) < start:
             return None
@@ -72,9 +70,7 @@ class PlainInbox:
 
 
 def parsed(text: bytes, depth: int | None) -> dict[str, Any]:
-    """Return the JSON object in `text`; `depth` is as for `PlainInbox`. Raise Malformed if the text is not such an
-    object.
-    """
+    """Return the JSON object in `text`, or raise Malformed; `depth` is as for `PlainInbox`."""
     try:
         header = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=_constant if depth else None)
     except (ValueError, RecursionError) as error:

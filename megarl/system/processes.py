@@ -79,9 +79,7 @@ def how_it_ended(process: subprocess.Popen[Any], seconds: float = 5.0) -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files and sockets for this process and its children to the hard limit, at most a
-    million.
-    """
+    """Raise the limit of open files of this process and its children to the hard limit, at most a million."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -283,9 +281,7 @@ class Signals:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[Signals]:
-    """Turn the signals of `CAUGHT` into `Stopped`. Only the main thread may set handlers; in other threads signals stay
-    as they are.
-    """
+    """Turn the signals of `CAUGHT` into `Stopped`, in the main thread: others may set no handlers."""
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals

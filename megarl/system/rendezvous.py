@@ -172,9 +172,7 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
 
 
 def meet(store: Store, rank: int, world: int, timeout_s: float) -> None:
-    """Wait at most `timeout_s` until all ranks have come to the store; collective. Raise WorkerError, which names the
-    ranks that were late.
-    """
+    """Wait until all ranks have come to the store, or raise WorkerError, which names late ones; collective."""
     limit = f"within {timeout_s:g} s (cluster.timeout_s)"
     end = time.monotonic() + timeout_s
     store.set(f"rank_{rank}", "")

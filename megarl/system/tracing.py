@@ -106,9 +106,7 @@ def phase(name: str, waits_for: str = "") -> Iterator[None]:
 
 
 def failed_at(error: BaseException) -> str:
-    """Return the path of the phase in which `error` was raised, or the current path if it was raised outside all
-    phases.
-    """
+    """Return the path of the phase in which `error` was raised; outside of phases the current path."""
     return _failed_at[1] if _failed_at is not None and _failed_at[0] is error else current()
 
 

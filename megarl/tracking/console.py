@@ -65,9 +65,7 @@ class ConsoleView:
             self._bar = self._bars.add_task(_BAR, total=total_steps)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Print a line with the key metrics of a step, and a line about its validation. Missing metrics are
-        left out.
-        """
+        """Print a line with the key metrics of a step, if present, and a line about its validation."""
         if self._bars is not None:
             self._bars.update(self._bar, completed=step)
         self._ends.append((step, time.monotonic()))
@@ -110,7 +108,6 @@ class ConsoleView:
         return line.append_text(end)
 
     def _explain(self, line: str, metrics: dict[str, float]) -> None:
-        """Print what the abbreviations in a step line mean."""
         long = {shown.name: shown.short for shown in FINAL_TABLE}
         marks = {shown.short or shown.unit: long.get(shown.name) for shown in STEP_LINE if shown.name in metrics}
         words = line.split()

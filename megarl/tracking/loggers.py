@@ -64,9 +64,7 @@ class LoggedRun:
 
 
 class RunLogger(Protocol):
-    """A tracker: a class with these methods that is constructed with a `LoggedRun`. All calls come in order from one
-    thread.
-    """
+    """A tracker, constructed with a `LoggedRun`. All calls come in order from one thread."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record finite numbers of a step. A step may get several calls, with different metrics."""

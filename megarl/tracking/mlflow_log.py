@@ -104,9 +104,7 @@ class MlflowLog:
         return call
 
     def _send(self, client: Any, run_id: str, values: dict[str, float], now: int, step: int) -> None:
-        """Log one batch. MLflow rejects a whole batch for one bad metric; then each metric is sent separately, and bad
-        ones are named in the log.
-        """
+        """Log one batch. MLflow rejects all for one bad metric: then send each separately and log the bad ones."""
         from mlflow.entities import Metric
 
         metrics = [Metric(key, value, now, step) for key, value in values.items()]
@@ -133,9 +131,7 @@ class MlflowLog:
             log.warning("MLflow rejects the metric %r, so it is missing there; metrics.jsonl has it: %s", key, reason)
 
     def finish(self, status: str, artifacts: Iterable[Path]) -> None:
-        """Upload files and folders, close the run (`FINISHED`, `FAILED`, `KILLED`), wait for that, and log failed
-        calls.
-        """
+        """Upload files and folders, close the run (`FINISHED`, `FAILED`, `KILLED`), wait, and log failed calls."""
         paths = [path for path in artifacts if path.exists()]
 
         def call(client: Any, run_id: str) -> None:
@@ -180,9 +176,7 @@ class MlflowLog:
         write_record(self._id_file, known)
 
     def _earlier(self, client: Any, run_id: str, key: str) -> frozenset[int]:
-        """Return the steps of a metric that earlier processes logged. A resumed run repeats some, and MLflow deletes
-        none.
-        """
+        """Return a metric's steps that earlier processes logged: a resumed run repeats some, MLflow deletes none."""
         if not self._run.resumed:
             return frozenset()
         if key not in self._steps:
@@ -254,9 +248,7 @@ class MlflowLog:
         return True
 
     def _refuse(self, error: Exception) -> None:
-        """Handle a store that replies but cannot be opened: raise at the start, when it is the user's error; retry
-        later after a downtime, when it is the server's.
-        """
+        """Handle a store that cannot be opened: raise a user's error at the start; retry after a server's downtime."""
         if not self._down:
             self._start_error = error
         elif not self._refused:
@@ -371,9 +363,7 @@ def add_artifact(id_file: Path, artifact: Path) -> None:
 
 
 def close_open_run(id_file: Path, status: str) -> None:
-    """Close the MLflow run of `id_file` with status `FAILED` or `KILLED`, when the process that logged to it
-    could not.
-    """
+    """Close the MLflow run of `id_file` as `FAILED` or `KILLED`, when the process that logged to it could not."""
     known = read_record(id_file, _ID_NEEDS)
     if known.get("status") == "RUNNING":
         reason = unreachable(known["uri"])

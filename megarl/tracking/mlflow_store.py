@@ -52,7 +52,6 @@ def check_store(uri: str) -> None:
 
 
 def _sqlite_file(uri: str) -> Path | None:
-    """Return the file of a SQLite store; None for other stores."""
     scheme, _, rest = uri.partition(":")
     name = unquote(rest.removeprefix("///").partition("?")[0])
     if scheme.lower().partition("+")[0] != "sqlite" or not rest.startswith("///"):
@@ -99,9 +98,7 @@ def default_store(folder: Path) -> tuple[str, str]:
 
 
 def _sqlite_uri(path: str) -> str:
-    """Return the address of a SQLite file. Which characters an address must quote depends on the version of
-    SQLAlchemy.
-    """
+    """Return the address of a SQLite file; SQLAlchemy's version decides which characters it must quote."""
     if not set(path) & set("%?"):
         return f"sqlite:///{path}"
     from sqlalchemy.engine import URL, make_url

@@ -12,9 +12,7 @@ Better = Literal["up", "down"] | None
 
 @dataclass(frozen=True)
 class Shown:
-    """A metric with its full name, short name in the console, unit, better direction, and the factor that converts it
-    to the unit.
-    """
+    """A metric with full name, short name in the console, unit, better direction, and factor to the unit."""
 
     name: str
     short: str

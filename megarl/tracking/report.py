@@ -27,9 +27,7 @@ from megarl.tracking.restarts import read_restarts
 
 @dataclass(frozen=True)
 class Tile:
-    """A key number at the top. `kind` is best, recent (mean of the last steps), mean (without the first step)
-    or most.
-    """
+    """A key number at the top: best, recent (mean of the last steps), mean (without the first step) or most."""
 
     metric: str
     label: str
@@ -90,9 +88,7 @@ def _all_samples(runs: list[Run], stage: str) -> tuple[list[dict[str, Any]], dic
 
 
 def _differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return the configuration keys that differ between runs, with the value in every run; a dash where a run lacks the
-    key.
-    """
+    """Return the configuration keys that differ between runs, with every run's value; a dash where it lacks the key."""
     plain = [_flat(run.info.get("config", {})) for run in runs]
     rows = [
         (name, [one.get(name, "–") for one in plain]) for name in dict.fromkeys(key for one in plain for key in one)
@@ -101,7 +97,6 @@ def _differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, str]:
-    """Return the leaves of a configuration as text, by dotted key."""
     if isinstance(value, dict) and value:
         return {key: text for part, inner in value.items() for key, text in _flat(inner, f"{name}.{part}").items()}
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -201,9 +201,7 @@ def _line_charts(runs: list[Run], stage: str, rows: Sequence[Chart], used: set[s
 
 
 def _line_chart(runs: list[Run], stage: str, row: Chart, used: set[str]) -> dict[str, Any] | None:
-    """Return a chart of the metrics of `row` over all runs. Colours distinguish runs if there are several, else
-    metrics.
-    """
+    """Return a chart of the metrics of `row`; colours distinguish runs if there are several, else metrics."""
     lines = []
     for r, run in enumerate(runs):
         have = run.series.get(stage, {})
@@ -250,9 +248,7 @@ def _start(run: Run, stage: str, name: str) -> dict[str, Any]:
 
 
 def _expand(wanted: Sequence[tuple[str, str]], have: dict[str, Points]) -> list[tuple[str, str]]:
-    """Expand `reward/*` and `team/*/busy` to all metrics of that form. A single reward part is left out, as it equals
-    the score.
-    """
+    """Expand `reward/*` and `team/*/busy`. A single reward part equals the score and is left out."""
     names = []
     for name, label in wanted:
         before, star, after = name.partition("*")
@@ -321,7 +317,6 @@ def _team_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, 
 
 
 def _of_teams(runs: list[Run], stage: str) -> list[Chart]:
-    """Return the charts that have one line per pair of teams."""
     names = {name for run in runs for name in run.series.get(stage, {})}
     rows = [
         Chart("What teams waited for", "in a step", teams.lines_of_waits(names), "seconds"),

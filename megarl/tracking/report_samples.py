@@ -45,9 +45,7 @@ def held_out_samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], di
 
 
 def training_groups(folder: Path) -> list[dict[str, Any]]:
-    """Return the groups of training samples that the run kept, of evenly spaced steps;
-    `megarl.runtime.training_samples` describes them.
-    """
+    """Return the training samples kept by the run (`megarl.runtime.training_samples`), of evenly spaced steps."""
     rows = read_jsonl(folder / "training_samples.jsonl", needs={"step": int, "pieces": list})
     found = []
     for step in _some_steps(rows, MAX_GROUP_STEPS):

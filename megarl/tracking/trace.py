@@ -146,9 +146,7 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
 
 
 def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield metadata per rank, a complete event per phase, and an instant event per step of a stage and per restart.
-    Times are in microseconds.
-    """
+    """Yield metadata per rank, an event per phase, step and restart. Times are in microseconds."""
     origin = min(one.start_ns for one in slices)
     for rank, label in sorted(labels.items()):
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": label}}

@@ -224,7 +224,6 @@ class Tracker:
         return min((time_ for time_ in times if isinstance(time_, (int, float))), default=time.time())
 
     def _lines(self, path: Path) -> list[dict[str, Any]]:
-        """Return the lines of this stage in a JSONL file."""
         return [line for line in read_jsonl(path, needs=STEP) if line["stage"] == self._stage]
 
     def _prepare(self, path: Path, resume_step: int | None) -> None:

@@ -106,7 +106,6 @@ def nccl(found: Findings, servers: Path | None = None, trainer: Path = Path(sys.
 
 
 def _peers(found: Findings) -> None:
-    """Copy data between all pairs of GPUs, and compare it."""
     count = torch.cuda.device_count() if has_cuda() else 0
     if count < 2:
         raise Skipped(f"{count} GPUs")

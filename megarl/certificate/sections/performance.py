@@ -61,9 +61,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _attention(tokens: int, heads: int = 32, groups: int = 8, dim: int = 128) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention products (half of all pairs): forward, and with gradients (3.5 times the
-    work).
-    """
+    """Return the FLOP/s of causal attention (half of all pairs): forward, and with gradients (3.5 times the work)."""
     from megarl.models.attention import attend
     from megarl.models.packing import pack_stream
 

@@ -207,7 +207,6 @@ def _is_bounded(group: Compound) -> bool:
 
 
 def _names_many(group: Compound) -> bool:
-    """Return whether the items are equations for several names."""
     sides = [item.sides[0] for item in group.items if isinstance(item, Relation) and item.ops == ("=",)]
     return len(sides) == len(group.items) > 1 and len(set(sides)) > 1 and not _is_numbered(sides)
 
@@ -307,7 +306,6 @@ def _converted(a: Node, b: Node) -> bool:
 
 
 def _values_of_one_name(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
-    """Return the values of `x = 1 or x = 2`."""
     equations = [item for item in items if isinstance(item, Relation) and item.ops == ("=",)]
     names = {equation.sides[0] for equation in equations}
     if len(equations) < len(items) or len(names) != 1 or not _is_name(names.pop()):
@@ -407,7 +405,6 @@ def _side_by_side(a: Relation, b: Relation) -> bool:
 
 
 def _multiples(a: Relation, b: Relation) -> bool:
-    """Return whether two single equations or inequalities are multiples of each other."""
     if a.ops == b.ops == ("=",):
         a, b = _name_first(a), _name_first(b)
         if _is_name(a.sides[0]) and _same_name(a.sides[0], b.sides[0]):

@@ -122,7 +122,6 @@ def _quantities(reference: Node, answer: Node) -> bool:
 
 
 def _units_as_letters(node: Node) -> Node:
-    """Return `5 m` read as 5 times m."""
     if isinstance(node, Symbol) and node.kind == "unit" and len(node.name) == 1:
         return Symbol(node.name)
     return mapped(node, _units_as_letters)
@@ -163,9 +162,7 @@ def _is_power_of_ten(node: Node) -> bool:
 
 
 def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
-    """Return whether `answer`, a decimal, rounds `reference`: less than one in its last place away, and relatively
-    near.
-    """
+    """Return whether `answer`, a decimal, rounds `reference`: within one in its last place, and relatively near."""
     distance = abs(reference - answer)
     return distance < step and distance <= _RELATIVE * max(abs(reference), abs(answer))
 
@@ -209,9 +206,7 @@ def _agree(reference: Node, answer: Node, names: list[str], base: float | None) 
 
 
 def _values(reference: Node, answer: Node, names: list[str], base: float | None) -> Iterator[tuple[Any, Any, int]]:
-    """Yield both values and their number of digits at points where both are defined: real, else integer, else
-    complex.
-    """
+    """Yield both values and their digits at real, else integer, else complex points where both are defined."""
     complex_ = is_complex(reference, answer)
     attempts = [(points(names, has_steps(reference, answer)), not complex_)]
     if not complex_:

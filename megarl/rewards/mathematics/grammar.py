@@ -63,7 +63,6 @@ class AnswerReader(ExpressionReader):
         return Relation(tuple(sides), tuple(ops), modulus)
 
     def _modulus(self) -> Node | None:
-        """Read `\\pmod{4}`, `\\mod 4` or `(mod 4)`."""
         if self.take("\\pmod", "\\mod", "\\bmod"):
             return self.argument() if self.next_is("{") else self.expression()
         if self.next_is("(") and self.at_modulus():

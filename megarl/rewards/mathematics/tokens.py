@@ -173,7 +173,6 @@ def _dollars(text: str) -> str:
 
 
 def _interval(found: re.Match[str]) -> str:
-    """Convert `]1, 2[` to `(1, 2)`; other brackets stay."""
     left, inside, right = found.groups()
     if (left, right) == ("[", "]") or "," not in inside:
         return found.group()

@@ -199,7 +199,6 @@ class Evaluation:
         return self._settled(value, first)
 
     def _sum(self, args: list[Any]) -> Any:
-        """Return a sum, with rounding errors set to zero."""
         ctx = self.ctx
         if any(map(ctx.isinf, args)):
             return sum(args, ctx.zero)

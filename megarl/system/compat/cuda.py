@@ -56,9 +56,7 @@ def version_in(python: Path, package: str) -> str | None:
 
 
 def runtime_libraries(python: Path) -> list[Path]:
-    """Return the folders of `libcudart` in an interpreter's wheels, newest CUDA first; empty when torch or the system
-    has it.
-    """
+    """Return the folders of `libcudart` in wheels, newest CUDA first; empty when torch or the system has it."""
     folders = {file.parent for site in site_folders(python) for file in site.glob("nvidia/*/lib/libcudart.so.*")}
     return sorted(folders, reverse=True, key=lambda folder: max(file.name for file in folder.glob("libcudart.so.*")))
 
@@ -94,9 +92,7 @@ def own_toolkit(python: Path) -> Path:
 
 
 def toolkit_home(environment: Mapping[str, str] = os.environ, python: Path | None = None) -> Path:
-    """Return the folder of the CUDA toolkit with which servers compile: searched as SGLang does, and last in their own
-    environment.
-    """
+    """Return the folder of the servers' CUDA toolkit: found as by SGLang, and last in their environment."""
     configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured:
         return Path(configured)
@@ -182,9 +178,7 @@ def nccl_wheel(python: Path) -> Nccl | None:
 
 @functools.lru_cache
 def nccl_of(python: Path) -> Nccl | None:
-    """Return the NCCL of an interpreter: that of its wheel, else the one that its torch reports (takes seconds), else
-    None.
-    """
+    """Return an interpreter's NCCL: that of its wheel, else as its torch reports (takes seconds), else None."""
     wheel = nccl_wheel(python)
     if wheel is not None:
         return wheel

@@ -20,9 +20,7 @@ _THREADS = 2
 
 
 def share_devices() -> None:
-    """Make all gloo groups of this process, also those of libraries, use the same devices. A second call does
-    nothing.
-    """
+    """Make all gloo groups of this process, also of libraries, use the same devices; once is enough."""
     if not dist.is_gloo_available():
         return
     group: Any = dist.ProcessGroupGloo

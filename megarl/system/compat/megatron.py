@@ -30,9 +30,7 @@ _STAND_IN = "_megarl_cuda"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One change of source text. `modules` are glob patterns; entries with `cpu_only` are left out when CUDA is
-    available.
-    """
+    """One change of source text in modules (glob patterns), with `cpu_only` only without CUDA."""
 
     name: str
     modules: tuple[str, ...]
@@ -222,9 +220,7 @@ def _set_rng_state(state: torch.Tensor, *args: object, **kwargs: object) -> None
 
 
 class _CudaOnCpu:
-    """The stand-in for `torch.cuda` in a rewritten Megatron module. Names that it lacks come from the real
-    `torch.cuda`.
-    """
+    """The stand-in for `torch.cuda` in a rewritten Megatron module; other names come from the real one."""
 
     Stream = current_stream = default_stream = staticmethod(_stream)
     Event = _Event
@@ -253,9 +249,7 @@ def _rng_on_cpu(module: types.ModuleType) -> None:
 
 
 def _uneven_splits(module: types.ModuleType) -> None:
-    """Exchange parts of different lengths rank by rank, directly between their places in the tensors, without
-    padding.
-    """
+    """Exchange parts of different lengths rank by rank between their places in the tensors, without padding."""
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def gather_parts(

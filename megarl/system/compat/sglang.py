@@ -128,9 +128,7 @@ def cpu_arguments() -> list[str]:
 
 
 def shared_memory(instance: str) -> list[Path]:
-    """Return the files in shared memory that the processes of the server `instance` use; SGLang itself never removes
-    them.
-    """
+    """Return the files in shared memory of the server `instance`; SGLang itself never removes them."""
     return [file for kind in ("sglang_loads", "sgl_shm") for file in SHARED_MEMORY.glob(f"{kind}_{instance}_*")]
 
 
@@ -212,9 +210,7 @@ def numbered(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _cuda_paths(env: Mapping[str, str], python: Path) -> dict[str, str]:
-    """Return the variables by which servers find the CUDA runtime of their wheels, and their own compiler if no other
-    exists.
-    """
+    """Return the variables by which servers find their wheels' CUDA runtime, and their compiler if no other exists."""
     home, libraries = toolkit_home(env, python), runtime_libraries(python)
     found = {"CUDA_HOME": str(home)} if home == own_toolkit(python) else {}
     return found | ({"LD_LIBRARY_PATH": _in_front(libraries, env.get("LD_LIBRARY_PATH"))} if libraries else {})

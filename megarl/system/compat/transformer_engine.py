@@ -68,9 +68,7 @@ def too_old(version: str) -> bool:
 
 
 def other_arguments() -> list[str]:
-    """Return the functions and arguments in `CALLS` that the installed Transformer Engine lacks; empty when it is
-    compatible.
-    """
+    """Return the functions and arguments in `CALLS` that the installed Transformer Engine lacks."""
     missing = []
     for (module, name), (count, keywords) in CALLS.items():
         try:

@@ -73,9 +73,7 @@ def blot_out_key() -> None:
 
 
 def listen_on_one_address() -> None:
-    """Make torch's rendezvous store listen only on the address by which it is called, since anyone who reaches it can
-    write.
-    """
+    """Make torch's store, which everybody can write, listen only on the address by which it is called."""
     # torch.distributed.rendezvous is also a function, so the module is imported by name
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     make = rendezvous.TCPStore
@@ -113,9 +111,7 @@ def succeeded_everywhere(success: bool) -> bool:
 
 
 def forget_images() -> None:
-    """Drop cached image features, which SGLang keeps by a hash of the pixels even when the vision encoder gets new
-    weights.
-    """
+    """Drop cached image features: SGLang keeps them by a hash of pixels even with new encoder weights."""
     from sglang.srt.managers import mm_schedule
 
     if mm_schedule.embedding_cache is not None:

@@ -41,9 +41,7 @@ class CopyTarget:
     target: Tensor
 
     def write(self, positions: Tensor, values: Tensor) -> None:
-        """Write `values` [n] of the tensor's elements at `positions` (int64 [n], ascending) into the parameter, for
-        elements in this part.
-        """
+        """Write `values` [n] at `positions` (int64 [n], ascending) of the tensor, as far as in this part."""
         word = _WORDS[self.target.itemsize]  # not every dtype can be written by index
         values, target = values.to(self.target.dtype).view(word), self.target.view(word)
         # the part is one run of elements on both sides
