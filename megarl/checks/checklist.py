@@ -107,7 +107,6 @@ class Checklist:
 
     def divides(self, key: str, number: int, divisor: int, noun: str, by: str, other: str | None = None) -> bool:
         """Check that `number` (of `noun`) is a multiple of `divisor` (set by `by`); name the nearest multiples.
-
         `other`: an alternative to changing `key`, such as `actor.parallel.tp to 2`.
         """
         if number % divisor == 0:

@@ -38,9 +38,8 @@ def check_function_name(text: str, key: str, known: Sequence[str], noun: str, ch
 def check_component(
     section: ComponentSection, registry: Registry[S], checks: Checklist, path: str | None = None
 ) -> Chosen[S] | None:
-    """Check that the component named in a section exists and that its keys are known and consistent.
-
-    A user's own component is imported in this process. `path` is the section's path if it differs from the registry's.
+    """Check that the component named in a section exists and that its keys are known and consistent. A user's own
+    component is imported in this process. `path` is the section's path if it differs from the registry's.
     """
     path = path or registry.key.rpartition(".")[0]
     key = f"{path}.{section.named_by}"

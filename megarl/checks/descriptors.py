@@ -23,7 +23,6 @@ _USUAL = 1024  # the limit that most systems start processes with
 
 def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
     """Return the size of each process group of a rank: Megatron's groups and that of its replica, without the world.
-
     This is the largest count of any rank, that of the first pipeline stage; other ranks are in fewer groups.
     """
     tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.expert_tp

@@ -541,9 +541,8 @@ def check_chat_template(config: RunConfig, checks: Checklist) -> None:
 
 
 def check_end_tokens(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check that the model's end tokens can be read and are in its vocabulary.
-
-    Without a tokenizer of transformers only their numbers are checked.
+    """Check that the model's end tokens can be read and are in its vocabulary. Without a tokenizer of transformers only
+    their numbers are checked.
     """
     checks = checks.of("end tokens")
     folder = None if config.model.path is None else local_folder(config.model.path)

@@ -60,9 +60,8 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
 
 
 def _is_users_mistake(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> bool:
-    """Record and return whether a component in a user's file reads a field that does not exist.
-
-    An estimator reads fields by its parameters' names, a loss or a filter by its `reads`.
+    """Record and return whether a component in a user's file reads a field that does not exist. An estimator reads
+    fields by its parameters' names, a loss or a filter by its `reads`.
     """
     algorithm, field = config.algorithm, missing.field
     if field in FIELDS:

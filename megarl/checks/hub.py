@@ -41,13 +41,10 @@ def check_hub(config: RunConfig, job: str, *, ask: bool) -> None:
     """Refuse sources that are neither in the cache nor available from the hub. Takes at most `hub.ASK_S` seconds.
 
     If the hub cannot be reached and everything is in the cache, a warning is issued, and HF_HUB_OFFLINE is set for the
-    workers, each of which would otherwise wait for the hub.
+    workers, each of which would otherwise wait for the hub. Raise ConfigError, which lists all missing sources.
 
     Args:
         ask: also contact the hub; otherwise only look at this machine.
-
-    Raises:
-        ConfigError: lists all missing sources.
     """
     found = sources(config, job)
     missing = [source for source in found if not source.cached]

@@ -16,10 +16,8 @@ from megarl.system.errors import ConfigError, count
 def check_placement(
     config: RunConfig, graph: TaskGraph | None, job: str, launcher: str | None, checks: Checklist
 ) -> Placement | None:
-    """Return the teams of `job`; None (recorded) when there is no graph, or it cannot be placed.
-
-    Only `megarl train` has several teams. Other commands have one team of all workers with the actor's layout; `sft`
-    generates nothing.
+    """Return the teams of `job`; None (recorded) when there is no graph, or it cannot be placed. Only `megarl train`
+    has several teams. Other commands have one team of all workers with the actor's layout; `sft` generates nothing.
     """
     checks = checks.of("placement")
     if job != "train":

@@ -19,10 +19,8 @@ from megarl.system.errors import ConfigError
 
 
 def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
-    """Check teams, layouts, batches, lengths and servers; the plan itself reports a lack of memory.
-
-    Raises:
-        ConfigError: lists all problems.
+    """Check teams, layouts, batches, lengths and servers; the plan itself reports a lack of memory. Raise
+    ConfigError, which lists all problems.
     """
     _refuse_pairs(config, graph)
     checks, sizes = Checklist(), model_sizes(config, graph)
@@ -37,11 +35,7 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
-    """Check the lengths, which no layout changes.
-
-    Raises:
-        ConfigError: samples are longer than the model's limit.
-    """
+    """Check the lengths, which no layout changes. Raise ConfigError if samples are longer than the model's limit."""
     _refuse_pairs(config, graph)
     checks = Checklist()
     check_sampling(config, model_sizes(config, graph)[Role.ACTOR], checks)
@@ -49,10 +43,8 @@ def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
-    """Check layouts, batches, lengths and servers. The launcher does not matter here.
-
-    Raises:
-        ConfigError: lists all problems.
+    """Check layouts, batches, lengths and servers. The launcher does not matter here. Raise ConfigError, which lists
+    all problems.
     """
     _refuse_pairs(config, graph)
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)

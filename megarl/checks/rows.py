@@ -452,9 +452,8 @@ def _warn(what: str, where: str, found: object, fix: str) -> None:
 
 
 def _contents(messages: Sequence[Message], row: Row) -> str:
-    """Join the text that every chat template writes of the messages, whose form and least length are checked.
-
-    A template may drop what the assistant said and its thoughts, and trim any content.
+    """Join the text that every chat template writes of the messages, whose form and least length are checked. A
+    template may drop what the assistant said and its thoughts, and trim any content.
     """
     others = (message["content"] for message in messages if message["role"] != ASSISTANT)
     return "".join(content.rpartition("</think>")[2].strip() for content in others)

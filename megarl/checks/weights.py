@@ -83,10 +83,8 @@ def _in_its_file(file: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Read the dtypes (as spelled in the file, such as BF16) and shapes of the tensors of a safetensors file.
-
-    Raises:
-        ConfigError: it is not such a file, or it is truncated.
+    """Read the dtypes (as spelled in the file, such as BF16) and shapes of the tensors of a safetensors file. Raise
+    ConfigError if it is not such a file, or it is truncated.
     """
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size  # size of the open file: NFS may report an older size for its name

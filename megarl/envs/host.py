@@ -121,10 +121,8 @@ class Host:
         self._kind.close(self._shared)
 
     def check_loop(self) -> None:
-        """Check that the thread of coroutines is running and not blocked.
-
-        Raises:
-            HostError: the thread has ended, or a coroutine blocks it.
+        """Check that the thread of coroutines is running and not blocked. Raise HostError if the thread has ended, or a
+        coroutine blocks it.
         """
         if not self._looping.is_alive():
             raise HostError(
@@ -200,20 +198,14 @@ class HostSession:
         self._answers[number] = self._host.start(self._step(number, action))
 
     def any_answer(self) -> bool:
-        """Return whether the reply to a started turn is ready.
-
-        Raises:
-            HostError: no replies are possible any more.
-        """
+        """Return whether the reply to a started turn is ready. Raise HostError if no replies are possible any more."""
         if self._answers:
             self._host.check_loop()
         return any(answer.done() for answer in self._answers.values())
 
     def answers(self, wait_s: float, to: Iterable[int] = ()) -> dict[int, Reply]:
         """Return the ready replies, after waiting up to `wait_s` seconds for the episodes in `to`, or else for any.
-
-        Raises:
-            HostError: as in `any_answer`.
+        Raise HostError as `any_answer`.
         """
         wanted = [self._answers[number] for number in to if number in self._answers]
         wait_for(wanted or self._answers.values(), wait_s, ALL_COMPLETED if wanted else FIRST_COMPLETED)
@@ -222,11 +214,7 @@ class HostSession:
         return self._take({number for number, answer in self._answers.items() if answer.done()})
 
     def all_answers(self) -> dict[int, Reply]:
-        """Return the replies to all started turns, in the order of their starts.
-
-        Raises:
-            HostError: as in `any_answer`.
-        """
+        """Return the replies to all started turns, in the order of their starts. Raise HostError as `any_answer`."""
         while wait_for(self._answers.values(), _BEAT_EVERY_S).not_done:
             self._host.check_loop()
             beat()

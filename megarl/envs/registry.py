@@ -30,11 +30,8 @@ _IMPORT_S = 5.0
 
 
 def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
-    """Return the class that the section `env` names, and its settings.
-
-    Raises:
-        ConfigError: the name is unknown, the class cannot be imported or is not an environment, or a key or value is
-            invalid.
+    """Return the class that the section `env` names, and its settings. Raise ConfigError if the name is unknown, the
+    class cannot be imported or is not an environment, or a key or value is invalid.
     """
     name, on_error, own = env_section(env)
     if on_error not in ON_ERROR:
@@ -44,10 +41,8 @@ def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
 
 
 def environment_class(name: Any) -> type[Environment]:
-    """Return the class that `env.name` names; a user's own class is imported.
-
-    Raises:
-        ConfigError: the name is unknown, or the class cannot be imported or is not an environment.
+    """Return the class that `env.name` names; a user's own class is imported. Raise ConfigError if the name is unknown,
+    or the class cannot be imported or is not an environment.
     """
     path = ENVIRONMENTS.get(name, name) if isinstance(name, str) else ""
     if ":" not in path:
@@ -92,14 +87,12 @@ def environment_class(name: Any) -> type[Environment]:
 
 
 def check_longest(longest_s: float | None, answer_s: float) -> None:
-    """Refuse a deadline of an environment that exceeds the run's.
+    """Refuse a deadline of an environment that exceeds the run's. Raise ConfigError if the environment's deadline
+    exceeds the run's.
 
     Args:
         longest_s: see `EnvSettings.longest_s`.
         answer_s: seconds that a run waits for a reply, half of `cluster.timeout_s`.
-
-    Raises:
-        ConfigError: the environment's deadline exceeds the run's.
     """
     if longest_s is not None and longest_s > answer_s:
         raise ConfigError(
@@ -224,10 +217,8 @@ def _load(env: dict[str, Any]) -> tuple[bool, float | None, bool]:
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
-    """Return the keys that an environment accepts in the section `env`; None if its import takes too long.
-
-    Raises:
-        ConfigError: the environment cannot be found.
+    """Return the keys that an environment accepts in the section `env`; None if its import takes too long. Raise
+    ConfigError if the environment cannot be found.
     """
     if name in ENVIRONMENTS or ":" not in name:
         return _keys(name)

@@ -51,15 +51,13 @@ class BufferActor:
     async def change(self, team: str, rank: int, start: int, serial: int, method: str, arguments: Sequence[Any]) -> Any:
         """Call a method of the core that changes its state, and return the result.
 
-        A worker repeats a call whose reply was lost; a repeated call returns the same result and changes nothing.
+        A worker repeats a call whose reply was lost; a repeated call returns the same result and changes nothing. Raise
+        HandoverError if the core refuses the call, or the worker belongs to an earlier start of its team.
 
         Args:
             start: number of the team's restarts when this worker started.
             serial: number of this worker's call.
             arguments: in a list, because Ray would fetch the bytes of references that are arguments themselves.
-
-        Raises:
-            HandoverError: the core refuses the call, or the worker belongs to an earlier start of its team.
         """
         if start != self._core.starts(team):
             raise HandoverError(

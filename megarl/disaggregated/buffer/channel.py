@@ -87,12 +87,9 @@ class TeamChannel:
         self.tokens = 0
 
     def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
-        """Return `batch` with the fields that `node` uses from other teams, after waiting for them.
-
-        A field that its writer did not write in this step is missing.
-
-        Raises:
-            HandoverError: a field does not arrive, or belongs to other samples than the batch's.
+        """Return `batch` with the fields that `node` uses from other teams, after waiting for them. A field that its
+        writer did not write in this step is missing. Raise HandoverError if a field does not arrive, or belongs to
+        other samples than the batch's.
         """
         if node.id == self._team.nodes[0]:
             self._taken, self._samples, self._groups, self.given = set(), None, None, {}
@@ -112,10 +109,7 @@ class TeamChannel:
 
     def give(self, context: Any, node: Node, batch: Batch) -> None:
         """Hand over the fields of `node` that other teams use. After the team's last node mark the step done, unless it
-        `stays`.
-
-        Raises:
-            HandoverError: a column cannot be sent, or the buffer refuses it.
+        `stays`. Raise HandoverError if a column cannot be sent, or the buffer refuses it.
         """
         if node.declared.resamples:
             self._samples, self._groups = node.id, None
@@ -135,9 +129,7 @@ class TeamChannel:
 
     def give_again(self, step: int, given: Mapping[str, SentSamples]) -> None:
         """Hand over what an earlier walk of `step` gave, instead of walking it again. Only for teams that take nothing.
-
-        Raises:
-            HandoverError: the buffer refuses it.
+        Raise HandoverError if the buffer refuses it.
         """
         for key, sent in given.items():
             takers = next(one.takers for one in self._placement.given_by(self._team.name) if one.key == key)
@@ -306,10 +298,8 @@ class GroupChannel:
     def swap(
         self, context: Any, ready: Sequence[FinishedGroups], useless: Sequence[int], version: int, most: int
     ) -> list[int]:
-        """Hand over finished groups, and return the numbers of prompts to generate; see `BufferClient.swap`.
-
-        Raises:
-            HandoverError: a column cannot be sent, or the buffer refuses it.
+        """Hand over finished groups, and return the numbers of prompts to generate; see `BufferClient.swap`. Raise
+        HandoverError if a column cannot be sent, or the buffer refuses it.
         """
         finished: list[Finished] = []
         blocks: defaultdict[str, list[Span]] = defaultdict(list)

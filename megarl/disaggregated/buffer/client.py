@@ -62,10 +62,8 @@ class BufferClient:
 
     @classmethod
     def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> BufferClient:
-        """Connect to the buffer that `start_buffer` started under this name; this process has initialised Ray.
-
-        Raises:
-            HandoverError: Ray knows no such buffer, or it does not answer within `deadline_s`.
+        """Connect to the buffer that `start_buffer` started under this name; this process has initialised Ray. Raise
+        HandoverError if Ray knows no such buffer, or it does not answer within `deadline_s`.
         """
         import ray
 
@@ -80,9 +78,8 @@ class BufferClient:
     # -- mail --------------------------------------------------------------------------------------------------------
 
     def post(self, name: str, text: str) -> None:
-        """Post a message (`megarl.dag.messages`) under a new name. Of `name/1`, `name/2`, ... the last few are kept.
-
-        A message that a team posted before its restart stays.
+        """Post a message (`megarl.dag.messages`) under a new name. Of `name/1`, `name/2`, ... the last few are kept. A
+        message that a team posted before its restart stays.
         """
         self._change(f"post {name!r}", "post", name, text, self._start > 0)
 
@@ -151,9 +148,8 @@ class BufferClient:
         return self._wait(f"the groups of {samples!r} in step {step}", "assignment", self.team, step, samples, part)
 
     def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Span]:
-        """Wait until all replicas of the giver have sent these groups, and return their payloads, read-only.
-
-        Without `uids` the result is the payload of one arbitrary group, which shows the fields.
+        """Wait until all replicas of the giver have sent these groups, and return their payloads, read-only. Without
+        `uids` the result is the payload of one arbitrary group, which shows the fields.
         """
         import ray
 
@@ -219,7 +215,6 @@ class BufferClient:
 
     def unused(self, step: int, part: int, parts: int) -> list[FlowGroup]:
         """Return one of `parts` shares of the finished groups that no step up to `step` uses; `refs` are payloads.
-
         Later steps stay in the buffer meanwhile: their takers finish them only after the checkpoint.
         """
         what = f"the groups of no step until {step}"
@@ -264,10 +259,8 @@ class BufferClient:
                 time.sleep(_AGAIN_S)
 
     def _wait(self, what: str, method: str, *arguments: Any) -> Any:
-        """Repeat a call until it has a result, or until no other team has made progress for the deadline.
-
-        The wait is two slices longer than the deadline, so that the launcher notices a hanging team first and can
-        restart it.
+        """Repeat a call until it has a result, or until no other team has made progress for the deadline. The wait is
+        two slices longer than the deadline, so that the launcher notices a hanging team first and can restart it.
         """
         start = time.monotonic()
         with self._waiting(what):

@@ -185,10 +185,8 @@ class Core:
                 raise HandoverError(f"{at}: groups {group.uid!r} and {other!r} are both number {group.ordinal}")
 
     def assignment(self, team: str, step: int, samples: str, part: int) -> list[GroupInfo] | None:
-        """Return one replica's groups of the samples that node `samples` generated; None: some are missing.
-
-        Raises:
-            HandoverError: the team has no such replica.
+        """Return one replica's groups of the samples that node `samples` generated; None: some are missing. Raise
+        HandoverError if the team has no such replica.
         """
         if not 0 <= part < self._parts[team]:
             raise HandoverError(f"step {step}: team {team!r} has {self._parts[team]} replicas, found number {part}")
@@ -209,10 +207,8 @@ class Core:
         """Return references to the bytes of these groups, in this order; None: some replicas have not given theirs.
 
         The groups then count as taken by `team`. A replica without groups still needs the names and types of the
-        fields: without `uids`, the result is one arbitrary group.
-
-        Raises:
-            HandoverError: a group is missing although all replicas have given theirs.
+        fields: without `uids`, the result is one arbitrary group. Raise HandoverError if a group is missing although
+        all replicas have given theirs.
         """
         handover = self._known(key)
         self._form_until(step)
@@ -247,13 +243,11 @@ class Core:
     def restart_team(self, team: str, number: int) -> int | None:
         """Prepare for restart `number` of a team, which will repeat its work for all unfinished steps.
 
-        What it sent for these steps is hidden until it sends that again. What others took of it stays recorded.
+        What it sent for these steps is hidden until it sends that again. What others took of it stays recorded. Raise
+        HandoverError if a later restart was announced before.
 
         Returns:
             The last finished step, after which the team begins; None: no step is finished.
-
-        Raises:
-            HandoverError: a later restart was announced before.
         """
         known = self._starts.get(team, 0)
         if number < known:
@@ -294,10 +288,8 @@ class Core:
     # -- groups that are handed over when they are ready ---------------------------------------------------------
 
     def open_flow(self, step: int, number: int, begun: Sequence[tuple[int, int]], again: Sequence[int]) -> Change:
-        """See `Flow.open`, whose result is the answer; `begun`: pairs of number and version.
-
-        Raises:
-            HandoverError: it is open.
+        """See `Flow.open`, whose result is the answer; `begun`: pairs of number and version. Raise HandoverError if it
+        is open.
         """
         flow = self._need_flow()
         self._asked = max(self._asked, step)
@@ -318,16 +310,14 @@ class Core:
     ) -> Change:
         """Record finished groups with everything that is handed over of them, and admit others; see `Flow`.
 
-        The answer: the numbers of the prompts to generate.
+        The answer: the numbers of the prompts to generate. Raise HandoverError if it does not fit what the run's teams
+        hand over, or the prompts that have been handed out.
 
         Args:
             refs: by key of handover: one for each group.
             useless: prompts whose samples no step will be trained on.
             version: of the weights that the admitted groups begin with.
             most: how many groups to admit.
-
-        Raises:
-            HandoverError: it does not fit what the run's teams hand over, or the prompts that have been handed out.
         """
         flow = self._need_flow()
         at = f"prompts {[*(one.number for one in finished), *useless][:4]} of team {team!r} rank {rank}"
@@ -401,13 +391,9 @@ class Core:
     # -- mail --------------------------------------------------------------------------------------------------------
 
     def post(self, name: str, text: str, again: bool = False) -> Change:
-        """Keep a text under a name.
-
-        Names that differ in a number at their end, `weights/7`, are a series; its last few texts are kept. If a
-        restarted team posts a text `again`, the first one stays.
-
-        Raises:
-            HandoverError: the name is or was taken.
+        """Keep a text under a name. Names that differ in a number at their end, `weights/7`, are a series; its last few
+        texts are kept. If a restarted team posts a text `again`, the first one stays. Raise HandoverError if the name
+        is or was taken.
         """
         if name in self._mail or self._is_forgotten(name):
             if again:
@@ -436,10 +422,8 @@ class Core:
         return self.post(name, text)
 
     def read(self, name: str) -> str | None:
-        """Return the text under a name, or None.
-
-        Raises:
-            HandoverError: the text was dropped because newer texts of its series arrived.
+        """Return the text under a name, or None. Raise HandoverError if the text was dropped because newer texts of its
+        series arrived.
         """
         if self._is_forgotten(name):
             raise HandoverError(f"message {name!r} is gone: only the last {KEPT} of its series are kept")

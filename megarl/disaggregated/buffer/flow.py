@@ -77,7 +77,7 @@ class Flow:
         return make_policy(self._settings)
 
     def open(self, step: int, number: int, begun: Mapping[int, int], again: Iterable[int]) -> list[int]:
-        """Start after `step`, at the beginning of a run or from a checkpoint.
+        """Start after `step`, at the beginning of a run or from a checkpoint. Raise ValueError if the flow is open.
 
         Args:
             step: the last trained step.
@@ -87,9 +87,6 @@ class Flow:
 
         Returns:
             The numbers in `begun` that would be too old with these settings; they are generated again.
-
-        Raises:
-            ValueError: the flow is open.
         """
         if self.next is not None:
             raise ValueError("the flow of samples is open")
@@ -106,12 +103,8 @@ class Flow:
         return late
 
     def admit(self, version: int, most: int) -> list[int]:
-        """Admit up to `most` groups with `version` of the weights, and return the numbers of their prompts.
-
-        Fewer than `most` means that no more may begin before a newer version.
-
-        Raises:
-            ValueError: the flow is not open.
+        """Admit up to `most` groups with `version` of the weights, and return the numbers of their prompts. Fewer than
+        `most` means that no more may begin before a newer version. Raise ValueError if the flow is not open.
         """
         if self.next is None:
             raise ValueError("the flow of samples is not open")
@@ -127,11 +120,7 @@ class Flow:
         return numbers
 
     def finish(self, number: int, info: GroupInfo, refs: Mapping[str, Any], metrics: str | None) -> None:
-        """Record the complete samples of a group.
-
-        Raises:
-            ValueError: the group was not admitted, or is complete.
-        """
+        """Record the complete samples of a group. Raise ValueError if the group was not admitted, or is complete."""
         group = self._groups.get(number)
         if group is None:
             raise ValueError(f"prompt {number} has not been handed out, or its samples have been used")
@@ -142,10 +131,8 @@ class Flow:
         self._finished.setdefault(group.version, set()).add(number)
 
     def reject(self, number: int) -> None:
-        """Drop an in-flight group: no step will be trained on it, and another may be admitted in its place.
-
-        Raises:
-            ValueError: the group was not admitted, or is complete.
+        """Drop an in-flight group: no step will be trained on it, and another may be admitted in its place. Raise
+        ValueError if the group was not admitted, or is complete.
         """
         group = self._groups.get(number)
         if group is None or group.info is not None:
@@ -154,10 +141,8 @@ class Flow:
         self._begun -= 1
 
     def form(self) -> list[FlowGroup] | None:
-        """Return the groups of the next step by rising number; None: the step has to wait.
-
-        Raises:
-            PolicyError: the policy chooses groups that cannot form a step, or would wait forever.
+        """Return the groups of the next step by rising number; None: the step has to wait. Raise PolicyError if the
+        policy chooses groups that cannot form a step, or would wait forever.
         """
         policy, step = self._policy, self.step + 1
         if step > policy.steps:

@@ -33,17 +33,14 @@ def handover_bytes(config: RunConfig, handover: Handover) -> int:
 
 
 def steps_held(config: RunConfig) -> int:
-    """Return the number of steps whose samples may exist at the same time, in either order.
-
-    These are groups that have begun and are not trained on yet, and groups that one team has finished and another may
-    still read.
+    """Return the number of steps whose samples may exist at the same time, in either order. These are groups that have
+    begun and are not trained on yet, and groups that one team has finished and another may still read.
     """
     return 1 + policy_of(config).capacity // config.data.batch_size
 
 
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
     """Return the size of the object store of a Ray started for a run: `steps_held` of all handovers, at least `LEAST`.
-
     Handing over more samples fails; with `placement.spill` Ray moves objects to disk.
     """
     if placement is None:

@@ -25,10 +25,8 @@ Said = tuple[str | list[dict[str, str]], bool]
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
-    """Return the tools of `file.py:fn` and `pkg.mod:fn`.
-
-    Raises:
-        ConfigError: a file or function is missing, cannot be imported, or is not a tool, or two have the same name.
+    """Return the tools of `file.py:fn` and `pkg.mod:fn`. Raise ConfigError if a file or function is missing, cannot be
+    imported, or is not a tool, or two have the same name.
     """
     tools: list[Tool] = []
     for name in names:
@@ -48,10 +46,8 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
 
 
 def _read_answer(max_chars: int, value: Any) -> Result:
-    """Read a process's reply to a call: the result `said` (text or parts), and whether it `failed`.
-
-    Raises:
-        Malformed: the reply has another form.
+    """Read a process's reply to a call: the result `said` (text or parts), and whether it `failed`. Raise Malformed if
+    the reply has another form.
     """
     if not isinstance(value, dict) or value.keys() != {"said", "failed"}:
         raise Malformed(f"an invalid result of a tool: {short(value)}")

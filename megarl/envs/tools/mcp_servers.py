@@ -189,11 +189,7 @@ class _Connection:
         self._failed: tuple[float, ConfigError] | None = None  # time and reason of the last failed attempt to connect
 
     async def open(self) -> None:
-        """Connect, and request the list of tools.
-
-        Raises:
-            ConfigError: names the server and the error.
-        """
+        """Connect, and request the list of tools. Raise ConfigError, which names the server and the error."""
         await self.close()
         self._failed, self._over = None, asyncio.Event()
         self._ready = ready = asyncio.get_running_loop().create_future()
@@ -336,10 +332,8 @@ def _variable(name: str) -> str:
 
 
 def check_servers(servers: Mapping[str, McpServer]) -> None:
-    """Check servers as far as possible before any is started or connected.
-
-    Raises:
-        ConfigError: the package is missing, or a command is not found.
+    """Check servers as far as possible before any is started or connected. Raise ConfigError if the package is missing,
+    or a command is not found.
     """
     if servers:
         _check_package()

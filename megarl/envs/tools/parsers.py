@@ -60,7 +60,6 @@ def parse_qwen(text: str) -> list[Call]:
 
 def _next(text: str, tag: str, place: int, last: int) -> int:
     """Return the first place of `tag` from `place` on, or the text's length. `last` is the result for an earlier place.
-
     With `last` the search is linear; otherwise every tag of a text without end tags would scan the whole text.
     """
     if last >= place:
@@ -141,11 +140,7 @@ def _from_python(body: str) -> Call:
 
 
 def _of_json(value: Any) -> Any:
-    """Convert a literal to the JSON value that it represents.
-
-    Raises:
-        ValueError: it represents none.
-    """
+    """Convert a literal to the JSON value that it represents. Raise ValueError if it represents none."""
     if isinstance(value, (list, tuple)):
         return [_of_json(item) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):

@@ -112,10 +112,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def parts_of(result: Any) -> list[dict[str, Any]] | None:
-    """Return a result that is or contains PIL images as parts, with the images as data URLs; None without images.
-
-    Raises:
-        DataError: an image that vision encoders cannot use.
+    """Return a result that is or contains PIL images as parts, with the images as data URLs; None without images. Raise
+    DataError for an image that vision encoders cannot use.
     """
     items = result if isinstance(result, list | tuple) else [result]
     if not any(_is_image(item) for item in items):
