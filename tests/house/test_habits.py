@@ -10,10 +10,10 @@ from tools.habits import HABITS, counts
 
 #: The places there are now. Whoever removes some lowers the number.
 ALLOWANCES = {
-    "local variables that name nothing": 890,
+    "local variables that name nothing": 857,
     "functions with more than 7 parameters": 51,
     "asserts that a value is not None": 164,
-    "private functions under 5 lines with one caller": 335,
+    "private functions under 5 lines with one caller": 326,
     "files outside megarl/robots that name robots": 6,
     "comparisons with the name of an engine": 2,  # of a protocol of reward servers
 }
