@@ -61,7 +61,7 @@ class Restarts:
         return bool(stuck) and self._restart(stuck[0], stuck, trouble)
 
     def spent(self, *ranks: int) -> list[str]:
-        """Return a line for each of these workers whose team has used up its restarts."""
+        """Return a line for each worker in `ranks` whose team has used up its restarts."""
         limit = self._job.config.placement.restarts
         again = f"has started again {count(limit, 'time')} before (placement.restarts={limit})"
         teams = [self._team(rank).name for rank in ranks]

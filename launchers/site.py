@@ -73,7 +73,7 @@ def naming_site(own: RunConfig, filled: RunConfig) -> Iterator[None]:
 
 
 def _named(error: ConfigError, keys: list[str], origin: str) -> ConfigError:
-    """Return the error with this origin if it is about one of these keys of `launch.slurm`."""
+    """Return `error` with `origin` added if it is about one of `keys` of `launch.slurm`."""
     if isinstance(error, ConfigErrors):
         return ConfigErrors([_named(problem, keys, origin) for problem in error.problems])
     where = f"{error.where}."

@@ -291,7 +291,7 @@ class SlurmJob:
         self._next_job()
         self.files.set_chain(left - 1)
         if step is not None:
-            self.nodes.stop(step)  # last, because there may be less time left than it takes
+            self.nodes.stop(step)  # last, because stopping the step may take more time than the job has left
         raise Over(0)
 
     def _save(self, step: subprocess.Popen[bytes], why: str, goes_on: bool) -> bool:

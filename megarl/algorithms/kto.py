@@ -53,7 +53,7 @@ def kto_loss(
     counts: Counts,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
-    """Return the share of these examples in the mini-batch's loss, and their metrics.
+    """Return the share of this rank's examples in the mini-batch's loss, and their metrics.
 
     Args:
         logp: float [N], log-probs of the policy, differentiable.

@@ -101,7 +101,7 @@ def preference_loss(
     counts: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
-    """Return the share of these pairs in the mini-batch's loss, and their metrics.
+    """Return the share of this rank's pairs in the mini-batch's loss, and their metrics.
 
     Args:
         logp: float [N], log-probs of the policy, differentiable.
@@ -133,7 +133,7 @@ def score_loss(
     pairs: float,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
-    """Return the share of these pairs in the mini-batch's reward-model loss, and their metrics.
+    """Return the share of this rank's pairs in the mini-batch's reward-model loss, and their metrics.
 
     Args:
         scores: float [2P], differentiable, chosen and rejected in turns.

@@ -100,7 +100,7 @@ def parse_object(data: bytes, needs: Needs) -> dict[str, Any]:
 
 
 def has_fields(found: object, needs: Needs) -> bool:
-    """Return whether `found` is an object with these fields of these types."""
+    """Return whether `found` is an object with the fields and types in `needs`."""
     return isinstance(found, dict) and all(
         isinstance(found.get(name), kind) and not isinstance(found[name], bool) for name, kind in needs.items()
     )

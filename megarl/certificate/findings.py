@@ -17,7 +17,7 @@ class Skipped(Exception):
 
 
 def worst(errors: Iterable[float]) -> float:
-    """Return the largest of these errors; NaN, which `max` may skip, counts as larger than any number."""
+    """Return the largest of `errors`; NaN, which `max` may skip, counts as larger than any number."""
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 

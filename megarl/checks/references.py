@@ -104,7 +104,7 @@ def strings(tree: ast.Module) -> set[str]:
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature of these arguments, without the values of defaults."""
+    """Return the signature of parsed `arguments`, without the values of defaults."""
     kind = inspect.Parameter
     plain = [*arguments.posonlyargs, *arguments.args]
     required = len(plain) - len(arguments.defaults)

@@ -109,7 +109,7 @@ def _refuse_steps_of_rl(overrides: Sequence[str]) -> None:
 
 
 def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
-    """Return the recipe with these texts as prompts, with the system message of its training data."""
+    """Return the recipe with `texts` as prompts, and with the system message of its training data."""
     from megarl.data.sources import as_prompts, system_messages
 
     data = config.data

@@ -116,7 +116,7 @@ class PolicyModel(GPTModel):
         return hidden_states
 
     def freeze(self, parts: Collection[str]) -> None:
-        """Freeze the parameters of these parts (`ModelPart`), except a value head."""
+        """Freeze the parameters of `parts` (`ModelPart`), except a value head."""
         for name, parameter in self.named_parameters():
             head = self.has_value_head and name.startswith("output_layer.")
             if part_of(name) in parts and not head:

@@ -104,7 +104,7 @@ class WeightTable:
         return shapes | dict(self.visual.values())
 
     def names_of(self, parts: Collection[str]) -> frozenset[str]:
-        """Return the names in a checkpoint of the tensors of these parts of the model (`ModelPart`)."""
+        """Return the names in a checkpoint of the tensors of the model's parts `parts` (`ModelPart`)."""
         visual = {name: part_of(parameter) for parameter, (name, _) in self.visual.items()}
         return frozenset(name for name in self.shapes() if visual.get(name, "language_model") in parts)
 

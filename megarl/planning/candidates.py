@@ -90,7 +90,7 @@ class Choice:
     memory_fraction: float | None = field(default=None, compare=False)
 
     def apply(self, config: RunConfig, hardware: Hardware, trains: Sequence[str]) -> RunConfig:
-        """Return the recipe with these choices. `trains` holds the roles that train."""
+        """Return the recipe with the layout and memory settings of this choice. `trains` holds the roles that train."""
         spread = self.spread
         actor = _with(config.actor, parallel=self.parallel)
         rollout = config.rollout

@@ -122,7 +122,7 @@ class Simulation:
         yield self.env.timeout(seconds)
 
     def next_failure(self, devices: int) -> float:
-        """Return the seconds until one of these devices fails."""
+        """Return the seconds until the next failure among `devices` devices."""
         hours = self.faults.device_hours
         return float("inf") if hours is None else self._rng.expovariate(devices / (hours * 3600))
 

@@ -19,7 +19,7 @@ class Ordered:
         self._waiting: deque[int] = deque()  # weight versions that are ready and not published
 
     def start(self) -> None:
-        """Start generation, if a team of its own generates."""
+        """Start generation, if a team without the actor generates."""
         if self._s.system.rollout is not None:
             self._s.env.process(self._generate_all())
 

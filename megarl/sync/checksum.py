@@ -31,7 +31,7 @@ class Checksum(Protocol):
 
 
 def make_checksum(nbytes: int, *, on_gpu: bool) -> Checksum:
-    """Return the checksum that a receiver on such a device computes for a tensor of `nbytes` bytes."""
+    """Return the checksum that a receiver on a GPU or CPU computes for a tensor of `nbytes` bytes."""
     return DeviceChecksum(nbytes) if on_gpu else HostChecksum()
 
 

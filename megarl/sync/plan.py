@@ -83,7 +83,7 @@ class Route:
 
     @property
     def lead(self) -> int:
-        """The rank that opens and closes updates of these receivers."""
+        """The rank that opens and closes the updates of the route's receivers."""
         return min(self.senders)
 
 

@@ -121,7 +121,7 @@ class Source:
 
     @torch.no_grad()
     def fill(self, number: int, routes: Sequence[int], out: Tensor | None, *, whole: bool = True) -> None:
-        """Run round `number` of `routes`. Collective over the ranks that hold pieces of these routes.
+        """Run round `number` of `routes`. Collective over the ranks that hold pieces of `routes`.
 
         Args:
             out: uint8 buffer for this rank's bucket in this round; None if it has none.

@@ -249,7 +249,8 @@ class WeightSync:
         report.to_probe = selected
 
     def _verify(self, led: dict[int, ReceiverUpdate], chosen: list[int], report: SyncReport) -> None:
-        """Compare checksums of these receivers with the trainer's. Collective; a receiver that returns none has failed.
+        """Compare the checksums of the receivers `chosen` with the trainer's. Collective; a receiver that returns none
+        has failed.
 
         Raises:
             WorkerError: on every rank: a receiver's weights differ from the trainer's.

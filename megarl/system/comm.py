@@ -80,7 +80,7 @@ class WorkerGroup:
     # -- groups of some ranks -----------------------------------------------------------------------------------------
 
     def subgroup(self, ranks: Sequence[int], name: str) -> WorkerGroup | None:
-        """Return a new group of these ranks of the team's world; None on all other ranks. The caller closes the group.
+        """Return a new group of `ranks` of the team's world; None on all other ranks. The caller closes the group.
 
         Collective over the whole team: torch names a group by the number of groups that each rank has created, so all
         ranks must create all groups in the same order.

@@ -191,7 +191,7 @@ def processor_flags(root: Path = _ROOT) -> frozenset[str]:
 
 
 def _of_processor(*names: str, root: Path = _ROOT) -> str | None:
-    """Return the first of these fields of the first processor in /proc/cpuinfo; None when it is missing."""
+    """Return the first field of `names` that the first processor in /proc/cpuinfo has; None if it has none of them."""
     with contextlib.suppress(OSError), (root / "proc/cpuinfo").open() as file:
         for line in file:
             if line.startswith(names):

@@ -50,7 +50,7 @@ def parents() -> list[Parent]:
 
 
 def any_parent_ended(of: list[Parent]) -> bool:
-    """Return whether one of these processes is certainly gone."""
+    """Return whether a process in `of` is certainly gone."""
     with contextlib.suppress(OSError):
         return any(began(pid) != when for pid, when in of)
     return False

@@ -237,7 +237,7 @@ def _commit() -> str | None:
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the columns that a table of these samples needs."""
+    """Return the columns that a table of the samples `rows` needs."""
     return [name for name in _TABLE if any(name in row for row in rows)]
 
 

@@ -239,7 +239,7 @@ def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _wrote_for(team: dict[str, Any], engines: Collection[str]) -> bool:
-    """Return whether the team wrote one of these engines; with no engines given, whether it has none."""
+    """Return whether the team wrote one of `engines`; if `engines` is empty, whether the team has no engines."""
     return bool({*engines} & {*team["engines"]}) if engines else not team["engines"]
 
 

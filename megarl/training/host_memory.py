@@ -34,7 +34,7 @@ class HostArena:
         return self._block.nbytes
 
     def take(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return uint8 tensors of these sizes in bytes. Tensors of the previous call must no longer be used."""
+        """Return uint8 tensors of `sizes` bytes each. Tensors of the previous call must no longer be used."""
         ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
         total = ends[-1] if ends else 0
         block = self._locked(total) if has_cuda() else torch.empty(total, dtype=torch.uint8)

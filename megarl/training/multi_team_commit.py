@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def part_of(
     engines: Mapping[str, MegatronEngine], team: str, step: int, first: int, nbytes: int, layout: Layout
 ) -> PartCopied:
-    """Return the description of the part of a team with these engines, whose first worker is `first`."""
+    """Return the description of a team's part of a checkpoint: its `engines`, and `first`, its first worker."""
     steps = {name: engine.step for name, engine in engines.items()}
     vocab_sizes = {name: engine.hf_config.vocab_size for name, engine in engines.items()}
     return PartCopied(team, step, [first, layout.world.size], layout.describe(), steps, vocab_sizes, nbytes)

@@ -16,7 +16,7 @@ Place = tuple[int, int, int]
 
 
 def positions_of(tokens: int, images: Sequence[Place]) -> npt.NDArray[np.int64]:
-    """Return the positions [3, tokens] of a sequence of `tokens` tokens with these images, in order."""
+    """Return the positions [3, tokens] of a sequence of `tokens` tokens with `images`, in order."""
     steps = np.ones(tokens, dtype=np.int64)
     offsets = np.zeros((3, tokens), dtype=np.int64)
     for start, rows, columns in images:
@@ -29,5 +29,5 @@ def positions_of(tokens: int, images: Sequence[Place]) -> npt.NDArray[np.int64]:
 
 
 def next_position(tokens: int, images: Sequence[Place]) -> int:
-    """Return the position of the token after a sequence of `tokens` tokens with these images."""
+    """Return the position of the token after a sequence of `tokens` tokens with `images`."""
     return tokens - sum(rows * columns - max(rows, columns) for _, rows, columns in images)

@@ -111,7 +111,8 @@ def _gathered(
     dtype: torch.dtype,
     world: WorkerGroup,
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield tensors of these shapes on rank 0, gathered from their owners; `read` has readers of this rank's
+    """Yield the tensors with the shapes `shapes` on rank 0, gathered from their owners; `read` has readers of this
+    rank's
     parameters."""
     for name, shape in shapes.items():
         beat()

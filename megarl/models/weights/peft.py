@@ -66,7 +66,7 @@ def export_adapter(
 
 
 def peft_config(lora: LoraConfig, names: Iterable[str], base: str | None, *, mixture: bool) -> dict[str, Any]:
-    """Return the adapter_config.json of adapters with these tensor names, for the model `base`.
+    """Return the adapter_config.json of adapters whose tensors are `names`, for the model `base`.
 
     PEFT takes every module that is named like an expert's projection for the fused experts of transformers 5. So the
     dense layers of a mixture are listed as parameters, which PEFT adapts by the same formula, but without dropout.
