@@ -67,9 +67,9 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     dropout = values["attention_dropout"]
     if not (_number(dropout) and 0 <= dropout <= 1) and not (dropout is None and "attention_dropout" in found.null):
         refuse("attention_dropout", dropout, "number from 0 to 1")
-    for key in ("attention_bias", "mlp_bias"):
-        if key in values and values[key] is not False:
-            refuse(key, values[key], "false", "this variant is not supported")
+    for key, expected in (("attention_bias", found.qkv_bias), ("mlp_bias", False)):
+        if key in values and values[key] is not expected:
+            refuse(key, values[key], str(expected).lower(), "this variant is not supported")
     if values["hidden_act"] not in ("silu", "swish"):  # both names mean the same function
         refuse("hidden_act", values["hidden_act"], "silu", "this variant is not supported")
     if raw.get("per_layer_config"):
