@@ -54,8 +54,8 @@ def test_older_names_still_count(old: str) -> None:
     ("hf_config", "wrong", "fix"),
     [
         ({"hiden_size": 64}, "hiden_size", "did you mean hidden_size?"),
-        ({"n_layer": 2}, "n_layer", "remove it; transformers' qwen3 reads none of this name"),
-        ({"num_experts": 4}, "num_experts", "remove it; transformers' qwen3 reads none of this name"),
+        ({"n_layer": 2}, "n_layer", "remove it: transformers' qwen3 has no such key"),
+        ({"num_experts": 4}, "num_experts", "remove it: transformers' qwen3 has no such key"),
         ({"rope_parameters": {"rope_type": "linear", "facter": 2}}, "rope_parameters.facter", "did you mean factor?"),
         ({"rope_scaling": {"type": "linear", "factor_": 2}}, "rope_scaling.factor_", "did you mean factor?"),
     ],
