@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from megarl.config.fields import fields_of, find_key, iter_keys, nearest_keys
 from megarl.config.other_values import NO_SUCH_PREFERENCE
+from megarl.config.placement import TeamRole
 from megarl.config.run import RunConfig
 from megarl.system.errors import ConfigError, close_matches
 
@@ -508,6 +509,8 @@ def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Seque
     spelt = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above"
     if not any(key.rpartition(".")[0] in (".".join(unknown[:-1]), _kwargs_of(unknown[:-1])) for key in near):
         spelt = _as_argument(unknown) or spelt
+    if unknown[:-1] == ("placement",) and unknown[-1] in get_args(TeamRole):
+        spelt = f"give the role to a team: placement: {{teams: {{NAME: {{roles: [{unknown[-1]}], devices: 1}}}}}}"
     return ConfigError(f"unknown key {'.'.join(path)}", where=where, allowed=allowed, fix=meant or spelt)
 
 

@@ -83,7 +83,27 @@ def environment_class(name: Any) -> type[Environment]:
             found=name,
             fix="define step(self, action): it answers a turn of the policy",
         )
+    for method, arguments in (("reset", ("row", "seed")), ("step", ("action",))):
+        _check_parameters(kind, method, arguments, name)
     return kind
+
+
+def _check_parameters(kind: type[Environment], method: str, arguments: tuple[str, ...], name: str) -> None:
+    """Refuse a method that cannot be called with these positional arguments."""
+    function = inspect.getattr_static(kind, method)
+    if not inspect.isfunction(function):
+        return  # a static method, or a callable without a signature
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, *arguments)
+    except TypeError:
+        raise ConfigError(
+            f"{kind.__name__}.{method} does not accept the arguments with which it is called",
+            where="env.name",
+            found=f"{name}: {method}{signature}",
+            allowed=f"{method}(self, {', '.join(arguments)})",
+            fix="change its parameters",
+        ) from None
 
 
 def check_longest(longest_s: float | None, answer_s: float) -> None:

@@ -21,6 +21,11 @@ ALL = TOKEN_LOSSES + ROW_LOSSES + COV_LOSSES
 INPUTS = ("logp", "old_logp", "advantages")
 Settings = POLICY_LOSSES.every_setting()  # one model for all losses: each reads its own keys of it
 
+
+def test_every_loss_has_a_formula():
+    assert {*ALL, "pg_is"} == set(POLICY_LOSSES.names())  # pg_is: test_correction.py
+
+
 configs = st.builds(
     Settings,
     clip_low=st.sampled_from([0.0, 0.1, 0.4]),

@@ -1,8 +1,10 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megarl.architectures import ARCHITECTURES
 from megarl.artifacts import facts
 from megarl.artifacts.facts import model_facts
 from megarl.config.model import ModelConfig
@@ -84,6 +86,15 @@ def test_variants_that_would_be_computed_differently_are_refused(key, value):
     facts.facts_from_config(small, "here")
     with pytest.raises(ConfigError, match=r"this variant is not supported"):
         facts.facts_from_config({**small, key: value}, "here")
+
+
+def test_a_key_for_attention_biases_must_be_the_switch_of_the_architecture(monkeypatch):
+    biased = replace(ARCHITECTURES["qwen2"], keys={**ARCHITECTURES["qwen2"].keys, "attention_bias": True})
+    monkeypatch.setitem(ARCHITECTURES, "qwen2", biased)
+    small = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    facts.facts_from_config({**small, "num_key_value_heads": 4}, "here")
+    with pytest.raises(ConfigError, match=r"attention_bias: this variant is not supported[\s\S]*allowed: true"):
+        facts.facts_from_config({**small, "num_key_value_heads": 4, "attention_bias": False}, "here")
 
 
 def test_hub_cache_comes_before_the_known_models(tmp_path):

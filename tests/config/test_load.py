@@ -275,6 +275,11 @@ def test_misspelt_team_is_told_the_one_that_may_be_meant(write, name, meant):
     assert f"fix:     {meant}add roles" in text
 
 
+def test_a_role_beside_the_teams_is_shown_in_a_team(write):
+    text = message(write("placement: {rollout: 1}"))
+    assert "fix:     give the role to a team: placement: {teams: {NAME: {roles: [rollout], devices: 1}}}" in text
+
+
 def test_misspelt_key_of_a_parent_names_the_parent(write):
     write("name: x\nactr: {}", "parent.yaml")
     assert "parent.yaml:2: unknown key actr" in message(write("extends: parent.yaml", "child.yaml"))

@@ -76,6 +76,20 @@ def test_the_documentation_shows_the_environments_that_are_tested():
     assert all((root / "tests/envs" / name).read_text() in shown for name in ("guess.py", "look.py"))
 
 
+@pytest.mark.parametrize(
+    ("methods", "allowed"),
+    [
+        ("def reset(self): ...\n    def step(self, action): ...", r"reset\(self, row, seed\)"),
+        ("def step(self, action, turn): ...", r"step\(self, action\)"),
+    ],
+)
+def test_a_method_with_other_parameters_is_refused(methods, allowed, tmp_path):
+    file = tmp_path / "other.py"
+    file.write_text(f"from megarl.envs import Environment\nclass Other(Environment):\n    {methods}\n")
+    with pytest.raises(ConfigError, match=rf"does not accept the arguments[\s\S]*allowed: {allowed}"):
+        load_environment({"name": f"{file}:Other"})
+
+
 def test_an_environment_that_answers_no_turn_is_refused(tmp_path):
     file = tmp_path / "silent.py"
     file.write_text(

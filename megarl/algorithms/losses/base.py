@@ -74,7 +74,8 @@ def checked_loss(
             "does not return a pair (token loss, Metrics)",
             found=form(result),
             allowed="(token_loss, Metrics)",
-            fix="return one number per token, and LossInputs.metrics() or an empty megarl.system.metrics.Metrics()",
+            fix="return one number per token, and LossInputs.metrics() or an empty megarl.system.metrics.Metrics(); "
+            "metrics.mean(name, sum, count) adds a metric to either",
         )
     token_loss, metrics = result
     check_tokens(kind, function, "loss", token_loss, mask, inputs=(logp, *inputs))
