@@ -134,9 +134,6 @@ def progress_scores(
         settings: radius, eps, mapping, weight. The settings `bank` and `shuffled` are handled by `ProgressScorer`.
         bank: successes of earlier steps.
 
-    Raises:
-        ValueError: shapes or types are wrong.
-
     >>> points = torch.tensor([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0], [0.0, 0.0]])
     >>> report = progress_scores(points, torch.tensor([True, False, False, False]), ["reach"] * 4, ProgressSettings())
     >>> report.scores, report.distances, int(report.invalid.sum())

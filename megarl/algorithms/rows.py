@@ -36,11 +36,7 @@ class Rows:
 
     @classmethod
     def of(cls, mask: Tensor, offsets: Tensor | None) -> Rows:
-        """Return the rows of `mask`: [B, T] without offsets, or [N] with offsets.
-
-        Raises:
-            ValueError: the inputs have neither form, or the offsets do not end at N.
-        """
+        """Return the rows of `mask`: [B, T] without offsets, or [N] with offsets."""
         if mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool, got {mask.dtype}")
         if offsets is None:

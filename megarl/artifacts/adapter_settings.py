@@ -38,11 +38,7 @@ _HARMLESS = {
 
 
 def read_settings(folder: Path, where: str) -> dict[str, Any]:
-    """Return the settings of a PEFT adapter.
-
-    Args:
-        where: the recipe key that sets the folder, for errors.
-    """
+    """Return the settings of a PEFT adapter. `where`: the recipe key that sets the folder, for errors."""
     file = folder.expanduser() / CONFIG
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))

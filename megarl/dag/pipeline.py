@@ -65,10 +65,6 @@ class Pipeline:
         return self
 
     def build(self, entry: Iterable[str] = LOADER_FIELDS) -> TaskGraph:
-        """Check the nodes and return the graph.
-
-        Args:
-            entry: fields of the batch that enters the graph.
-        """
+        """Check the nodes and return the graph. `entry`: fields of the batch that enters the graph."""
         nodes = [node.resolved(self.config) for node in self._nodes.values()]
         return TaskGraph(self.id, self.description, nodes, entry)

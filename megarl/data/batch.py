@@ -40,11 +40,7 @@ class Batch:
         *,
         size: int | None = None,
     ) -> None:
-        """Build from fields and columns of equal length; `size` is only needed when there are none.
-
-        Raises:
-            ValueError: lengths differ, or a name is both field and column.
-        """
+        """Build from fields and columns of equal length; `size` is only needed when there are none."""
         fields, columns = dict(fields or {}), dict(columns or {})
         lengths = {name: len(value) for name, value in itertools.chain(fields.items(), columns.items())}
         if size is None:
@@ -218,19 +214,12 @@ class Batch:
 
         Yields:
             The span of each part in its block, in order; a block is written with its first part.
-
-        Raises:
-            ValueError: as `to_bytes`.
         """
         return Packer((self.fields, self._columns, self._size)).spans(parts, together)
 
     @staticmethod
     def from_blocks(spans: Sequence[Span]) -> Batch:
-        """Join the samples of spans from `to_blocks`, in order, into a new batch, as `concat` does; copies the blocks.
-
-        Raises:
-            ValueError: as `concat`.
-        """
+        """Join the samples of spans from `to_blocks`, in order, into a new batch, as `concat` does; copies them."""
         opened = {block: open_block(block) for block in dict.fromkeys(span.block for span in spans)}
         kinds = [block.kinds for block in opened.values()]
         if not kinds or any(kind != kinds[0] for kind in kinds):

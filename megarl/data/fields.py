@@ -31,11 +31,7 @@ _TENSORS = ("int64", "float32", "bool", "uint8", _MODEL_DTYPE)
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a batch.
-
-    Attributes:
-        dtype, shape: as described at the top of this file.
-    """
+    """A field of a batch. `dtype, shape`: as described at the top of this file."""
 
     dtype: str
     shape: str

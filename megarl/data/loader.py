@@ -55,11 +55,7 @@ class PromptLoader:
     def __init__(
         self, dataset: Indexed, batch_size: int, dp_rank: int = 0, dp_size: int = 1, seed: int = 0, shuffle: bool = True
     ) -> None:
-        """Start at the first epoch. `batch_size` counts samples over all ranks.
-
-        Raises:
-            ValueError: the dataset is empty, or a size or rank is out of range.
-        """
+        """Start at the first epoch. `batch_size` counts samples over all ranks."""
         if len(dataset) == 0 or batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ValueError(f"loader of {len(dataset)} samples, batch {batch_size}, rank {dp_rank} of {dp_size}")
         self.dataset, self.batch_size = dataset, batch_size
@@ -101,11 +97,7 @@ class PromptLoader:
         self._epoch, self._position = divmod(number, len(self.dataset))
 
     def at(self, numbers: Sequence[int]) -> Batch:
-        """Return the samples with these numbers, without moving the loader.
-
-        Args:
-            numbers: at least one.
-        """
+        """Return the samples with these numbers, without moving the loader. `numbers`: at least one."""
         parts = []
         for number in numbers:
             epoch, place = divmod(number, len(self.dataset))

@@ -258,11 +258,7 @@ def _wrong_type(value: Any, row: Row, column: str) -> DataError:
 
 @dataclass(frozen=True)
 class PromptColumn:
-    """The column of rows that contains the prompts.
-
-    Attributes:
-        whole, images: as in `prompt_messages`.
-    """
+    """The column of rows that contains the prompts. `whole, images`: as in `prompt_messages`."""
 
     name: str = "prompt"  # `data.prompt_key`
     whole: bool = False

@@ -101,9 +101,6 @@ def attend(
 ) -> torch.Tensor:
     """Return attention [t, heads, d] of `q` [t, heads, d] to `k`, `v` [t * cp, groups, d] by the fastest
     implementation.
-
-    Raises:
-        ValueError: the stream has a sliding window and bidirectional tokens.
     """
     if packed.open_from and window is not None:
         raise ValueError(f"a sliding window ({window} tokens) cannot be combined with bidirectional attention")

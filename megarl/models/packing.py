@@ -80,9 +80,6 @@ def pack_stream(
             parallelism, else 1).
         open_from: see `PackedSequences`, one number per sequence; empty with context parallelism.
         device: where the index tensors live.
-
-    Raises:
-        ValueError: there is no sequence, one is empty, or `open_from` has a wrong length.
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"a stream needs at least one sequence and no empty one, got lengths {list(lengths)[:8]}")

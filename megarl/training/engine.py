@@ -499,11 +499,7 @@ class MegatronEngine:
                 del self._away[part]
 
     def require(self, *parts: str) -> None:
-        """Check that these parts are on the device.
-
-        Raises:
-            RuntimeError: a part is not on the device.
-        """
+        """Check that these parts are on the device."""
         missing = [part for part in PARTS if part in self.parts.intersection(parts) - self.held]
         if missing:
             raise RuntimeError(

@@ -73,9 +73,6 @@ def linear_logprob(
 
     Returns:
         logp [N] and entropy [N], float32 (float64 for float64 inputs), equal on all ranks of `group`.
-
-    Raises:
-        ValueError: shapes do not match, or temperature or chunk_tokens is not positive.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(

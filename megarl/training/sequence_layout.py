@@ -48,11 +48,7 @@ class SequenceLayout(Protocol):
         """Return the number of columns of every sequence of each sample, prompt and response, to count work."""
 
     def lengths(self, batch: Batch) -> Tensor:
-        """Return the number of columns of each row, int64 [B].
-
-        Raises:
-            ValueError: a row cannot be processed by the model.
-        """
+        """Return the number of columns of each row, int64 [B]."""
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
         """Return, for each row, the number of patches of each image by digest, unless they are columns; empty: no

@@ -123,9 +123,6 @@ def staleness(version: Tensor, tokens: Tensor, now: int, buckets: int) -> Metric
         tokens: int64 [R], trained tokens that each version generated.
         now: version of the weights that are trained next.
         buckets: number of ages; the last one also counts everything older.
-
-    Raises:
-        ValueError: a token's version is newer than `now`.
     """
     metrics = Metrics()
     if bool((version > now).any()):

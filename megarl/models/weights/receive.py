@@ -59,11 +59,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def write(self, name: str, tensor: Tensor) -> None:
-        """Copy this process's parts of a whole tensor, cast to the parameters' dtype.
-
-        Raises:
-            ValueError: the model has no such tensor, or its shape differs.
-        """
+        """Copy this process's parts of a whole tensor, cast to the parameters' dtype."""
         self._check(name, tuple(tensor.shape))
         for piece, param in self._places.get(name, ()):
             param[as_index(piece.target_region)].copy_(tensor[as_index(piece.source_region)])
@@ -75,9 +71,6 @@ class WeightWriter:
         Args:
             positions: int64 [n], indices into the flattened tensor.
             values: [n].
-
-        Raises:
-            ValueError: as for `write`.
         """
         self._check(name, shape)
         at = torch.unravel_index(positions, shape)

@@ -49,9 +49,6 @@ def through_jpeg(pictures: Tensor, quality: int = 95) -> Tensor:
 
     Returns:
         uint8 [N, H, W, 3].
-
-    Raises:
-        ValueError: invalid shape, dtype or quality.
     """
     if pictures.dtype != torch.uint8 or pictures.dim() != 4 or pictures.shape[-1] != 3:
         raise ValueError(f"pictures must be uint8 [N, H, W, 3], got {pictures.dtype} {list(pictures.shape)}")

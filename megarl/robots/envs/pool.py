@@ -128,11 +128,7 @@ class SimulatorPool:
         self._go_on(it)
 
     def act(self, slot: int, actions: NDArray[Any]) -> None:
-        """Execute a chunk of actions [K, D] in the slot's unfinished episode.
-
-        Raises:
-            ValueError: an action is not finite.
-        """
+        """Execute a chunk of actions [K, D] in the slot's unfinished episode."""
         it = self._free(slot)
         assert it.episode is not None, f"slot {slot} plays no episode"
         chunk = np.array(actions, np.float32)

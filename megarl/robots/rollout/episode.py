@@ -84,9 +84,6 @@ def episode_values(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
     """Return the fields and columns of `episodes`, one entry per sample; `version` of the weights sampled all of them.
 
     Pictures are removed from the episodes one by one, so that they are not in memory twice.
-
-    Raises:
-        ValueError: tasks with different cameras, or sizes of pictures or states, in one batch.
     """
     cameras = {camera: size for episode in episodes for camera, size in episode.spec.cameras.items()}
     kinds = {

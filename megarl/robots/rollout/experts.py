@@ -29,11 +29,7 @@ _AHEAD = 16
 
 @dataclass
 class ExpertCounts:
-    """The counts of a call of `demonstrate`.
-
-    Attributes:
-        solved, unsolved: episodes, by task.
-    """
+    """The counts of a call of `demonstrate`. `solved, unsolved`: episodes, by task."""
 
     solved: Counter[str] = field(default_factory=Counter)
     unsolved: Counter[str] = field(default_factory=Counter)

@@ -41,13 +41,7 @@ ATTEMPTS = 100  # attempts to place fixtures; LIBERO itself tries for ever
 
 
 class Libero(Simulator):
-    """One task of LIBERO.
-
-    Raises:
-        ImportError: this interpreter has no LIBERO.
-        FileNotFoundError: its meshes are missing; the message says how to get them.
-        ValueError: a task, suite, camera, limit, setting or trial that does not exist.
-    """
+    """One task of LIBERO."""
 
     settings: ClassVar[Mapping[str, Any]] = {
         "suites": tuple(name for name in SUITES if name != "libero_90"),  # 90 more tasks, if named
@@ -289,11 +283,7 @@ def _prepare() -> Path:
 
 
 def _use_meshes(configured: str | None) -> None:
-    """Set LIBERO's path of meshes. By itself LIBERO would download them, in every process at once.
-
-    Raises:
-        FileNotFoundError: they are in none of the places.
-    """
+    """Set LIBERO's path of meshes. By itself LIBERO would download them, in every process at once."""
     root = _prepare()
     places = [Path(configured).expanduser()] if configured else [root / "assets", Path.home() / ".cache/libero/assets"]
     for folder in places:

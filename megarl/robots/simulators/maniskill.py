@@ -21,12 +21,7 @@ JOINTS = 9
 
 
 class ManiSkill(Simulator):
-    """One task of ManiSkill.
-
-    Raises:
-        ImportError: this interpreter has no ManiSkill.
-        ValueError: a task is not in `tasks`, a setting is invalid, or shapes do not fit a Franka arm.
-    """
+    """One task of ManiSkill."""
 
     settings: ClassVar[Mapping[str, Any]] = {
         "tasks": {},  # name to {instruction, max_steps}

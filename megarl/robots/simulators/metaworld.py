@@ -89,13 +89,7 @@ LARGEST = 640  # height and width of MuJoCo's memory for pictures
 
 
 class MetaWorld(Simulator):
-    """One task of MT50.
-
-    Raises:
-        ImportError: this interpreter has no metaworld.
-        RuntimeError: a system library for rendering is missing; the message names its package.
-        ValueError: a task, camera, setting or trial that does not exist.
-    """
+    """One task of MT50."""
 
     settings: ClassVar[Mapping[str, Any]] = {
         "max_steps": 150,  # environment steps of an episode

@@ -47,11 +47,7 @@ RANGES = {"size": (16, 512), "max_steps": (1, 1000), "trials": (1, 1 << 32), "sp
 
 
 class Reach(Simulator):
-    """One task of reach and push.
-
-    Raises:
-        ValueError: an unknown task or trial, or an invalid setting; the message lists valid ones.
-    """
+    """One task of reach and push."""
 
     settings: ClassVar[Mapping[str, Any]] = {
         "size": 32,  # height and width of the picture

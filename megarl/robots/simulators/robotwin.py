@@ -38,12 +38,7 @@ INSTRUCTIONS = ("task", "seen", "unseen")
 
 
 class RoboTwin(Simulator):
-    """One task of RoboTwin.
-
-    Raises:
-        FileNotFoundError: `root` is no checkout of RoboTwin.
-        ValueError: a task, seed, setting or trial that does not exist, or a seed whose scene is not stable.
-    """
+    """One task of RoboTwin."""
 
     settings: ClassVar[Mapping[str, Any]] = {
         "root": None,

@@ -102,11 +102,7 @@ class VLALayout:
         return ()
 
     def pack(self, rows: Batch) -> PackedRows:
-        """See `SequenceLayout`; targets outside of `columns` have no log-prob.
-
-        Raises:
-            ValueError: there is one.
-        """
+        """See `SequenceLayout`; targets outside of `columns` have no log-prob."""
         targets = rows["response_ids"].values.cpu()
         outside = ((targets < self.columns[0]) | (targets >= self.columns[1])).nonzero()
         if len(outside):
