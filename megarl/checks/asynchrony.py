@@ -13,11 +13,7 @@ from megarl.system.errors import count
 
 
 def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check the settings that `megarl.dag.ahead`, which checks graphs and teams, does not see.
-
-    Args:
-        facts: sizes of the policy; None: unknown here.
-    """
+    """Check the settings that `megarl.dag.ahead`, which checks graphs and teams, does not see."""
     checks = checks.of("async")
     lag, steps = config.async_.max_staleness, config.trainer.steps
     if lag == 0:

@@ -7,14 +7,8 @@ from megarl.system.errors import ConfigError, count
 
 
 def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
-    """Return the recipe with the steps of `job` computed from epochs (and printed); unchanged without epochs.
-
-    Prompts are read, rendered and tokenised as the workers do it, since `data.overlong` may drop some.
-
-    Raises:
-        ConfigError: the number of steps per epoch is not fixed: groups are replaced, or prompts are trials of a
-            simulator.
-        DataError: as in `PromptDataset`.
+    """Return the recipe with the steps of `job` computed from epochs (and printed); unchanged without epochs. Prompts
+    are read, rendered and tokenised as the workers do it, since `data.overlong` may drop some.
     """
     supervised = config.sft.epochs if job in ("train", "sft") else None
     epochs = config.trainer.epochs if job == "train" else None

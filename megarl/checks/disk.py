@@ -16,13 +16,8 @@ from megarl.system.errors import count
 def check_disk(
     config: RunConfig, sizes: Sizes, roles: Roles, job: str, run_dir: Path | None, checks: Checklist
 ) -> None:
-    """Compare the size of checkpoints and exported models with the free space.
-
-    Args:
-        sizes: sizes of each role's model; nothing is checked if the policy's are unknown.
-        roles: roles of the nodes of the task graph.
-        job: train or sft; other commands save no model.
-        run_dir: folder of the run; None: one below `tracking.dir`.
+    """Compare the size of checkpoints and exported models with the free space. Nothing is checked if the sizes of the
+    policy are unknown.
     """
     checks = checks.of("disk")
     if job not in ("train", "sft") or sizes[Role.ACTOR] is None:

@@ -46,11 +46,8 @@ class RunPlan:
 def make_plan(
     config: RunConfig, launcher: str, job: str = "train", more: Sequence[Check] = (), *, full: bool = True
 ) -> RunPlan:
-    """Describe the run of `config` and collect its problems; nothing is started or downloaded.
-
-    Args:
-        more: further checks from the caller.
-        full: also show keys that have their defaults.
+    """Describe the run of `config` and collect its problems, with the `more` checks of the caller; nothing is started
+    or downloaded. `full` also shows keys that have their defaults.
     """
     machine = this_machine()
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
@@ -97,13 +94,7 @@ def _steps_text(config: RunConfig) -> str:
 def memory_and_checks(
     config: RunConfig, checked: Checked, checks: Sequence[Check], job: str, machine: Machine | None = None
 ) -> str:
-    """Return the sections of a plan about memory and checks, and the number of checks.
-
-    Args:
-        checked: the recipe.
-        checks: the checks to show.
-        machine: None means this one.
-    """
+    """Return the sections of a plan about memory and checks, and the number of checks."""
     sections = {}
     if job == "train":
         sections["Memory per rank (estimate)"] = _memory_text(config, checked, machine or this_machine())

@@ -19,11 +19,7 @@ from megarl.tracking.loggers import LOGGERS
 def check_packages(
     config: RunConfig, placement: Placement | None, checks: Checklist, launcher: str | None, job: str, *, starts: bool
 ) -> None:
-    """Check the packages of launcher, tracking, rewards and data files, beyond those that every run needs.
-
-    Args:
-        starts: the run starts on this machine, so that its W&B login counts.
-    """
+    """Check the packages of launcher, tracking, rewards and data files, beyond those that every run needs."""
     sources = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     tables = next((key for key, names in sources.items() if any(n.endswith(".parquet") for n in names)), None)
     if launcher == "ray":

@@ -42,12 +42,7 @@ def check_machine(
     job: str,
     starts: bool,
 ) -> None:
-    """Check processes and memory of `job`.
-
-    Args:
-        machine: this machine; None: the run uses other machines, and only devices named in the recipe count.
-        starts: the run starts on this machine; False: a dry run.
-    """
+    """Check processes and memory of `job`."""
     checks = checks.of("machine")
     if machine is None:
         placed = None if config.cluster.device_memory_gb is None else _divided(sizes, placement, checks)

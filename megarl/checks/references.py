@@ -27,13 +27,8 @@ _IMPORT_S = 5.0
 
 
 def check_reference(text: str, key: str) -> ast.Module | None:
-    """Find the function that `text` names.
-
-    Returns:
-        Its source code; None when it is not written in Python.
-
-    Raises:
-        ConfigError: at `key`: the file, module or name is missing or broken.
+    """Find the function that `text` names and return its source code (None if it is not Python). Raise ConfigError at
+    `key` if the file, module or name is missing or broken.
     """
     module, _, function = text.rpartition(":")
     file = _file_of(module, text, key) if is_file_reference(text) else _source_of(module, text, key)
@@ -65,13 +60,7 @@ def check_reference(text: str, key: str) -> ast.Module | None:
 
 
 def check_reward_kwargs(tree: ast.Module, reference: str, kwargs: dict[str, object]) -> None:
-    """Refuse keyword arguments that a reward function does not accept, as far as its source code shows.
-
-    Args:
-        tree: the source code that contains the function.
-        reference: `file.py:fn` or `pkg.mod:fn`.
-        kwargs: `reward.kwargs`.
-    """
+    """Refuse keyword arguments that a reward function does not accept, as far as its source code shows."""
     found = _definition(tree, reference)
     if found is None:
         return
@@ -195,9 +184,6 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 def check_arguments(config: RunConfig, limit_s: float = _IMPORT_S) -> None:
     """Refuse `data.loader_kwargs` that no source accepts; functions whose import takes longer are checked by the
     workers.
-
-    Raises:
-        ConfigError: the error that a worker would raise.
     """
     data, more = config.data, config.sft.train_files or []
     if not data.loader_kwargs:

@@ -20,14 +20,7 @@ def check_reward_model(
     job: str,
     checks: Checklist,
 ) -> None:
-    """Check the section `reward_model` against the rest of the recipe.
-
-    Args:
-        roles: roles of the nodes of the task graph; None: there is no graph.
-        placement: the teams of the job; None: unknown here.
-        found: sizes of the reward model; None: unknown here.
-        job: train, sft, eval or generate.
-    """
+    """Check the section `reward_model` against the rest of the recipe."""
     checks = checks.of(_WHAT)
     section, part = config.reward_model, config.reward.of_model
     if part is None:

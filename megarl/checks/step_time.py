@@ -30,13 +30,8 @@ def check_time(
     checks: Checklist,
     job: str = "train",
 ) -> float | None:
-    """Estimate the seconds of a step, record them and those of the run, and warn when a step takes over an hour.
-
-    Args:
-        machine: None: not known, so that only the GPUs that the recipe names count.
-
-    Returns:
-        The seconds of a step; None where no formula knows them.
+    """Estimate the seconds of a step and return them (None where no formula knows them); record them and those of the
+    run, and warn when a step takes over an hour.
     """
     checks = checks.of("time")
     hardware = _hardware(config, machine)

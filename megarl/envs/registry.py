@@ -125,10 +125,8 @@ def check_longest(longest_s: float | None, answer_s: float) -> None:
 
 
 def import_source(source: str, key: str) -> Any:
-    """Import and return the module `pkg.mod`, or that of a file `path/to/file.py`.
-
-    Raises:
-        ConfigError: at `key`: the file is missing, or its import fails; the message names the line.
+    """Import and return the module `pkg.mod`, or that of a file `path/to/file.py`. Raise ConfigError at `key`, with the
+    line, if the file is missing or its import fails.
     """
     try:
         return of_user(import_file(_existing(source, key)) if source.endswith(".py") else import_module(source))
@@ -226,10 +224,8 @@ def check_tool_template(config: RunConfig) -> None:
 
 
 def _load(env: dict[str, Any]) -> tuple[bool, float | None, bool]:
-    """Load the environment and the components that its settings name.
-
-    Returns:
-        Its `scores`, `longest_s` and `needs_tool_template`.
+    """Load the environment and the components that its settings name; return its `scores`, `longest_s` and
+    `needs_tool_template`.
     """
     kind, settings = load_environment(env)
     kind.check(settings)

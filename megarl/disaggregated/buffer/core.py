@@ -127,10 +127,8 @@ class Core:
     def give(
         self, team: str, rank: int, step: int, key: str, groups: Sequence[GroupInfo], refs: Sequence[Any]
     ) -> Change:
-        """Record the groups that one replica hands over in one call.
-
-        Raises:
-            HandoverError: it does not fit what the run's teams hand over, or was given before; nothing is kept.
+        """Record the groups that one replica hands over in one call. Raise HandoverError, and keep nothing, if they do
+        not fit what the run's teams hand over, or were given before.
         """
         handover = self._known(key)
         at = f"step {step}, {key!r}, given by team {team!r} rank {rank}"

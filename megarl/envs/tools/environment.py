@@ -198,14 +198,7 @@ class Caller(Protocol):
         """Names of the tools."""
 
     def call(self, name: str, arguments: dict[str, Any], deadline: float, images: Sequence[str]) -> Said:
-        """Return the tool's result, or its error as text for the model, and whether it failed.
-
-        Args:
-            name: name of the tool.
-            arguments: plain JSON.
-            deadline: on the monotonic clock; later results are not used.
-            images: images of the episode so far, as files in base64.
-        """
+        """Return the tool's result, or its error as text for the model, and whether it failed."""
 
     def close(self) -> None:
         """End the processes or connections."""

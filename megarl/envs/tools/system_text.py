@@ -16,11 +16,6 @@ _HOW_TO_CALL["qwen25"] = _HOW_TO_CALL["qwen"]
 
 
 def system_text(parser: str, schemas: Sequence[dict[str, Any]]) -> str:
-    """Return the description of the tools, and of a call in the form that `parser` reads.
-
-    Args:
-        parser: `env.parser`.
-        schemas: JSON schemas of the tools.
-    """
+    """Return the description of the tools, and of a call in the form that `parser` reads."""
     listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return f"You may call these functions, given as JSON schemas:\n<tools>\n{listed}\n</tools>\n{_HOW_TO_CALL[parser]}"
