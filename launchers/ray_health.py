@@ -66,7 +66,7 @@ class OwnRay:
             code = dead.wait(_DIES_S)
             how = f"was killed by signal {-code} ({signal_name(-code)})" if code and code < 0 else "has ended"
             if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
-                how += ": killed by the kernel for lack of memory"
+                how += ": killed by the kernel, out of memory"
             name = self._names[dead.pid]
             return lost_text(f"Ray's {_PARTS[name]} ({name}, process {dead.pid})", how)
         return lost_text(f"Ray's {_PARTS[self._names[dead.pid]]} ({self._names[dead.pid]})", "has ended")

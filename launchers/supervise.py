@@ -139,7 +139,7 @@ def _abrupt_end(rank: int, code: int, workers: Workers, job: Job, oom_killed: bo
     message = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else _ended(code)
     message = workers.cause(rank) or message
     if code == -signal.SIGKILL and oom_killed:
-        message += ": killed by the kernel for lack of memory"
+        message += ": killed by the kernel, out of memory"
     return RankFailure(
         rank=rank,
         phase=beat.phase if beat else "start",

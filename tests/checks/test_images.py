@@ -80,7 +80,7 @@ def test_an_interpreter_that_cannot_read_images_is_named(python: Path, tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("data.min_pixels=100000", "data.max_pixels=5000"), "no image is within these limits"),
+        (("data.min_pixels=100000", "data.max_pixels=5000"), "no image size is within these limits"),
         (("model.hf_config.image_token_id=100000",), "this special token of images is not in the vocabulary"),
     ],
 )

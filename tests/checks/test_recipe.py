@@ -213,9 +213,9 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
         # model
         (["model.hf_config.model_type=gpt2"], "model.hf_config", ["not supported", "qwen3_moe"]),
         (["model.hf_config.model_type=null"], "model.hf_config", ["no model_type"]),
-        (["model.hf_config.hidden_size=0"], "model.hf_config.hidden_size", ["hidden_size is not a size"]),
-        (["model.path=/no/such/model", "model.hf_config=null"], "model.path", ["no such model folder"]),
-        (["model.hf_config=null"], "model", ["no model is named"]),
+        (["model.hf_config.hidden_size=0"], "model.hf_config.hidden_size", ["hidden_size must be a positive integer"]),
+        (["model.path=/no/such/model", "model.hf_config=null"], "model.path", ["model folder does not exist"]),
+        (["model.hf_config=null"], "model", ["the recipe names no model"]),
         (["model.hf_config.hiden_size=64"], "model.hf_config.hiden_size", ["has no effect", "mean hidden_size?"]),
         (
             ["model.hf_config.norm_topk_prob=true"],
@@ -224,8 +224,8 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
         ),
         (["model.path=Qwen/Qwen3-8B"], "model", ["both model.path and model.hf_config"]),
         (["model.tokenizer=null"], "model.tokenizer", ["needs a tokenizer"]),
-        (["model.tokenizer=chars:aba"], "model.tokenizer", ["characters twice: 'a'", "chars:ab"]),
-        (["model.tokenizer=words:up down up"], "model.tokenizer", ["twice: 'up'", "words:up down"]),
+        (["model.tokenizer=chars:aba"], "model.tokenizer", ["repeats characters: 'a'", "chars:ab"]),
+        (["model.tokenizer=words:up down up"], "model.tokenizer", ["repeats words: 'up'", "words:up down"]),
         (["model.tokenizer=words:"], "model.tokenizer", ["list of words is empty"]),
         (
             ["model.tokenizer=words:a b c", "model.hf_config.vocab_size=6"],

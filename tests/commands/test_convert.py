@@ -80,10 +80,13 @@ def test_a_stack_of_experts_has_the_widest_dtype_of_its_matrices(tmp_path):
             {"model.layers.0.self_attn.gate.weight": torch.ones(4)},
             ["1 tensor that the model", "self_attn.gate.weight"],
         ),
-        ({"model.norm.weight": torch.ones(65)}, ["'model.norm.weight' has another shape", "65", "64"]),
-        ({"model.layers.0.mlp.up_proj.weight": torch.ones(95, 64)}, ["up_proj.weight' has another shape", "96, 64"]),
-        ({"model.layers.0.mlp.up_proj.weight": torch.ones(0, 64)}, ["up_proj.weight' has another shape", "0, 64"]),
-        ({"score.weight": torch.ones(3, 64)}, ["'score.weight' has another shape", "1, 64"]),
+        ({"model.norm.weight": torch.ones(65)}, ["'model.norm.weight' has a different shape", "65", "64"]),
+        (
+            {"model.layers.0.mlp.up_proj.weight": torch.ones(95, 64)},
+            ["up_proj.weight' has a different shape", "96, 64"],
+        ),
+        ({"model.layers.0.mlp.up_proj.weight": torch.ones(0, 64)}, ["up_proj.weight' has a different shape", "0, 64"]),
+        ({"score.weight": torch.ones(3, 64)}, ["'score.weight' has a different shape", "1, 64"]),
     ],
 )
 def test_a_model_that_training_would_not_read_is_not_converted(tmp_path, changes, words):
@@ -156,7 +159,7 @@ def test_damaged_files_and_places_that_cannot_be_written_are_named(tmp_path):
         convert(tmp_path / "in", tmp_path / "out", max_shard_gb=0)
     file = tmp_path / "in" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(ConfigError, match=r"model\.safetensors: this is not a whole safetensors file"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors: damaged or incomplete safetensors file"):
         convert(tmp_path / "in", tmp_path / "out")
 
 

@@ -72,7 +72,7 @@ def test_the_run_is_asked_to_save_and_waited_for(interrupted, tmp_path: Path) ->
         looks.clear()
         said = interrupted("train", "step/rollout", 5, saves_at_the_third_look, number)
         assert f"{number.name}: finishing and saving the current step first" in said
-        assert "learnt in 2 steps is lost then" in said
+        assert "then 2 steps of training will be lost" in said
         assert looks == [True] * 3
 
 
@@ -115,7 +115,7 @@ def test_where_nothing_would_be_saved_the_run_ends_at_once(interrupted, entry: s
 
 @pytest.mark.parametrize("phase", ["await_metrics", "reduce_metrics"])
 def test_steps_that_wait_to_be_recorded_are_saved(interrupted, phase: str) -> None:
-    assert "learnt in 3 steps is lost" in interrupted("train", phase, 5, lambda: {0: 1})
+    assert "3 steps of training will be lost" in interrupted("train", phase, 5, lambda: {0: 1})
 
 
 def test_fine_tuning_saves_too(interrupted, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_fine_tuning_saves_too(interrupted, tmp_path: Path) -> None:
         (tmp_path / SAVE_REQUEST).unlink()
         return {}
 
-    assert "1 step is lost" in interrupted("sft", "sft/train", 4, save)
+    assert "1 step of training will be lost" in interrupted("sft", "sft/train", 4, save)
 
 
 @pytest.mark.parametrize(("phase", "lost"), [("sft/train", 3), ("idle", 4)])

@@ -194,7 +194,7 @@ def test_wrong_settings_are_refused_before_anything_is_asked(kwargs, words):
 
 @pytest.mark.parametrize("workers", [1, 2])  # in a thread, and in processes
 def test_a_field_that_is_not_there_ends_the_run_whatever_on_error_says(served, workers):
-    with pytest.raises(ConfigError, match=r"reward\.kwargs\.fields: samples have no 'answr'"):
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\.fields: samples have no field 'answr'"):
         scores("http", {"url": served.url, "fields": ["answr"]}, samples("2"), on_error=0.0, workers=workers)
     assert served.requests == []
 
@@ -302,7 +302,7 @@ def test_a_spent_budget_is_said_and_holds_for_further_runs(served, tmp_path):
     kwargs = {"url": served.url, "model": "m", "cache": str(tmp_path), "budget": 2, "concurrency": 1}
     found = scores("judge", kwargs, samples("1", "2", "3"), on_error=0.25)
     assert [one["overall"] for one in found] == [1.0, 1.0, 0.25]
-    with pytest.raises(RewardError, match=r"the judge's budget of 2 calls is spent(?s:.*)raise reward\.kwargs\.budget"):
+    with pytest.raises(RewardError, match=r"budget of 2 calls is used up(?s:.*)raise reward\.kwargs\.budget"):
         scores("judge", kwargs, samples("3"))
     assert len(served.requests) == 2
     assert scores("judge", kwargs, samples("2")) == [{"overall": 1.0}]  # it is known

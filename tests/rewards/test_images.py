@@ -100,11 +100,11 @@ def test_a_function_that_asks_where_there_are_none_is_refused_before_a_start(fil
     check_reward(config, checks)
     (failed,) = [check for check in checks.items if check.status == "fail"]
     assert failed.key == "data.image_key"
-    assert f"{name} asks for images" in str(failed.problem())
+    assert f"{name} requires images" in str(failed.problem())
 
 
 def test_a_decorated_function_that_asks_is_refused_when_it_is_imported(file):
-    with pytest.raises(ConfigError, match=r"data\.image_key: .*decorated asks for images"):
+    with pytest.raises(ConfigError, match=r"data\.image_key: .*decorated requires images"):
         check_import(RewardConfig(name=f"{file}:decorated"), limit_s=60, images=False)
     check_import(RewardConfig(name=f"{file}:decorated"), limit_s=60)
 

@@ -15,6 +15,7 @@ from megarl.artifacts.trained import best_step as noted_best
 from megarl.commands import job
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig, TrainerConfig
+from megarl.config.task import Task
 from megarl.config.training import SFTConfig
 from megarl.dag.messages import NoMail
 from megarl.dag.placement import together
@@ -105,7 +106,7 @@ def run_dir(tmp_path):
 
 
 def of_run(run_dir, resume="auto", loader=None, roles=()):
-    config = SimpleNamespace(trainer=TrainerConfig(resume=resume), model_dump=lambda mode: {})
+    config = SimpleNamespace(trainer=TrainerConfig(resume=resume), task=Task(), model_dump=lambda mode: {})
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     fields = {"run_dir": run_dir, "trained": {}, "loading": loader, "layout": layout, "team": ONE_TEAM}
     return Checkpoints(SimpleNamespace(config=config, hf_config=None, **fields), roles)
@@ -128,8 +129,8 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact_and_says_so(run
     assert (checkpoints.find("trainer.steps", 9), checkpoints.source) == (1, root / "step_1")
     checkpoints.begin()
     output = capsys.readouterr().out
-    assert f"WARNING: {root / 'step_3'} is not used, it is damaged or incomplete: there is no meta.json" in output
-    assert f"WARNING: {root / 'step_2'} is not used, it is damaged or incomplete: state.json holds other" in output
+    assert f"WARNING: {root / 'step_3'} is not used, it is damaged or incomplete: meta.json is missing" in output
+    assert f"WARNING: {root / 'step_2'} is not used, it is damaged or incomplete: state.json was changed" in output
     assert sorted(path.name for path in (run_dir / "checkpoints.old-1").iterdir()) == ["step_2", "step_3"]
 
 
@@ -303,7 +304,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     monkeypatch.setattr(checkpoint, "load", lambda *_: (3, state))
     part = SimpleNamespace(load_state_dict=lambda state: None)
     trainer = TrainerConfig()
-    config = SimpleNamespace(trainer=trainer, model_dump=lambda mode: {})
+    config = SimpleNamespace(trainer=trainer, task=Task(), model_dump=lambda mode: {})
     c = SimpleNamespace(
         config=config, run_dir=run_dir, trained={}, scores=None, loading=part, frozen={}, kl_controller=part
     )
@@ -380,7 +381,10 @@ def test_a_checkpoint_of_another_format_is_not_passed_over(run_dir):
     """Its run would begin again from an earlier one, or from the beginning, without a word of its user."""
     meta = run_dir / "checkpoints" / "step_3" / "meta.json"
     meta.write_text(meta.read_text().replace('"format": ', '"format": 1'))
-    with pytest.raises(FormatError, match=r"step_3: another version of megarl wrote (?s:.*)format 1\d(?s:.*)convert"):
+    with pytest.raises(
+        FormatError,
+        match=r"written by another version of megarl(?s:.*)format 1\d(?s:.*)convert",
+    ):
         find(run_dir)
 
 
@@ -443,7 +447,7 @@ def saving(monkeypatch, tmp_path):
     part = SimpleNamespace(state_dict=dict)
     trainer = SimpleNamespace(**dict(TrainerConfig(save_every=2, best_metric=None)))
     c = SimpleNamespace(
-        config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path, frozen={}
+        config=SimpleNamespace(trainer=trainer, task=Task(), model_dump=lambda mode: {}), run_dir=tmp_path, frozen={}
     )
     c.loading, c.kl_controller, c.surplus, c.trained, c.offload = part, part, None, {}, OffloadSchedule()
     c.context, c.team, c.scores, c.hf_config = c, ONE_TEAM, None, None

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.task import TEXT
 from megarl.data.batch import Batch
 from megarl.data.groups import ORDINAL
 from megarl.data.versions import VERSION_FIELDS
@@ -25,7 +26,7 @@ from megarl.system.metrics import Metrics
 mixed = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms(use_true_random=False))
 
 
-CONFIG = SimpleNamespace(has_turns=False, robot=None)
+CONFIG = SimpleNamespace(has_turns=False, task=TEXT)
 
 
 def replica(sizes: list[int], shuffle: random.Random, rank: int, count: int) -> list[str]:
@@ -150,7 +151,7 @@ def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.Monke
     )
     sampling = SimpleNamespace(model_copy=lambda update: None)
     data = SimpleNamespace(image_key=None)
-    config = SimpleNamespace(rollout=SimpleNamespace(sampling=sampling), data=data, has_turns=False, robot=None)
+    config = SimpleNamespace(rollout=SimpleNamespace(sampling=sampling), data=data, has_turns=False, task=TEXT)
     c = SimpleNamespace(config=config, metrics=Metrics())
     assert rollout.greedy_rollout(c, samples, rollout=None, scorer=None)["greedy_score"].tolist() == [
         3.0,

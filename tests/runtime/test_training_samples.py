@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarl.config.task import TEXT
 from megarl.data.batch import Batch
 from megarl.data.jagged import Jagged
 from megarl.runtime.training_samples import group_rows, shows_groups
@@ -20,12 +21,12 @@ class Tokenizer:
         return [self.decode(row) for row in rows]
 
 
-def rank(groups=2, every=5, steps=12, robot=None):
+def rank(groups=2, every=5, steps=12, task=TEXT):
     config = SimpleNamespace(
         tracking=SimpleNamespace(training_groups=groups),
         validation=SimpleNamespace(every=every),
         trainer=SimpleNamespace(steps=steps),
-        robot=robot,
+        task=task,
     )
     return SimpleNamespace(config=config, context=SimpleNamespace(step=4), tokenizer=Tokenizer())
 

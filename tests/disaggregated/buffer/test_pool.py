@@ -142,5 +142,5 @@ def test_a_policy_that_chooses_what_is_too_old_ends_the_run_with_its_name(tmp_pa
 
     for step in range(1, 6):
         finish_all_of(step)
-    with pytest.raises(HandoverError, match=r"async.order: forms_step\(6\) of the policy Late names \[0, 0\]"):
+    with pytest.raises(HandoverError, match=r"async.order: forms_step\(6\) of the policy Late returns \[0, 0\]"):
         finish_all_of(6)
