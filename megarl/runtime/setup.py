@@ -87,10 +87,8 @@ def build_rank_state(
     """Build the state of a rank of `team` (None: one team that holds all roles), with the policy's weights loaded.
 
     Critic, reference and teacher come later (megarl/runtime/role_models.py), as they depend on where RL starts.
-
-    Args:
-        trainable: False: without optimizer and training data.
-        scored: splits whose samples are scored; without any no reward function is loaded.
+    Without `trainable` there are no optimizer and no training data. `scored`: splits whose samples are scored; without
+    any no reward function is loaded.
     """
     team = team or TeamContext.of_all(config)
     seed_generators(config.trainer.seed)
