@@ -10,7 +10,7 @@ from tools.habits import HABITS, counts
 
 #: The places there are now. Whoever removes some lowers the number.
 ALLOWANCES = {
-    "local variables that name nothing": 857,
+    "local variables that name nothing": 856,
     "functions with more than 7 parameters": 51,
     "asserts that a value is not None": 164,
     "private functions under 5 lines with one caller": 326,
