@@ -68,11 +68,12 @@ def message(node: ast.expr) -> str:
 
 
 def error_messages(tree: ast.Module, place: str) -> Iterator[Sentence]:
-    """Yield the messages of `raise` statements that are written where the error is raised."""
+    """Yield the messages of `raise` statements that are written where the error is raised, with their place and fix."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            text = message(node.exc.args[0])
-            if " " in text:
+            parts = {"": node.exc.args[0]} | {f"{word.arg}: ": word.value for word in node.exc.keywords if word.arg}
+            text = "\n".join(name + (message(value) or "{" + ast.unparse(value) + "}") for name, value in parts.items())
+            if " " in message(node.exc.args[0]):
                 yield Sentence("error message", f"{place}:{node.lineno}", ast.unparse(node.exc.func), text)
 
 

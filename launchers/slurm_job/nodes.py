@@ -214,7 +214,7 @@ class Nodes:
             # Not the nodes are at fault but Slurm, or node.sh on all of them: this node runs, or Slurm reports that
             # some nodes do.
             why = bad[here] if here in bad else next(why for node, why in bad.items() if node not in lost)
-            raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {why}")
+            raise CommandFailed(f"no program can be started on any of the nodes {', '.join(commands)}: {why}")
         return bad
 
     def _stderr_lines(self, process: subprocess.Popen[str], end: float) -> list[str] | None:

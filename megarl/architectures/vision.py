@@ -175,7 +175,7 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
         return int(size or 0) if used else 0
     if used is not None and int(own) != (int(size or own) if used else 0):
         raise ConfigError(
-            "two keys say different sizes of the policy's state",
+            "two keys give different sizes of the policy's state",
             where=where,
             found={"state_dim": own, "use_proprio": used, "proprio_dim": size},
             allowed="one of state_dim, and use_proprio with proprio_dim",

@@ -116,7 +116,7 @@ def killed(run_dir: Path, overrides: Sequence[str], when: Callable[[], int | Non
             os.kill(victim, signal.SIGKILL)
             return process.wait(max(end - time.monotonic(), 1.0))
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the command continues without process {victim}, which was killed") from None
+            raise TimeoutError(f"the command still runs long after its process {victim} was killed") from None
         finally:
             if process.poll() is None:
                 process.terminate()

@@ -202,7 +202,7 @@ def _check_scales(name: str, place: dict[str, Stored], block: tuple[int, int] | 
     scales = place.get(f"{name}_scale_inv")
     if dtype != _CODES or block is None or len(shape) != 2 or scales is None or scales[1] not in _DTYPES:
         raise ConfigError(
-            f"tensor {name!r} is quantised, and the meaning of its codes is unknown",
+            f"tensor {name!r} is quantised in an unknown format",
             where=str(file),
             found=f"{dtype}, {f'scales in {scales[1]}' if scales is not None else f'no {name}_scale_inv'}",
             allowed=f"{', '.join(_DTYPES)}, or {_CODES} with scales per block and a quantization_config",

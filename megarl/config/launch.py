@@ -52,7 +52,7 @@ def _option(text: str) -> str:
     if not name.startswith("-"):
         raise ValueError(f"an option of sbatch begins with -, such as --exclusive, unlike {text!r}")
     if name in _WRITTEN:
-        raise ValueError(f"an option that no other key sets: {name} comes from {_WRITTEN[name]}")
+        raise ValueError(f"an option without a key of its own: {name} comes from {_WRITTEN[name]}")
     return text
 
 

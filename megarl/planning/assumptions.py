@@ -60,7 +60,7 @@ def pairs(texts: Sequence[str], where: str = "--assume") -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError("this assumption has no value", where=where, found=text, allowed="NAME=VALUE")
+            raise ConfigError("an assumption has no value", where=where, found=text, allowed="NAME=VALUE")
         found[name] = value
     return found
 

@@ -135,7 +135,7 @@ class ScoreServer:
                 if time.monotonic() > end:
                     raise TimeoutError("timed out in the middle of the reply")
                 if size > _LARGEST:
-                    raise ValueError(f"more than {_LARGEST >> 20} MB")
+                    raise ValueError(f"the reply has more than {_LARGEST >> 20} MB")
         return b"".join(parts)
 
 

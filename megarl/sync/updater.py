@@ -135,7 +135,7 @@ class WeightSync:
     def catch_up(self) -> SyncReport:
         """Send the current version to living receivers that do not have it. Collective; cheap if there are none."""
         if self.version is None:
-            raise ValueError("catch_up before the first push")
+            raise ValueError("catch_up was called before the first push of weights")
         return self._sync(lambda receiver: receiver.version != self.version)
 
     def close(self) -> None:

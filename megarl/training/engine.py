@@ -487,8 +487,8 @@ class MegatronEngine:
         wanted = self.parts.intersection(parts)
         if wanted and PARAMETERS not in wanted:
             raise ValueError(
-                f"the {self.name} engine cannot hold its {' and '.join(sorted(wanted))} on the "
-                f"device without the parameters"
+                f"the {self.name} engine can hold its {' and '.join(sorted(wanted))} on the device only together with "
+                "its parameters"
             )
         for part in reversed(PARTS):
             if part in self.parts - wanted and part not in self._away:

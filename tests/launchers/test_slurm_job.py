@@ -190,7 +190,7 @@ def test_where_nothing_can_be_started_no_node_is_blamed(world):
     (world.folder / "dead").write_text("n1 n2")
     code, said = world.run("1", nodes="n1,n2")  # n1 is the one that the job's program runs on
     assert code == 1
-    assert "nothing can be started on any of n1, n2" in said
+    assert "no program can be started on any of the nodes n1, n2" in said
     assert not world.asked("sbatch")
 
 
@@ -469,7 +469,7 @@ def test_where_nothing_can_be_started_no_node_is_blamed_though_the_first_one_tak
     (world.folder / "no steps").touch()
     code, said = world.run("1", spares=1)
     assert code == 1
-    assert "nothing can be started on any of n2, n3: srun: error" in said
+    assert "no program can be started on any of the nodes n2, n3: srun: error" in said
     assert world.excluded().keys() == {"n1"}
 
 

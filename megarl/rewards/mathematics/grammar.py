@@ -39,7 +39,7 @@ class AnswerReader(ExpressionReader):
         found: list[str] = []
         while self.next_is(",", ";", "and", "or", "quad", "\\\\"):
             if len(found) > 2:
-                raise UnreadError("separators of nothing")
+                raise UnreadError("more than two separators in a row")
             mark = self.step().text
             found.append(mark if mark in ("and", "or") else ",")
         if not found:

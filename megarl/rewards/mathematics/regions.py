@@ -83,7 +83,7 @@ def _region(node: Node) -> Region:
         return _relation(node)
     if isinstance(node, Apply) and node.name in ("cup", "cap", "\\", "+"):
         return _operation(node)
-    raise UnreadError("no set")
+    raise UnreadError("a congruence cannot be read as a set")
 
 
 def everything() -> Region:
@@ -123,7 +123,7 @@ def _group(node: Compound) -> Region:
         if node.marks == "," and not met.spans:
             met = _union(parts)
         return _named(met, parts)
-    raise UnreadError("no set")
+    raise UnreadError("a congruence cannot be read as a set")
 
 
 def _named(made: Region, parts: list[Region]) -> Region:
@@ -149,10 +149,10 @@ def _builder(node: Compound) -> Region:
 
 def _relation(node: Relation) -> Region:
     if node.modulus is not None:
-        raise UnreadError("no set")
+        raise UnreadError("a congruence cannot be read as a set")
     if node.ops in (("\\in",), ("\\notin",)):
         if not isinstance(node.sides[0], Symbol):
-            raise UnreadError("no variable")
+            raise UnreadError("the left side of a membership is not a variable")
         inner = _region(node.sides[1])
         spans = inner.spans if node.ops == ("\\in",) else _complement(inner).spans
         return Region(spans, node.sides[0].name)
@@ -227,7 +227,7 @@ def _operation(node: Apply) -> Region:
     args = node.args
     if node.name == "+":
         if len(args) != 2 or not isinstance(args[1], Apply) or args[1].name != "neg":
-            raise UnreadError("no set")
+            raise UnreadError("a congruence cannot be read as a set")
         args = (args[0], args[1].args[0])
     parts = [_region(arg) for arg in args]
     names = {part.variable for part in parts} - {None}

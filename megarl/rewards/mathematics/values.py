@@ -190,7 +190,7 @@ class Evaluation:
             return self._counted(name, args)
         function = self._function(name)
         if function is None or (len(args) != 1 and name not in ("max", "min")):
-            raise UnreadError(f"no function: {name}")
+            raise UnreadError(f"unknown function, or wrong number of arguments: {name}")
         if name in _GROWING and not ctx.isinf(first) and ctx.mag(first) > 64:
             raise UnreadError("an argument too large")
         value = function(*args)
