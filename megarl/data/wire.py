@@ -398,6 +398,6 @@ def _check_plain(name: str, value: Any) -> None:
                 _check_plain(name, item)
         return
     raise ValueError(
-        f"column {name!r} has a {kind.__name__}, which cannot be sent: {value!r:.80}; "
+        f"column {name!r} holds a value of type {kind.__name__}, which cannot be sent: {value!r:.80}; "
         "allowed: str, int, float, bool, None, list, dict"
     )

@@ -303,7 +303,6 @@ def test_every_stage_ran_and_needs_what_it_says_it_reads() -> None:
     shipped = {
         f"{m.__name__}:{f.__name__}": contract_of(f) for m in modules for f in vars(m).values() if is_stage(f, m)
     }
-    del shipped["megarl.robots.stages:episode_reward"]  # of robots' runs, tests/robots/test_runs.py
     for name in ("rule_rewards", "model_score", "total_reward"):  # tests/runtime/test_reward_model.py
         del shipped[f"megarl.runtime.stages.reward:{name}"]
     given = ("preference:dpo_train", "preference:reward_model_train", "kto:mismatched_ref_logp", "kto:kto_train")

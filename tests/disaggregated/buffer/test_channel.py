@@ -175,7 +175,7 @@ def test_a_column_that_cannot_be_sent_is_named() -> None:
     batch = one_team(2, 0, 1, 2)
     batch.set("note", [object()] * len(batch))
     channel = crossing_of(placement, "train", graph, {"give": lambda step, key, groups, payloads: len(list(payloads))})
-    with pytest.raises(HandoverError, match=r"step 2, 'pick>critic'.*column 'note' has a object"):
+    with pytest.raises(HandoverError, match=r"step 2, 'pick>critic'.*column 'note' holds a value of type object"):
         channel.give(SimpleNamespace(step=2, metrics=Metrics()), graph["pick"], batch)
 
 
