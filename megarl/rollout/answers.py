@@ -1,7 +1,7 @@
-"""The environments' side of episodes: what the policy said goes to them, what they answer becomes tokens.
+"""The environments' side of episodes: sends the policy's turns to environments and tokenises their answers.
 
-All ranks of a replica make the same calls. The first one has the environments and broadcasts what they said; an answer
-is tokenised once, there.
+All ranks of a replica make the same calls. The first rank runs the environments, tokenises each answer once, and
+broadcasts it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from megarl.envs.host import Host, HostSession, Reply
 from megarl.envs.protocol import Action
 from megarl.system.errors import UserError, count
 
-#: What ends an episode whose environment is not done, by how its last turn was cut.
+#: Finish reason of a turn -> why its episode ends, although the environment is not done.
 _ENDED_BY = {"length": "tokens", "abort": "seconds"}
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """The limits of an episode: turns, tokens of the first observation, tokens after it, seconds and images (None:
-    any).
+    """The limits of an episode.
 
-    `image_token` stands for a feature of an image, in a model that sees: a turn that holds it is the last one, because
-    a server would look for another image. None: the model sees none.
+    Attributes:
+        turns: most turns.
+        prompt_tokens: most tokens of the first observation.
+        tokens: most tokens after the first observation.
+        seconds: most seconds; None: no limit.
+        images: most images; None: no limit.
+        image_token: the token that stands for an image feature; None: a text model. An episode ends after a turn that
+            contains this token, because a server would look for another image.
     """
 
     turns: int
@@ -40,7 +45,7 @@ class EpisodeLimits:
     image_token: int | None = None
 
     def end_after(self, trajectory: Trajectory) -> str:
-        """Return what ends an episode after its last turn whatever its environment says; empty: nothing does."""
+        """Return which limit ends the episode after its last turn, whatever the environment answers; empty: none."""
         if trajectory.finish_reason != "stop":
             return _ENDED_BY[trajectory.finish_reason]
         if trajectory.turns >= self.turns:
@@ -48,7 +53,7 @@ class EpisodeLimits:
         return "image_token" if self.image_token in trajectory.last_turn else ""
 
     def too_many(self, before: int, images: ImageSet | None) -> bool:
-        """Tell whether an episode with `before` images has no room for these."""
+        """Return whether `images` would take an episode that has `before` images over its limit."""
         return self.images is not None and images is not None and before + _number(images) > self.images
 
 
@@ -58,12 +63,12 @@ class EpisodeRules:
 
     Attributes:
         host: the environments; None on all ranks but the first of a replica.
-        turns: tokens of what environments say.
-        texts: of token ids, without and with special tokens.
-        share: gives every rank of the replica the first one's JSON value; collective over the replica.
-        on_error: `fail` ends the run when an environment fails, `mark` the episode.
+        turns: tokenises observations.
+        texts: decodes turns of token ids into texts without special tokens and texts with them.
+        share: broadcasts a JSON value from the replica's first rank; collective over the replica.
+        on_error: when an environment fails, `fail` ends the run and `mark` ends only the episode.
         replayable: `Environment.replayable`.
-        images: the way to images; None: environments say text.
+        images: inserts the images of observations; None: observations are text only.
     """
 
     host: Host | None
@@ -80,10 +85,10 @@ class Answer(NamedTuple):
     """The answer of an environment.
 
     Attributes:
-        reply: without the observation.
-        token_ids: of the observation; None: the prompt of the data, or nothing follows.
-        images: of the observation, by their places in it.
-        differs: turns that were played again were answered otherwise than before, or not at all.
+        reply: the environment's reply, without its observation.
+        token_ids: tokens of the observation; None: `reset` kept the data's prompt, or the episode has no next turn.
+        images: images of the observation, by their places in it.
+        differs: the replayed turns got answers that differ from the recorded ones, or an error.
     """
 
     reply: Reply
@@ -93,7 +98,7 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """The answers of the environments to episodes that are told apart by numbers.
+    """The environments of episodes and their answers, by episode number.
 
     Attributes:
         awaited: episodes whose environment has not answered.
@@ -103,50 +108,51 @@ class Answers:
         self._rules = rules
         self._session: HostSession | None = None if rules.host is None else rules.host.session()
         self.awaited: dict[int, Trajectory] = {}
-        self._begun: set[int] = set()  # of these, those that have no first observation yet in this process
+        self._begun: set[int] = set()  # awaited episodes whose environment has not returned its first observation
 
     def begin(self, number: int, row: dict[str, Any], seed: int, trajectory: Trajectory) -> None:
-        """Start an environment for an episode; the turns that it has are played again."""
+        """Start an environment for an episode and replay the turns that `trajectory` already has."""
         self.awaited[number] = trajectory
         self._begun.add(number)
         if self._session is not None:
-            said = self._actions([(trajectory, turn) for turn in range(trajectory.turns)])
-            self._session.begin(number, copy.deepcopy(row), seed, said)  # samples of a prompt have the same row
+            actions = self._actions([(trajectory, turn) for turn in range(trajectory.turns)])
+            self._session.begin(number, copy.deepcopy(row), seed, actions)  # samples of a prompt have the same row
 
-    def ask(self, said: Mapping[int, Trajectory]) -> None:
-        """Give the last turns of these episodes to their environments."""
-        self.awaited.update(said)
-        if self._session is not None and said:
-            actions = self._actions([(trajectory, trajectory.turns - 1) for trajectory in said.values()])
-            for number, action in zip(said, actions, strict=True):
+    def ask(self, episodes: Mapping[int, Trajectory]) -> None:
+        """Send the last turn of each of these episodes to its environment."""
+        self.awaited.update(episodes)
+        if self._session is not None and episodes:
+            actions = self._actions([(trajectory, trajectory.turns - 1) for trajectory in episodes.values()])
+            for number, action in zip(episodes, actions, strict=True):
                 self._session.step(number, action)
 
     def any_answer(self) -> bool:
-        """Tell whether an environment of this rank has answered."""
+        """Return whether an environment of this rank has answered."""
         return self._session is not None and self._session.any_answer()
 
     def take(self, wait_s: float | None, to: Iterable[int]) -> dict[int, Answer]:
-        """Return the answers that are there, on all ranks of the replica. Collective over it.
+        """Take the answers that have arrived and return them on all ranks of the replica. Collective over the replica.
 
         Args:
-            wait_s: seconds to wait for those `to` these episodes, or, without one, for any; None: until all have come.
-            to: episodes that were asked just now.
+            wait_s: seconds to wait for the answers to the episodes `to`, or for any answer if `to` is empty; None:
+                wait for all answers.
+            to: episodes whose turns were just sent.
         """
         if not self.awaited:
             return {}
-        told: dict[int, Answer] = {}
+        read: dict[int, Answer] = {}
         if self._session is not None:
-            there = self._session.all_answers() if wait_s is None else self._session.answers(wait_s, to)
-            told = {number: self._read(number, reply) for number, reply in there.items()}
-        plain = [[number, _plain(answer)] for number, answer in told.items()]
-        found = {number: _from_plain(answer) for number, answer in self._rules.share(plain)}
-        for number in found:
+            replies = self._session.all_answers() if wait_s is None else self._session.answers(wait_s, to)
+            read = {number: self._read(number, reply) for number, reply in replies.items()}
+        plain = [[number, _plain(answer)] for number, answer in read.items()]
+        answers = {number: _from_plain(fields) for number, fields in self._rules.share(plain)}
+        for number in answers:
             del self.awaited[number]
-        self._begun -= found.keys()
-        return found
+        self._begun -= answers.keys()
+        return answers
 
     def forget(self, number: int) -> None:
-        """Drop the environment of an episode that is over."""
+        """Drop the environment of a finished episode."""
         self.awaited.pop(number, None)
         self._begun.discard(number)
         if self._session is not None:
@@ -158,65 +164,67 @@ class Answers:
         if self._session is not None:
             self._session.close()
 
-    def _actions(self, said: Sequence[tuple[Trajectory, int]]) -> list[Action]:
-        """Return the turns of episodes, as their environments get them. Only the last one may have been cut."""
-        ids = [trajectory.turn(turn) for trajectory, turn in said]
+    def _actions(self, turns: Sequence[tuple[Trajectory, int]]) -> list[Action]:
+        """Return the `Action` of each (trajectory, turn number). Only an episode's last turn may have been cut."""
+        ids = [trajectory.turn(turn) for trajectory, turn in turns]
         texts, raws = self._rules.texts(ids) if ids else ([], [])
         return [
-            Action(text, raw, own, trajectory.finish_reason if turn + 1 == trajectory.turns else "stop", turn)
-            for text, raw, own, (trajectory, turn) in zip(texts, raws, ids, said, strict=True)
+            Action(text, raw, tokens, trajectory.finish_reason if turn + 1 == trajectory.turns else "stop", turn)
+            for text, raw, tokens, (trajectory, turn) in zip(texts, raws, ids, turns, strict=True)
         ]
 
     def _read(self, number: int, reply: Reply) -> Answer:
-        """Return an answer with its tokens. One that cannot be used has an error."""
+        """Tokenise a reply into an `Answer`; an unusable observation sets the reply's error."""
         trajectory = self.awaited[number]
         if number in self._begun:
-            first, *again = [*reply.before, reply]
-            said = self._first(first)
+            first, *replayed = [*reply.before, reply]
+            observation = self._first(first)
             if not trajectory.segments:
-                return Answer(reply, *said)
-            if first.error or not self._is_repeated(trajectory, said, again):
+                return Answer(reply, *observation)
+            if first.error or not self._is_repeated(trajectory, observation, replayed):
                 return Answer(reply, None, differs=True)
-        return Answer(reply, *(self._following(trajectory, reply) if trajectory.is_unanswered else _NOTHING))
+        return Answer(reply, *(self._following(trajectory, reply) if trajectory.is_unanswered else _NO_OBSERVATION))
 
-    def _is_repeated(self, trajectory: Trajectory, first: _Said, again: Sequence[Reply]) -> bool:
-        """Tell whether turns that were played again were answered as before, as far as they had been.
+    def _is_repeated(self, trajectory: Trajectory, first: _Observation, replayed: Sequence[Reply]) -> bool:
+        """Return whether the replayed turns got their recorded answers again.
 
-        An error is another answer; one in the turn that had not been answered is the answer to it.
+        An error counts as a different answer, except in a turn without a recorded answer.
         """
         ids, images = first
         if ids is not None and (ids, _digests(images)) != (trajectory.prompt_ids, _digests(trajectory.images_of(-1))):
             return False
-        for turn, (reply, reward) in enumerate(zip(again, trajectory.turn_rewards, strict=False)):
+        for turn, (reply, reward) in enumerate(zip(replayed, trajectory.turn_rewards, strict=False)):
             ids, images = ([], None) if reply.error or reply.done else self._answer(reply, trajectory.turn(turn))
             before = trajectory.observation(turn), _digests(trajectory.images_of(turn))
             if reply.error or reply.done or reply.reward != reward or (ids, _digests(images)) != before:
                 return False
         return True
 
-    def _first(self, reply: Reply) -> _Said:
-        """Return the tokens and images of a first observation, no tokens for the prompt of the data; notes an error in
-        `reply`."""
+    def _first(self, reply: Reply) -> _Observation:
+        """Return the tokens and images of a first observation; tokens are None if `reset` kept the data's prompt.
+
+        Sets the reply's error if the observation cannot be used.
+        """
         if reply.error or reply.observation is None:
-            return _NOTHING
+            return _NO_OBSERVATION
         (ids, images), most = self._tokens(reply, self._rules.turns.first), self._rules.limits.prompt_tokens
         if not reply.error and not 0 < len(ids) <= most:
             reply.refuse(f"reset returned {len(ids)} tokens; data.max_prompt_tokens is {most}")
         if not reply.error and self._rules.limits.too_many(0, images):
-            found = count(_number(images), "image")
-            reply.refuse(f"reset returned {found}; data.limit_images is {self._rules.limits.images}")
+            images_count = count(_number(images), "image")
+            reply.refuse(f"reset returned {images_count}; data.limit_images is {self._rules.limits.images}")
         return ids, images
 
-    def _following(self, trajectory: Trajectory, reply: Reply) -> _Said:
-        """Return the tokens and images of an answer, no tokens when nothing follows; notes an error in `reply`."""
+    def _following(self, trajectory: Trajectory, reply: Reply) -> _Observation:
+        """Return the tokens and images of an answer; tokens are None if the episode has no next turn."""
         if reply.error or reply.done or self._rules.limits.end_after(trajectory):
-            return _NOTHING
+            return _NO_OBSERVATION
         return self._answer(reply, trajectory.last_turn)
 
     def _answer(self, reply: Reply, turn: list[int]) -> tuple[list[int], ImageSet | None]:
-        """Return the tokens and images of the answer to `turn`; notes an error in `reply`."""
+        """Return the tokens and images of the answer to `turn`; sets the reply's error if they cannot be used."""
         ended = self._rules.turns.is_ended(turn)
-        return self._tokens(reply, lambda said: self._rules.turns.following(said, ended=ended))
+        return self._tokens(reply, lambda observation: self._rules.turns.following(observation, ended=ended))
 
     def _tokens(self, reply: Reply, tokenise: Callable[[Any], list[int]]) -> tuple[list[int], ImageSet | None]:
         try:
@@ -227,9 +235,9 @@ class Answers:
             return [], None
 
 
-#: Tokens of an observation and its images, by their places in it; no tokens: nothing was said.
-_Said = tuple[list[int] | None, ImageSet | None]
-_NOTHING: _Said = None, None
+#: Tokens of an observation, and its images by their places in it; None for the tokens: no observation.
+_Observation = tuple[list[int] | None, ImageSet | None]
+_NO_OBSERVATION: _Observation = None, None
 
 
 def _number(images: ImageSet | None) -> int:
@@ -247,16 +255,16 @@ def _plain(answer: Answer) -> dict[str, Any]:
     return {**numbers, "ids": ids, "images": None if images is None else images.to_json(), "differs": differs}
 
 
-def _from_plain(told: dict[str, Any]) -> Answer:
-    ids, images, differs = (told.pop(name) for name in ("ids", "images", "differs"))
-    return Answer(Reply(**told), ids, None if images is None else ImageSet.from_json(images), differs)
+def _from_plain(fields: dict[str, Any]) -> Answer:
+    ids, images, differs = (fields.pop(name) for name in ("ids", "images", "differs"))
+    return Answer(Reply(**fields), ids, None if images is None else ImageSet.from_json(images), differs)
 
 
 def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, *, late: bool) -> None:
-    """Apply an answer without an error to its episode: it ends, or goes on.
+    """Add an answer without an error to its episode, which ends if the answer or a limit ends it.
 
     Args:
-        late: the time of the episode is over.
+        late: the episode is over its time limit.
     """
     reply, ids, images, _ = answer
     if trajectory.is_unanswered:

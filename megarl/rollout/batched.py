@@ -1,4 +1,4 @@
-"""Turns in rounds, for engines that generate for many ranks together: each `wait` is one call of `generate`."""
+"""Generation in rounds, for engines whose ranks generate together: each `wait` is one call of `generate`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Generate = Callable[[list[Request], SamplingConfig, Sequence[int]], list[list[Co
 
 @dataclass
 class BatchedGeneration:
-    """A `Generation` over `generate`. All turns of a round are over when it is; equal sequences share one prefill.
+    """A `Generation` that runs rounds of `generate`. A round finishes all its turns; equal sequences share one prefill.
 
     Attributes:
-        generate: of the engine.
-        together: whether any rank that generates together with this one is busy, collective over those ranks.
+        generate: the engine's `RolloutEngine.generate`.
+        together: returns whether any rank that generates together with this one is busy; collective over these ranks.
     """
 
     generate: Generate
@@ -36,13 +36,13 @@ class BatchedGeneration:
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
     ) -> None:
-        """See `Generation`."""
+        """Implement `Generation.submit`."""
         self._turns[sequence] = (tokens, seed, room, images, begun)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """See `Generation`; `enough` is asked before a round, and then its turns wait for the next one.
+        """Implement `Generation.wait` with one round. If `enough()` is True, the turns stay for the next round.
 
-        A round without turns is one, too: ranks that have some wait for this one in it.
+        This rank joins a round without turns as well, because ranks that have turns wait for it.
         """
         kept = self._turns if self._turns and enough is not None and enough() else {}
         turns = {} if kept else self._turns
@@ -64,16 +64,16 @@ class BatchedGeneration:
         }
 
     def abort(self, sequence: int) -> None:
-        """See `Generation`: its round has not begun."""
+        """Implement `Generation.abort`: drop the turn, whose round has not begun."""
         del self._turns[sequence]
         self._aborted.append(sequence)
 
     def forget(self, sequence: int) -> None:
-        """See `Generation`: nothing is kept between rounds."""
+        """Implement `Generation.forget`: nothing is cached between rounds."""
 
     def any_busy(self, busy: bool) -> bool:
-        """See `Generation`."""
+        """Implement `Generation.any_busy`."""
         return self.together(busy)
 
     def close(self) -> None:
-        """See `Generation`: nothing is under way between rounds."""
+        """Implement `Generation.close`: nothing is in flight between rounds."""

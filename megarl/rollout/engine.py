@@ -12,8 +12,7 @@ from megarl.data.versions import VersionRuns
 if TYPE_CHECKING:
     from megarl.data.image_set import ImageSet
 
-#: An end token was sampled, or a stop string completed; the limit of tokens was reached; it was ended with what there
-#: was.
+#: `stop`: an end token or a stop string; `length`: the token limit; `abort`: aborted with its partial tokens.
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -24,8 +23,8 @@ class Request:
     A sample is a function of the weights, the prompt, the sampling settings and its own seed (0 <= seed < 2**63).
 
     Attributes:
-        room: tokens of a sample, at most; None: `sampling.max_new_tokens`, which it never exceeds.
-        begun: of the prompt, the last tokens that belong to the turn which the samples continue.
+        room: most tokens of a sample, up to `sampling.max_new_tokens`, which is also the default.
+        begun: number of last prompt tokens that belong to the turn which the samples continue.
     """
 
     prompt_ids: list[int]
@@ -49,9 +48,9 @@ class Completion:
 
     `logprobs[i]` is log p(token_ids[i] | prompt, token_ids[:i]) under the full softmax at the sampling temperature
     (temperature 1 when greedy), before top-k, top-p and min-token masks, or after them where
-    `SamplingConfig.logprobs` says so. `versions` says which weights sampled them.
+    `SamplingConfig.logprobs` is `processed`. `versions` are the weight versions that sampled the tokens.
 
-    `cached`: tokens before it whose keys and values were there already; None where nobody counts them.
+    `cached`: input tokens that were in the prefix cache; None if the engine does not count them.
     """
 
     token_ids: list[int]
@@ -84,32 +83,32 @@ class RolloutEngine(Protocol):
         ...
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
-        """Begin to generate turns of up to `sequences` sequences of up to `longest` tokens. Arguments as `generate`."""
+        """Return a `Generation` for up to `sequences` sequences of up to `longest` tokens."""
         ...
 
 
 class UnopenedEngine:
-    """The stand-in for servers that are not there yet; their engine replaces it when they are opened."""
+    """The placeholder engine until the servers are opened; every call raises an error."""
 
     weight_version = 0
 
     def generate(self, *arguments: object) -> list[list[Completion]]:
-        """Refuse it."""
-        raise RuntimeError("samples are generated on servers, and none has been opened yet")
+        """Raise a RuntimeError."""
+        raise RuntimeError("no server has been opened yet; open the servers before generating")
 
     def open(self, *arguments: object) -> Generation:
-        """Refuse it."""
-        raise RuntimeError("samples are generated on servers, and none has been opened yet")
+        """Raise a RuntimeError."""
+        raise RuntimeError("no server has been opened yet; open the servers before generating")
 
 
 class Generation(Protocol):
-    """The turns of sequences that come and go. Every rank of a model replica makes the same calls in the same order.
+    """Generation of turns that are submitted at any time. Every rank of a replica makes the same calls in order.
 
     Attributes:
-        is_async: turns go on between two calls of `wait`, so that nothing is lost by a look at other things. Otherwise
-            which turns are over first depends on nothing but the turns, and a second run learns it alike.
-        is_batched: a `wait` is a round, in which all turns come to their ends. The ranks of `any_busy` go through it
-            together, also those that have no turn.
+        is_async: turns are generated between calls of `wait` as well. Otherwise the order in which turns finish is
+            reproducible.
+        is_batched: each `wait` is a round that finishes all turns. The ranks of `any_busy` run it together, including
+            ranks without a turn.
     """
 
     is_async: ClassVar[bool]
@@ -118,41 +117,41 @@ class Generation(Protocol):
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
     ) -> None:
-        """Ask for the next turn of `sequence` (a number below `sequences`), which is `tokens` so far.
+        """Submit the next turn of `sequence`, a number below the `sequences` of `RolloutEngine.open`.
 
         Args:
-            tokens: everything since the start; what was submitted and generated before stays its beginning.
-            seed: of this turn.
-            room: tokens of the turn, at most.
-            images: of all of `tokens`.
-            begun: of `tokens`, the last ones that belong to this turn already.
+            tokens: all tokens of the sequence; they begin with the tokens submitted and generated before.
+            seed: seed of this turn.
+            room: most new tokens of the turn.
+            images: all images in `tokens`.
+            begun: number of last `tokens` that already belong to this turn.
         """
         ...
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Return the turns that are over, at least one when one is under way; the others go on with the next call.
+        """Return the finished turns by sequence, at least one if any is in flight; the next call continues the others.
 
         Args:
-            enough: asked now and then, collective over the replica and the same on its ranks: true ends the waiting,
-                whether a turn is over or not.
+            enough: called now and then, with equal results on all ranks of the replica; True ends the wait, even
+                without a finished turn.
         """
         ...
 
     def abort(self, sequence: int) -> None:
-        """End the turn of `sequence`, which is under way; the next `wait` gives what there is of it, perhaps nothing.
+        """Abort the in-flight turn of `sequence`; the next `wait` returns its partial tokens, perhaps none.
 
-        Its finish reason is `abort`, unless it came to its own end.
+        Its finish reason is `abort`, unless the turn ended by itself.
         """
         ...
 
     def forget(self, sequence: int) -> None:
-        """Forget `sequence`, whose turn is over. Its number may be used for another sequence."""
+        """Free the cache of `sequence`, which has no turn in flight. Its number may be used again."""
         ...
 
     def any_busy(self, busy: bool) -> bool:
-        """Tell whether a rank that must `wait` together with this one is busy. Collective over those ranks."""
+        """Return whether any rank that must `wait` together with this one is busy. Collective over these ranks."""
         ...
 
     def close(self) -> None:
-        """Give up turns that are under way; nothing more is asked. Not collective."""
+        """Drop all in-flight turns and end the generation. Not collective."""
         ...

@@ -1,22 +1,22 @@
-"""The one producer of samples: groups of trajectories, which come and go, over an engine.
+"""The generation of prompt groups: samples of trajectories from an engine and, for episodes, environments.
 
-    add(group) --> slots 0 ... --> wait: groups all of whose samples are over          finish: wait for all of them
+    add(group) --> slots 0 ... --> wait: return groups whose samples are all finished    finish: wait for all groups
                      ^       |
-                     |       '-- interrupt: what was sampled is kept, partial trajectories
-                     '---------- open: they go on, with the weights of then
+                     |       '-- interrupt: keep partial trajectories
+                     '---------- open: continue them, with the current weights
 
-    engine         turn of a sample --> over ---.        .-> turn of a sample --> ...
+    engine         turn of a sample --> end ----.        .-> turn of a sample --> ...
     environment    reset --------'              '--> step'                        (megarl/rollout/answers.py)
 
-A sample is a `Trajectory` of one turn, or of many where an environment answers. A turn is sampled in segments: one,
-unless it is interrupted. The next segment reads all tokens so far as its context. Every token keeps the log-prob that
-it was sampled with and the version of the weights that sampled it. Samples depend only on their own seeds, so the same
-ones come out in any order and on any number of replicas.
+A sample is a `Trajectory` of one turn, or of many turns if it has an environment. A turn is sampled in one segment, and
+in one more after each interruption; the next segment has all tokens so far as its context. Every token keeps the
+log-prob and the weight version that it was sampled with. A sample depends only on its own seeds, not on the order of
+samples or the number of replicas.
 
-A synchronous step is `add` all and `finish`. Samples without an environment are then one call of
-`RolloutEngine.generate`, which shares the prefill of a prompt and spreads over threads and ranks. Else a sample has a
-slot of the generation from its beginning to its end, also while its environment works; other samples are generated
-meanwhile. Robots' episodes have a player of their own (megarl/robots/rollout/play.py), because their turns are chunks
+A synchronous step calls `add` for all groups and then `finish`. Samples without an environment are then one call of
+`RolloutEngine.generate`, which shares the prefill of a prompt and spreads over threads and ranks. Otherwise a sample
+keeps its slot from beginning to end, even while its environment works, and other samples are generated in the meantime.
+Robots' episodes have a player of their own (megarl/robots/rollout/play.py), because their turns are chunks
 of actions that one batched pass per step decodes from pictures, not tokens that follow a growing prompt.
 """
 
@@ -38,15 +38,15 @@ from megarl.system.errors import MegarlError
 if TYPE_CHECKING:
     from megarl.data.image_set import ImageSet
 
-_SOON_S = 0.1  # most environments answer within; of the others the answers are taken when they come
-_QUICK_S = 0.01  # as long as an engine may stand still for that
+_SOON_S = 0.1  # wait for environments: most answer within; slower answers are taken when they arrive
+_QUICK_S = 0.01  # the same wait while turns are in flight in an engine that decodes only inside `wait`
 
 
 class EpisodeError(MegarlError):
     """An environment failed, and `env.on_error` is `fail`; the message names episode and turn.
 
     Args:
-        repeats: it would fail so again.
+        repeats: the environment would fail in the same way again.
     """
 
     def __init__(self, message: str, *, repeats: bool = False) -> None:
@@ -56,13 +56,13 @@ class EpisodeError(MegarlError):
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt whose samples are asked for.
+    """A prompt group to generate.
 
     Attributes:
-        number: of the group; none that is under way has it.
-        prompt_ids: what samples begin with; an environment may put its first observation into their place.
+        number: unique among the groups in flight.
+        prompt_ids: the prompt's tokens; an environment may replace them by its first observation.
         seeds: `seeds[i](k)` is the seed of segment k of sample i, in [0, 2**63).
-        row: what the environment's `reset` is given.
+        row: the data row that the environment's `reset` receives.
     """
 
     number: int
@@ -79,8 +79,8 @@ class _InFlightGroup:
     """A group that `wait` has not returned.
 
     Attributes:
-        spent_s: seconds that it was under way before the clock was started.
-        since: when the clock was started; None: it stands, as the groups are not open.
+        spent_s: seconds of generation before `since`.
+        since: `time.monotonic()` when the generator was opened, or the group added; None: the generator is not open.
     """
 
     group: Group
@@ -89,7 +89,7 @@ class _InFlightGroup:
     since: float | None = None
 
     def unfinished(self) -> Iterator[int]:
-        """Return the samples that are not over."""
+        """Return the places of the unfinished samples."""
         return (sample for sample, trajectory in enumerate(self.trajectories) if not trajectory.ended_by)
 
     @property
@@ -102,7 +102,13 @@ class _InFlightGroup:
 
 @dataclass
 class _Sample:
-    """A sample that is not over: its place in its group, and tokens before its turns, those that were cached, too."""
+    """An unfinished sample.
+
+    Attributes:
+        place: its place in its group.
+        read: input tokens of all its turns.
+        cached: how many of the `read` tokens were in the prefix cache.
+    """
 
     under_way: _InFlightGroup
     place: int
@@ -122,17 +128,17 @@ class GroupGenerator:
     replica without groups in flight joins these calls too. No replica may do long work between two calls, because the
     others wait for it.
 
-    A sample that is never interrupted is the one that `RolloutEngine.generate` samples with the seed of its segment 0;
-    of an episode, turn by turn.
+    A sample (of an episode: each turn) that is never interrupted equals the result of `RolloutEngine.generate` with the
+    seed of its segment.
 
     Args:
-        engine: generates; `weight_version` of the time of `open` counts until `interrupt`.
-        sampling: `n` is not read. `min_new_tokens` would count from the start of each segment: whoever interrupts
-            refuses such settings.
+        engine: generates with the `weight_version` at the time of `open` until `interrupt`.
+        sampling: `n` is not read. `min_new_tokens` counts from the start of each segment, so callers that interrupt
+            must reject it.
         eos_ids: end tokens in addition to those of `sampling`, the tokenizer's own first.
-        slots: samples under way, at most.
-        longest: tokens of a prompt and its sample, at most.
-        rules: of episodes; None: samples are plain answers.
+        slots: most samples in flight.
+        longest: most tokens of a prompt and its sample together.
+        rules: rules of episodes; None: samples have no environment.
         strings: the stop strings of `sampling`; None: it has none.
     """
 
@@ -156,46 +162,45 @@ class GroupGenerator:
         self._free = list(range(slots))  # a heap
         self._answers = None if rules is None else Answers(rules)
         self._generation: Generation | None = None
-        self._submitted: set[int] = set()  # slots that the generation knows
-        self._in_turn: set[int] = set()  # of these, those whose turn is with the engine
-        self._cut: set[int] = set()  # of these, those that were aborted because their time is over
-        self._late: set[int] = set()  # groups whose time is over
+        self._submitted: set[int] = set()  # slots whose turns were submitted to the generation
+        self._in_turn: set[int] = set()  # submitted slots with a turn in flight
+        self._cut: set[int] = set()  # slots in a turn that was aborted at the time limit
+        self._late: set[int] = set()  # numbers of groups over their time limit
 
     @property
     def busy(self) -> bool:
-        """Groups were added that `wait` has not returned."""
+        """Whether any added group has not been returned by `wait`."""
         return bool(self._groups)
 
     @property
     def free(self) -> int:
-        """Samples that may be added now."""
+        """Number of free slots: samples that may be added now."""
         return len(self._free)
 
     def add(self, group: Group, partial: Sequence[Trajectory] | None = None) -> int:
-        """Ask for a group of `len(group.seeds)` samples, now or, when it is not open, with `open`.
+        """Add a group of `len(group.seeds)` samples; generation starts now or, if the generator is not open, at `open`.
 
-        Returns the samples of `partial` that begin again because they are beyond the present limits or belong to
-        another recipe, without an environment or with one.
+        Returns the number of samples of `partial` that restart because they exceed the current limits, or because the
+        recipe now has an environment and had none before, or the reverse.
 
         Args:
-            group: what is asked for.
-            partial: what there is of the samples; None: nothing. An episode that is not over goes on after its turns
-                were played again into a new environment, or begins again where this is not `replayable`. So does every
-                sample that is beyond the present limits, an episode that has no environment any more, and an answer
-                where there is one now. The seconds of the group go on.
+            group: the group to generate.
+            partial: the partial trajectory of each sample; None: no samples yet. An unfinished episode continues after
+                its turns were replayed in a new environment, or restarts if the environment is not `replayable`. The
+                group keeps the seconds that it has spent.
 
         Raises:
-            ValueError: more samples than are `free`, a number that is under way, or not a trajectory per sample.
+            ValueError: not enough `free` slots, a group number that is in flight, or not one trajectory per sample.
         """
         number, count = group.number, len(group.seeds)
         if number in self._groups:
-            raise ValueError(f"group {number} is under way")
+            raise ValueError(f"group {number} is already in flight")
         if partial is not None and len(partial) != count:
             raise ValueError(f"group {number} has {count} samples and {len(partial)} partial trajectories")
-        found = [None] * count if partial is None else partial
-        usable = [one is not None and self._is_usable(group, one) for one in found]
-        resumed = [self._resume_partial(group, one if use else None) for one, use in zip(found, usable, strict=True)]
-        spent_s = max((one.spent_s for one, use in zip(found, usable, strict=True) if one and use), default=0.0)
+        parts = [None] * count if partial is None else partial
+        usable = [part is not None and self._is_usable(group, part) for part in parts]
+        resumed = [self._resume_partial(group, part if use else None) for part, use in zip(parts, usable, strict=True)]
+        spent_s = max((part.spent_s for part, use in zip(parts, usable, strict=True) if part and use), default=0.0)
         under_way = _InFlightGroup(group, resumed, spent_s)
         needed = list(under_way.unfinished())
         if len(needed) > self.free:
@@ -212,18 +217,18 @@ class GroupGenerator:
                 self._submit(slot)
         replayable = self._rules is None or self._rules.replayable
         return sum(
-            one is not None and one.segments > 0 and not use and (replayable or bool(one.ended_by))
-            for one, use in zip(found, usable, strict=True)
+            part is not None and part.segments > 0 and not use and (replayable or bool(part.ended_by))
+            for part, use in zip(parts, usable, strict=True)
         )
 
     def open(self) -> None:
-        """Begin to generate with the weights of now, and go on with what was interrupted.
+        """Start to generate with the current weights, and continue interrupted samples.
 
         Raises:
-            RuntimeError: it is open.
+            RuntimeError: the generator is open already.
         """
         if self._generation is not None:
-            raise RuntimeError("the groups are open; interrupt() or close() them first")
+            raise RuntimeError("the generator is open already; call interrupt() or close() first")
         self._generation = self._engine.open(self._sampling, self._eos_ids, self._slots, self._longest)
         now = time.monotonic()
         for under_way in self._groups.values():
@@ -238,9 +243,8 @@ class GroupGenerator:
         """Return the completed groups by number, each group once.
 
         Waits until a group is complete or nothing is in flight. Replicas that generate together return together,
-        perhaps
-        without a group: on servers after a few tenths of a second at most, in batched generation after a batch. While
-        the generator is not open, complete groups are returned at once.
+        perhaps without a group: on servers after a few tenths of a second at most, in batched generation after a batch.
+        While the generator is not open, complete groups are returned at once.
 
         Args:
             enough: called now and then; True ends the waiting. Collective over the replica, with equal results on its
@@ -291,7 +295,7 @@ class GroupGenerator:
         """
         generation = self._generation
         if generation is None:
-            raise RuntimeError("the groups are not open; nothing is under way that could be interrupted")
+            raise RuntimeError("the generator is not open, so there is nothing to interrupt; call open() first")
         for slot in sorted(self._in_turn - self._cut):
             generation.abort(slot)
         ended: list[int] = []
@@ -305,20 +309,22 @@ class GroupGenerator:
             under_way.spent_s, under_way.since = under_way.spent_s + now - under_way.since, None
 
     def partial(self) -> dict[int, list[Trajectory]]:
-        """Return the unfinished samples of every group that `wait` has not returned, for `add` in another process.
+        """Return copies of the trajectories of every group that `wait` has not returned, for `add` in another process.
 
         Raises:
-            RuntimeError: it is open: what is there of the samples is known only after `interrupt`.
+            RuntimeError: the generator is open; partial tokens are complete only after `interrupt`.
         """
         if self._generation is not None:
-            raise RuntimeError("the groups are open; interrupt() them first: what is being sampled would be missing")
+            raise RuntimeError(
+                "the generator is open, so tokens of in-flight turns would be missing; call interrupt() first"
+            )
         return {
-            number: [replace(one.copy(), spent_s=some.spent_s) for one in some.trajectories]
-            for number, some in sorted(self._groups.items())
+            number: [replace(trajectory.copy(), spent_s=group.spent_s) for trajectory in group.trajectories]
+            for number, group in sorted(self._groups.items())
         }
 
     def close(self) -> None:
-        """Give up everything. Not collective."""
+        """Drop all groups, in-flight turns and environments. Not collective."""
         self._groups, self._samples, self._free = {}, {}, list(range(self._slots))
         self._late = set()
         self._close_generation()
@@ -331,11 +337,11 @@ class GroupGenerator:
         """Sample all groups in one call of the engine."""
         groups = [under_way for _, under_way in sorted(self._groups.items())]
         requests = [
-            Request(one.group.prompt_ids, [seed(0) for seed in one.group.seeds], images=one.group.images)
-            for one in groups
+            Request(entry.group.prompt_ids, [seed(0) for seed in entry.group.seeds], images=entry.group.images)
+            for entry in groups
         ]
-        found = self._engine.generate(requests, self._sampling, self._eos_ids, advance)
-        for under_way, completions in zip(groups, found, strict=True):
+        results = self._engine.generate(requests, self._sampling, self._eos_ids, advance)
+        for under_way, completions in zip(groups, results, strict=True):
             for trajectory, done in zip(under_way.trajectories, completions, strict=True):
                 trajectory.add_segment(done.token_ids, done.logprobs, done.versions)
                 trajectory.end_turn(done.finish_reason)
@@ -344,14 +350,14 @@ class GroupGenerator:
             self._release(slot)
 
     def _play(self, advance: Callable[[int], None]) -> None:
-        """Play all episodes.
+        """Play all episodes to their ends.
 
-        Where turns do not go on by themselves all answers are waited for: which turns are then sampled side by side
-        depends on nothing but the turns, and a second run does alike.
+        If the engine decodes only inside `wait`, each round waits for all environments, so that the batches of turns
+        do not depend on the environments' speed and a second run repeats them.
         """
         self.open()
         generation = self._generation
-        assert generation is not None, "it is open"
+        assert generation is not None, "the generator is open"
         whole = not generation.is_async
         look = None if whole and self._seconds is None else self._is_overdue if whole else self._is_due
         try:
@@ -364,26 +370,25 @@ class GroupGenerator:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def _decode(self, generation: Generation, enough: Callable[[], bool]) -> None:
-        """Go on until a group is complete, nothing is under way, or `enough()`."""
-        told = False
+        """Generate until a group is complete, nothing is in flight, or `enough()` returns True."""
+        stopped = False
 
-        def ask() -> bool:
-            nonlocal told
-            told = told or enough()
-            return told or self._is_due()
+        def should_return() -> bool:
+            nonlocal stopped
+            stopped = stopped or enough()
+            return stopped or self._is_due()
 
-        while self._samples and not told and not any(one.is_over for one in self._groups.values()):
+        while self._samples and not stopped and not any(group.is_over for group in self._groups.values()):
             idle = not self._in_turn
-            self._go_on(generation, ask)
-            told = told or (idle and enough())
+            self._go_on(generation, should_return)
+            stopped = stopped or (idle and enough())
 
     def _go_on(self, generation: Generation, enough: Callable[[], bool] | None, *, whole: bool = False) -> int:
-        """Wait until turns are over or `enough()`, and go on with all that can; how many samples are over.
+        """Wait for turns or `enough()`, exchange turns with environments, and return how many samples finished.
 
         Args:
-            generation: is open.
-            enough: of `Generation.wait`.
-            whole: all environments answer before anything else is generated.
+            enough: passed to `Generation.wait`.
+            whole: wait until all environments have answered.
         """
         before = len(self._samples)
         ended = self._collect(generation.wait(enough))
@@ -399,7 +404,7 @@ class GroupGenerator:
         return before - len(self._samples)
 
     def _submit(self, slot: int) -> None:
-        """Ask for the next segment of a sample, where it is open."""
+        """Submit the next segment of the sample in `slot`, if the generator is open."""
         if self._generation is None:
             return
         sample = self._samples[slot]
@@ -412,12 +417,12 @@ class GroupGenerator:
         self._in_turn.add(slot)
 
     def _room(self, trajectory: Trajectory) -> int:
-        """Return the tokens that the present turn may still have."""
+        """Return how many more tokens the current turn may have."""
         begun = len(trajectory.begun_turn)
         return min(self._sampling.max_new_tokens - begun, self._tokens - len(trajectory.token_ids))
 
     def _collect(self, over: Mapping[int, Completion]) -> list[int]:
-        """Take segments that are over into their trajectories; the slots whose turns are."""
+        """Add finished segments, by slot, to their trajectories and return the slots whose turns have ended."""
         ended = []
         for slot, done in over.items():
             self._in_turn.discard(slot)
@@ -440,7 +445,7 @@ class GroupGenerator:
         return ended
 
     def _end_if_full(self, trajectory: Trajectory) -> None:
-        """End a turn that reached an end token, a stop string or the limit of tokens just when it was interrupted."""
+        """End an interrupted turn that had just reached an end token, a stop string or the token limit."""
         if trajectory.in_turn:
             turn = trajectory.begun_turn
             if turn[-1] in self._stop_ids or (self._strings is not None and self._strings.end(turn) is not None):
@@ -449,7 +454,7 @@ class GroupGenerator:
                 trajectory.end_turn("length")
 
     def _release(self, slot: int) -> None:
-        """Release the slot of a sample that is over: another one may have it."""
+        """Free the slot of a finished sample for another one."""
         del self._samples[slot]
         heapq.heappush(self._free, slot)
         if self._generation is not None and slot in self._submitted:
@@ -459,7 +464,7 @@ class GroupGenerator:
             self._answers.forget(slot)
 
     def _close_generation(self) -> None:
-        """Generate no more."""
+        """Close the engine's generation and drop its in-flight turns."""
         generation, self._generation = self._generation, None
         self._submitted, self._in_turn, self._cut = set(), set(), set()
         if generation is not None:
@@ -471,12 +476,12 @@ class GroupGenerator:
         return [(number, self._groups.pop(number).trajectories) for number in complete]
 
     def _resume_partial(self, group: Group, partial: Trajectory | None) -> Trajectory:
-        """Return the trajectory of a sample that is added: that of a usable partial one, or a new one."""
+        """Return a copy of the usable partial trajectory, or a new trajectory."""
         if partial is None:
             return Trajectory([*group.prompt_ids], images=group.images)
         trajectory = partial.copy()
         if trajectory.images is None and trajectory.prompt_ids == group.prompt_ids:
-            trajectory.images = group.images  # a checkpoint of an older version has none
+            trajectory.images = group.images  # checkpoints of older versions do not store images
         if not trajectory.ended_by:
             self._end_if_full(trajectory)
             if self._rules is None and trajectory.turns:

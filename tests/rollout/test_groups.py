@@ -220,15 +220,15 @@ def test_groups_may_be_added_before_it_is_open():
 def test_what_is_wrong_is_refused():
     stream = opened(ScriptedEngine(), slots=3)
     stream.add(group(0, [1], 2))
-    with pytest.raises(ValueError, match="group 0 is under way"):
+    with pytest.raises(ValueError, match="group 0 is already in flight"):
         stream.add(group(0, [1], 1))
     with pytest.raises(ValueError, match="needs 2 slots, and 1 of 3 are free"):
         stream.add(group(1, [1], 2))
     with pytest.raises(ValueError, match="1 samples and 2 partial"):
         stream.add(group(1, [1], 1), [Trajectory([1]), Trajectory([1])])
-    with pytest.raises(RuntimeError, match="are open"):
+    with pytest.raises(RuntimeError, match="is open"):
         stream.partial()
-    with pytest.raises(RuntimeError, match="are open"):
+    with pytest.raises(RuntimeError, match="is open"):
         stream.open()
     stream.interrupt()
     with pytest.raises(RuntimeError, match="not open"):
