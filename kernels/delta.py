@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.kernels.build import compiled
 
-FAR = 255  # largest distance between two written elements
+FAR = 255  # largest distance between two elements that a delta lists, stored as one byte
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _LINE = 64  # bytes that the kernels compare at a time
 _BLOCK = 1 << 17  # bytes that the reference compares at a time, so that results stay in the cache

@@ -148,7 +148,7 @@ class RayWorkers:
         self._entered = True
         with _signals_kept():
             folder = _connect(self._address, job.config, size, self._seconds_left())
-        import ray  # imported only now: see `_keep_strangers_out`
+        import ray  # imported only now: at its import Ray reads the settings of `_keep_strangers_out`
 
         self._ray = ClusterRay(ray.get_runtime_context().gcs_address) if folder is None else OwnRay(folder)
         self._reserve()

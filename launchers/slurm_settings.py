@@ -143,7 +143,7 @@ def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
         wrong = scheme not in ("", "docker", "dockerd") or (of_registry and "#" not in name and not is_file)
     if wrong:
         raise ConfigError(
-            f"{'apptainer' if apptainer else 'pyxis'} does not accept this name",
+            f"{'apptainer' if apptainer else 'pyxis'} does not accept this name of an image",
             where="launch.slurm.image",
             found=image,
             allowed="docker://REGISTRY/NAME:TAG, or a .sif"

@@ -301,9 +301,8 @@ def _trl(source: OtherSettings, gpus: int | None) -> Translation:
     algorithm = said or next((kind for kind, own in kinds.items() if own & names), "grpo")
     made = Translation("TRL", algorithm)
     nodes, processes = int(_positive(source.take("num_machines")) or 1), source.take("num_processes")
-    devices = _devices(
-        made, nodes, int(_positive(processes) or nodes) // nodes, gpus
-    )  # accelerate counts the processes of all machines
+    # accelerate's num_processes counts the processes of all machines
+    devices = _devices(made, nodes, int(_positive(processes) or nodes) // nodes, gpus)
     _trl_data(source, made)
     batch = int(source.take("per_device_train_batch_size") or 8) * devices
     accumulated = int(source.take("gradient_accumulation_steps") or 1)

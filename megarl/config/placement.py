@@ -10,7 +10,7 @@ from megarl.config.base import Section
 
 _TEAM_RESTARTS = 3  # default restarts of a run with several teams
 
-#: Roles that hold a model and that a team can be given.
+#: Roles that hold a model and that `placement.teams` can assign to a team.
 TeamRole = Literal["actor", "critic", "reference", "teacher", "reward_model", "rollout"]
 
 

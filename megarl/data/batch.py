@@ -185,7 +185,7 @@ class Batch:
         """
         return _joined([(batch.fields, batch._columns, len(batch)) for batch in batches])
 
-    # -- the wire ------------------------------------------------------------------------------------------------
+    # -- bytes ---------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
         """Serialise the batch to a safetensors file that contains the columns as JSON; no pickle.

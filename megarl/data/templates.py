@@ -320,7 +320,7 @@ class ChatTemplate:
                 try:
                     written = self.write(others, row, prompt=prompt)
                 except DataError:
-                    continue  # the template needs it
+                    continue  # the template fails without this key, so it reads the key
                 if written == text:
                     raise DataError(
                         f"the chat template leaves out {key!r} of message {place + 1}, the {message.get('role')}'s",

@@ -165,7 +165,7 @@ class Host:
             else:
                 reply.observation, reply.images = await self.call(taken_apart, reply.observation, self._images)
         except UserError as error:
-            raise _Refused(f"returned: {error}") from error
+            raise _Refused(f"returned an observation that cannot be read: {error}") from error
         return reply
 
     async def _in_time(self, work: Awaitable[_Outcome]) -> Any:

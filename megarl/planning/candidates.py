@@ -348,7 +348,8 @@ class Space:
         # Offloading helps models that take turns on a GPU: an actor in a team of its own does not, and a CPU has only
         # host memory.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
-        # In order, weights waiting to be published are copies of the actor's parameters, which then stay on the device.
+        # With async.order=in_order, weights that wait to be sent are copies of the actor's parameters, which then stay
+        # on the device.
         copied = policy_of(self.config).copies > 0
         offloads = [given.offload] if not self.hardware.gpu else [False] if by_itself or copied else [False, True]
         return [(number, offload) for number in tokens for offload in offloads]

@@ -183,7 +183,8 @@ class OffloadSchedule:
             if name == _STARTS or (not told and servers - (self._granted or frozenset())):
                 with tracing.phase(MEETING):
                     self._meet()
-            if self._servers is not None and not told:  # a restarted server holds everything until it gets a request
+            # A restarted server keeps its weights and its cache on the device until `hold` requests their release.
+            if self._servers is not None and not told:
                 self._servers.hold(*sorted(servers))
                 self._granted = servers
                 self._published &= WEIGHTS in servers

@@ -202,7 +202,7 @@ def _replaced(node: Node, name: str, value: Node) -> Node:
 def _distance(inside: Node, op: str, limit: Node) -> Region:
     end = _end(limit)
     if not end.value > 0:
-        raise UnreadError("a distance that is not positive")
+        raise UnreadError("an absolute value is compared with a limit that is not positive")
     upper = _inequality(inside, op, limit)
     lower = _inequality(inside, _FLIPPED[op], Apply("neg", (limit,)))
     return _named(_intersection(upper, lower) if op[0] == "<" else _union([upper, lower]), [upper, lower])

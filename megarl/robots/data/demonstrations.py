@@ -64,8 +64,8 @@ class OpenDemonstration:
     task: str
     where: str  # file or folder, for messages
     cameras: tuple[str, ...]  # cameras with frames
-    states: NDArray[np.float32]  # float32 [T, S]; S may be 0
-    actions: NDArray[np.float32]  # float32 [T, D]
+    states: NDArray[np.float32]  # float32 [T, S]: S numbers per environment step; S may be 0
+    actions: NDArray[np.float32]  # float32 [T, D]: D numbers per environment step
     # returns the frame uint8 [H, W, 3] of a camera at an environment step
     frame: Callable[[str, int], NDArray[np.uint8]]
 

@@ -131,7 +131,9 @@ class LeRobotFolder:
             place = PurePosixPath(str(form).format(**names))
         except (KeyError, IndexError, ValueError) as error:
             raise DataError(
-                f"invalid pattern of file paths: {error!r}", where=f"{self.folder / INFO}: {key}", found=form
+                f"the placeholders in the pattern of file paths cannot be filled: {error!r}",
+                where=f"{self.folder / INFO}: {key}",
+                found=form,
             ) from None
         if place.is_absolute() or ".." in place.parts:  # links are allowed: a hub's cache consists of them
             raise DataError(

@@ -65,7 +65,7 @@ def _check_refusal(expected: str, header: Mapping[str, Any]) -> None:
     if header["error"] == "settings":
         text(header.get("key"), _NAME, "the key of a refusal")
         if "found" not in header:
-            raise Malformed("an error about a setting without the value found")
+            raise Malformed("an error about a setting without `found`, the value of the setting")
         if isinstance(header.get("allowed"), list):
             _texts(header["allowed"], "the names of settings")
 

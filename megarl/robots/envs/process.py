@@ -164,7 +164,7 @@ class SimulatorProcess:
             self.socket.close()
             self.process.terminate()  # its guardian, which finds children outside the group (megarl.system.reaper)
             self.wait(_EXIT_S)
-            with contextlib.suppress(OSError):  # the group is empty
+            with contextlib.suppress(OSError):  # the process group is empty
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self.process.wait()

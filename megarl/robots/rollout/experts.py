@@ -34,7 +34,7 @@ class ExpertCounts:
     solved: Counter[str] = field(default_factory=Counter)
     unsolved: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)  # episodes whose simulator failed, by kind
-    steps: int = 0  # environment steps of what was given
+    steps: int = 0  # environment steps of the solved episodes
 
     def describe(self) -> str:
         """Return one line for the log.

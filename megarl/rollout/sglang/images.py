@@ -71,7 +71,7 @@ def write_processor(folder: Path, hf_config: PretrainedConfig) -> None:
     backend.pre_tokenizer = pre_tokenizers.Split(",", "merged_with_previous")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in names.values()])
-    # SGLang always asks for padding; a token of digits for it would be found inside of others.
+    # SGLang requires a padding token. Digits cannot be its text: the tokenizer would find "7," inside "17,".
     PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, pad_token=_TEXTS[-1]
     ).save_pretrained(folder)

@@ -51,7 +51,7 @@ class SglangReceiver:
     ) -> None:
         self.server, self.layout, self.keeper, self._answer_s = server, layout, keeper, answer_s
         self.number = server.number
-        self._loaders: dict[str, set[str]] = {}  # those that the server at this address has
+        self._loaders: dict[str, set[str]] = {}  # names of the weight loaders of a server, by its address
 
     @property
     def name(self) -> str:

@@ -79,8 +79,11 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         pool.add(samples, [not kept_one for kept_one in keep])
     elif kept < wanted:
         every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]
-        found = f"{settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have {settings.kept_groups}"
-        raise no_signal(f"step {c.step}: after {found}", "groups generated in this step", every)
+        problem = (
+            f"step {c.step}: after {settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have "
+            f"{settings.kept_groups}"
+        )
+        raise no_signal(problem, "groups generated in this step", every)
     batch, rest = pool.split(wanted)
     left = max(0, kept - wanted)
     c.surplus = logprob.score_waiting(c, rest, actor) if left and settings.surplus == "keep" else None

@@ -59,7 +59,7 @@ def resampled(calls: Jagged, ends: Tensor, points: int) -> Tensor:
     every = torch.cat([calls.values.float(), ends.float()])
 
     def seen(place: Tensor) -> Tensor:
-        # The ends follow the calls of all episodes.
+        # In `every` the states of all calls come first, then one end state per episode.
         episode = torch.arange(len(lengths))[:, None]
         inside = calls.offsets[:-1, None] + place
         return every[torch.where(place < lengths[:, None], inside, len(calls.values) + episode)]

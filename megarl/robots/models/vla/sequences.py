@@ -94,7 +94,7 @@ class VLALayout:
         wrong = (batch["response_ids"].lengths.cpu() != self.dim * self.chunk).nonzero()
         if len(wrong):
             found = int(batch["response_ids"].lengths[int(wrong[0])])
-            raise ValueError(f"call {int(wrong[0])} has {found} tokens, and {self.chunk} actions of {self.dim} numbers")
+            raise ValueError(f"call {int(wrong[0])} has {found} tokens for {self.chunk} actions of {self.dim} numbers")
         return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:

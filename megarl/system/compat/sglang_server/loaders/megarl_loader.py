@@ -95,7 +95,9 @@ class ProbeTensor(Tensor):
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, probe.dtype):
             return probe
         if not (func.is_view or func in _SAME):
-            raise CannotPatch(f"loading calls {func} on the tensor")
+            raise CannotPatch(
+                f"the model's load_weights calls {func} on this tensor, which is neither a slice nor a copy"
+            )
         found = func(*tree_map_only(cls, lambda arg: arg.meta, args), **(kwargs or {}))
         return tree_map_only(Tensor, lambda meta: cls(meta, probe.device, probe.places), found)
 
