@@ -172,7 +172,7 @@ def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkey
         assert report.failed == {1: f"{where}: bucket: rank 0: RuntimeError: no memory left"}
         with inboxes[0].generating(1.0) as version:
             assert version == 1
-        with pytest.raises(WorkerError, match=r"within 0\.1 s: rank 0 of .* is paused, holding no weights"):
+        with pytest.raises(WorkerError, match=r"within 0\.1 s: rank 0 of .* is paused and holds no complete weights"):
             inboxes[1].generating(0.1).__enter__()
         assert sync.catch_up().updated == []  # it gets no updates until somebody says that it is back
         receivers.retry(1)
@@ -189,11 +189,11 @@ def test_weights_wait_for_the_end_of_a_generation(tmp_path, monkeypatch):
         monkeypatch.setattr(inbox, "pause", lambda deadline_s: pause(min(deadline_s, 0.2)))
         hold_whole(inbox, "0@run")
         receiver.resume(step)
-        refused = pytest.raises(ServerError, match=r"engine 0 .*update to version 1: rank 0: it still generates")
+        refused = pytest.raises(ServerError, match=r"engine 0 .*rank 0: the engine is still generating")
         with inbox.generating(1.0), refused:
             receiver.pause("retract", step)
         receiver.pause("retract", step)
-        with pytest.raises(WorkerError, match="holding 0@run"):
+        with pytest.raises(WorkerError, match="holds weights 0@run"):
             inbox.generating(0.1).__enter__()
 
 
@@ -201,7 +201,7 @@ def test_a_generation_waits_for_the_version_that_it_wants(tmp_path):
     with engines_here(tmp_path, 1) as (_, (inbox,), _):
         hold_whole(inbox, "3@run")
         inbox.resume()
-        refused = r"no weights of version 4 came within 0\.1 s: rank 0 of .* goes on, holding 3@run"
+        refused = r"no weights of version 4 came within 0\.1 s: rank 0 of .* is running and holds weights 3@run"
         with pytest.raises(WorkerError, match=refused):
             inbox.generating(0.1, version=4).__enter__()
 
@@ -221,7 +221,7 @@ def test_a_version_that_is_past_is_not_waited_for(tmp_path):
         hold_whole(inbox, "5@run")
         inbox.resume()
         start = time.monotonic()
-        with pytest.raises(WorkerError, match=r"no weights of version 4 .* holding 5@run"):
+        with pytest.raises(WorkerError, match=r"no weights of version 4 .* holds weights 5@run"):
             inbox.generating(60.0, version=4).__enter__()
         assert time.monotonic() - start < 30
         inbox.pause(1.0)  # nothing is left running
@@ -240,12 +240,12 @@ def test_an_engine_says_what_it_cannot_take(tmp_path):
                 receiver.take_shared([handle_of(flat)], [[Entry(name, shape, dtype, 0, 64, name)]], None, step)
             return error.value.reason
 
-        assert take("model.norm.weight", "bfloat16", (32,)) == "rank 0: tensors outside of an update"
+        assert take("model.norm.weight", "bfloat16", (32,)) == "rank 0: tensors were sent outside of the open update"
         receiver.begin(step)
         assert "but the model needs (64,)" in take("model.norm.weight", "bfloat16", (32,))
         assert "but the model needs None" in take("other.weight", "bfloat16", (32,))
-        assert "sync.fp8 is for servers" in take("model.norm.weight", "float8_e4m3fn", (64,))
-        with pytest.raises(ServerError, match=r"rank 0: \d+ tensors never came, for example lm_head\.weight"):
+        assert "set sync.fp8=false" in take("model.norm.weight", "float8_e4m3fn", (64,))
+        with pytest.raises(ServerError, match=r"rank 0: \d+ tensors were never sent, for example lm_head\.weight"):
             receiver.set_version("1@run", step)
         with pytest.raises(OSError):
             MessageClient(inbox.address, "another key", 60.0, "engine")
@@ -264,13 +264,13 @@ def test_what_was_half_written_has_no_name_and_must_come_whole(tmp_path):
         receiver.take_shared(
             [handle_of(flat)], [[Entry("model.norm.weight", (64,), "float32", 0, 256, "")]], None, step
         )
-        with pytest.raises(ServerError, match="it holds no whole weights"):
+        with pytest.raises(ServerError, match="the engine holds no complete weights"):
             receiver.resume(step)
-        with pytest.raises(WorkerError, match="holding no weights"):
+        with pytest.raises(WorkerError, match="holds no complete weights"):
             inbox.generating(0.1).__enter__()
         receiver.begin(step)  # another trainer, or the same one again
         assert receiver.held_version(step) == ""
-        with pytest.raises(ServerError, match="tensors never came"):
+        with pytest.raises(ServerError, match="tensors were never sent"):
             receiver.set_version("4@run", step)
 
 
@@ -304,7 +304,7 @@ def test_a_bucket_that_comes_after_its_update_is_refused(tmp_path, monkeypatch):
         inbox.begin()  # the next update, of a trainer that does not wait for the sender
         go.set()
         sender.join(30.0)
-        assert errors == ["rank 0: tensors outside of an update"]
+        assert errors == ["rank 0: tensors were sent outside of the open update"]
         assert "model.norm.weight" in str(sorted(inbox._missing))
 
 

@@ -1,4 +1,4 @@
-"""Attention while decoding and while reading prompts.
+"""Attention while decoding and while prefilling prompts.
 
 Shapes: n rows (one new position each), m prompts of up to P tokens, G key/value heads of this rank, q query heads per
 key/value head, D head size, L cached positions.
@@ -37,7 +37,7 @@ class RopeTables:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The RMS norm of query and key heads; `weights` [2, D] is None in models without."""
+    """The RMS norm of query and key heads; `weights` [2, D] (query, key) is None in models without one."""
 
     weights: Tensor | None
     eps: float
@@ -48,7 +48,7 @@ class HeadNorm:
         if kernels is not None:
             return self._split_on_gpu(kernels, qkv, rope)
         qk, size = qkv[:, :, :-1], qkv.shape[3]
-        if self.weights is not None:  # with its weight in the same pass as in training, so that both round once
+        if self.weights is not None:  # norm and weight in one pass, as in training, so that both round once
             parts = (qk[:, :, :-1], self.weights[0]), (qk[:, :, -1:], self.weights[1])
             qk = torch.cat([F.rms_norm(part, (size,), weight, self.eps) for part, weight in parts], dim=2)
         cos, sin = rope.wide
@@ -57,7 +57,7 @@ class HeadNorm:
         return qk[:, :, :-1], qk[:, :, -1], qkv[:, :, -1]
 
     def _split_on_gpu(self, kernels: ModuleType, qkv: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
-        """Do as `split` with the kernels that training has."""
+        """Compute `split` with the GPU kernels of training."""
         turned = []
         for number, part in enumerate((qkv[:, :, :-2], qkv[:, :, -2:-1])):
             rows = part.contiguous().view(-1, part.shape[-1])
@@ -69,8 +69,7 @@ class HeadNorm:
 
 
 class Attend(Protocol):
-    """The attention of a decode step: norms and rotates new heads, stores keys and values, returns the queries'
-    context."""
+    """The attention of one pass: norms and rotates new heads, caches keys and values, and returns the context."""
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """Attend: qkv [t, G, q + 2, D] -> [t, G*q*D]; `layer` counts this process's layers."""
@@ -97,14 +96,14 @@ class DecodeKernels(Protocol):
 
 
 class KernelAttention:
-    """One new token per row at `positions` [n], through a kernel that reads as many positions as each row has."""
+    """Decode attention of one new token per row at `positions` [n], with a kernel that reads only each row's length."""
 
     def __init__(self, kernels: DecodeKernels, cache: KVCache, positions: Tensor, scale: float) -> None:
         self._kernels, self._cache, self._scale = kernels, cache, scale
         self._positions = positions.contiguous()
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
-        """See `Attend`."""
+        """Implement `Attend`."""
         return self._kernels.attend(
             qkv,
             norm.weights,
@@ -119,7 +118,7 @@ class KernelAttention:
 
 
 class DecodeAttention:
-    """One new token per row at `positions` [n], over the first `length` cached positions."""
+    """Decode attention in torch of one new token per row at `positions` [n], over `length` cached positions."""
 
     def __init__(self, cache: KVCache, positions: Tensor, length: int, scale: float) -> None:
         self._cache, self._positions, self._length, self._scale = cache, positions, length, scale
@@ -127,7 +126,7 @@ class DecodeAttention:
         self._bias: dict[int | None, Tensor] = {}
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
-        """See `Attend`."""
+        """Implement `Attend`."""
         q, k, v = norm.split(qkv, rope)
         n, groups, per, size = q.shape
         self._cache.append(layer, self._index, k, v)
@@ -146,12 +145,12 @@ class DecodeAttention:
 
 
 class _Padding:
-    """Packed sequences side by side, [m, P], padded to the longest.
+    """The index between a packed stream [t] and its m sequences padded to the longest, [m, P].
 
-    Padding repeats the first token of its sequence: finite, and overwritten or masked wherever it lands.
+    Padding repeats the first token of its sequence: it is finite, and overwritten or masked wherever it is used.
 
     Attributes:
-        real: bool [m, P], the places that hold a token of the stream.
+        real: bool [m, P], True at places with a token of the stream.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -190,7 +189,7 @@ class PromptAttention:
         self._source = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=device)
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
-        """See `Attend`."""
+        """Implement `Attend`."""
         q, k, v = norm.split(qkv, rope)
         out = varlen_attention(q.flatten(1, 2), k, v, self._stream, self._scale, window)
         k, v = (self._padding.pad(x).transpose(1, 2) for x in (k, v))
@@ -201,11 +200,11 @@ class PromptAttention:
 
 
 class ExtendAttention:
-    """The attention of packed new tokens of sequences whose first positions are cached already.
+    """The attention of packed new tokens of sequences whose earlier positions are cached.
 
     Args:
         lengths: new tokens of each sequence in the stream.
-        starts: cached positions of each sequence, where its new tokens begin.
+        starts: number of cached positions of each sequence.
         rows: cache row of each sequence.
     """
 
@@ -225,7 +224,7 @@ class ExtendAttention:
         self._bias: dict[int | None, Tensor] = {}
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
-        """See `Attend`."""
+        """Implement `Attend`."""
         q, k, v = norm.split(qkv, rope)
         keys, values = self._cache.keys(layer), self._cache.values(layer)
         keys[self._token_rows, :, self._token_positions] = k
@@ -239,7 +238,7 @@ class ExtendAttention:
 
 
 def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return [n, L]: 0 at the positions a row may read (itself included, `window` of them at most), -inf elsewhere."""
+    """Return the bias [n, L]: 0 at the last `window` positions up to the row's own (None: all of them), else -inf."""
     at = torch.arange(length, device=positions.device)
     hidden = at > positions[:, None]
     if window is not None:
@@ -248,7 +247,7 @@ def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch
 
 
 def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attend with one query position per row to its cache, as two batched matmuls: 5 to 12 times faster than SDPA here.
+    """Return the attention of one query position per row, as two batched matmuls: 5 to 12 times faster than SDPA.
 
     Args:
         q: [n*G, q, D].
@@ -263,7 +262,7 @@ def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
 
 
 def attend_gpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Do as `attend_cpu` through SDPA, with the query heads of a group as its query positions.
+    """Return the result of `attend_cpu`, [n, G, q, D], from SDPA with the query heads of a group as query positions.
 
     Args:
         q: [n, G, q, D].
@@ -274,7 +273,7 @@ def attend_gpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return bool [length, length]: the places that each place of a prompt reads; None: all up to itself."""
+    """Return bool [length, length]: which positions each prompt position reads; None: the window hides none."""
     if window is None or length <= window:
         return None
     at = torch.arange(length, device=device)
@@ -282,15 +281,15 @@ def window_mask(length: int, window: int | None, device: torch.device) -> Tensor
 
 
 def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return the attention over right-padded sequences.
+    """Return the attention over right-padded prompts.
 
     Args:
         q: [m, G, q, P, D].
         keys, values: [m, G, L, D].
-        mask: of SDPA, for [m, G*q, P, L]; None: causal, with L = P.
+        mask: SDPA mask, broadcast to [m, G*q, P, L]; None: causal, with L = P.
 
     Returns:
-        [m, G, q, P, D]; padding rows hold anything finite.
+        [m, G, q, P, D]; padding rows have arbitrary finite values.
     """
     k, v = (x[:, :, None].expand(-1, -1, q.shape[2], -1, -1).flatten(1, 2) for x in (keys, values))
     causal = mask is None

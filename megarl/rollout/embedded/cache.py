@@ -1,11 +1,12 @@
-"""Keys and values of the running samples.
+"""The key/value cache of running samples.
 
 Shapes: n rows, G key/value heads of this rank, D head size, L cached positions.
 
-The CPU and the GPU want different memory. On a CPU, batched matmul is fast only over contiguous [n*G, L, D] blocks and
-allocation is expensive, so each layer owns a flat buffer that is re-laid out when L changes (every 32 tokens; the copy
-goes to a spare buffer, which then swaps places, and costs a few percent of the attention it speeds up: 1.0 ms instead
-of 1.7 ms a layer at n=64, L=160, bf16). On a GPU the layout is fixed, as captured graphs need it.
+The CPU and the GPU need different memory layouts. On a CPU, batched matmul is fast only over contiguous [n*G, L, D]
+blocks and allocation is expensive, so each layer owns a flat buffer that is re-laid out when L changes (every 32
+tokens; the copy goes to a spare buffer, which then swaps places, and costs a few percent of the attention that it
+speeds up: 1.0 ms instead of 1.7 ms a layer at n=64, L=160, bf16). On a GPU the layout is fixed, because captured graphs
+need fixed addresses.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class KVCache:
         size = slots * max_length * heads * head_dim
         self._keys = [torch.empty(size, dtype=dtype, device=device) for _ in range(layers)]
         self._values = [torch.empty(size, dtype=dtype, device=device) for _ in range(layers)]
-        if fixed:  # rows that were never written are read (and masked) by padded batches, and 0 * NaN is NaN
+        if fixed:  # padded batches read (and mask) rows that were never written, and 0 * NaN is NaN
             for flat in (*self._keys, *self._values):
                 flat.zero_()
         self._spare = None if fixed else torch.empty(size, dtype=dtype, device=device)
@@ -60,7 +61,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_row(layers: int, max_length: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the memory of one row, spare buffer included."""
+        """Return the bytes of one row, spare buffer included."""
         return (2 * layers + 1) * max_length * heads * head_dim * dtype.itemsize
 
     def _view(self, flat: Tensor, length: int) -> Tensor:
@@ -69,15 +70,15 @@ class KVCache:
         return flat[: flat.numel() // row * row].view(-1, self.heads, length, self.head_dim)
 
     def keys(self, layer: int) -> Tensor:
-        """Return [rows, G, L, D]; rows beyond the running ones hold anything."""
+        """Return a view [rows, G, L, D]; the contents of rows that are not running are undefined."""
         return self._view(self._keys[layer], self.length)
 
     def values(self, layer: int) -> Tensor:
-        """Return [rows, G, L, D]; rows beyond the running ones hold anything."""
+        """Return a view [rows, G, L, D]; the contents of rows that are not running are undefined."""
         return self._view(self._values[layer], self.length)
 
     def reserve(self, rows: int, needed: int) -> None:
-        """Make room for `needed` positions (or give much of it back), keeping what the first `rows` rows hold."""
+        """Resize to at least `needed` positions if fewer or far more are allocated; keep the first `rows` rows."""
         if self.fixed or needed <= self.length <= 2 * _round_up(needed):
             return
         new = min(self.max_length, _round_up(needed))
@@ -93,41 +94,41 @@ class KVCache:
         self.length, self._spare = new, spare
 
     def fill(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write whole prompts: keys and values [m, G, P, D] into `rows` [m], zeros after them."""
+        """Write whole prompts, keys and values [m, G, P, D], into `rows` [m], and zero the positions after them."""
         for cache, new in ((self.keys(layer), keys), (self.values(layer), values)):
             cache[rows, :, : new.shape[2]] = new
             cache[rows, :, new.shape[2] :] = 0
 
     def clear(self, rows: Tensor) -> None:
-        """Zero rows that start without a prompt."""
+        """Zero `rows`, for samples whose first decode step is at position 0."""
         for layer in range(len(self._keys)):
             self.keys(layer)[rows] = 0
             self.values(layer)[rows] = 0
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows, all at once."""
+        """Copy rows `sources` to `targets` in all layers; all rows are read before any row is written."""
         for layer in range(len(self._keys)):
             for cache in (self.keys(layer), self.values(layer)):
                 cache[targets] = cache[sources]
 
     def flat_index(self, positions: Tensor) -> Tensor:
-        """Return [n*G]: the place of position `positions[i]` of row i in a layer seen as [rows*G*L, D]."""
+        """Return the indices [n*G] of position `positions[i]` of row i in a layer viewed as [rows*G*L, D]."""
         rows = torch.arange(len(positions), device=positions.device)
         return ((rows[:, None] * self.heads + self._head_index) * self.length + positions[:, None]).flatten()
 
     def append(self, layer: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write one position per row: keys and values [n, G, D] at `flat_index`."""
+        """Write one position per row: keys and values [n, G, D] at `index` from `flat_index`."""
         self.keys(layer).view(-1, self.head_dim).index_copy_(0, index, keys.reshape(-1, self.head_dim))
         self.values(layer).view(-1, self.head_dim).index_copy_(0, index, values.reshape(-1, self.head_dim))
 
 
 def free_bytes(device: torch.device, sessions: int = 1) -> float:
-    """Return the memory one cache may take: its share of 0.8 of what is free now.
+    """Return the bytes that one cache may use: its share of 80% of the free memory.
 
     Args:
-        device: where the cache lies. A GPU belongs to one process, host memory to all LOCAL_WORLD_SIZE of the machine
-            or of its container.
-        sessions: caches that this process makes at the same time.
+        device: device of the cache. A GPU belongs to one process; the LOCAL_WORLD_SIZE processes of the machine (or
+            container) share host memory.
+        sessions: number of caches that this process holds at the same time.
     """
     if device.type == "cuda":
         return 0.8 * _free_on_gpu(device) / sessions
@@ -136,10 +137,9 @@ def free_bytes(device: torch.device, sessions: int = 1) -> float:
 
 
 def _free_on_gpu(device: torch.device) -> float:
-    """Return the bytes the driver has, and those of whole blocks that the allocator keeps: it gives these back when it
-    needs more.
+    """Return the free bytes of the driver plus the unused whole blocks that torch's allocator can release.
 
-    The rest of a block that is partly in use (`inactive_split`) is no room for a cache.
+    The unused rest of a block that is partly in use (`inactive_split`) cannot hold a cache.
     """
     stats = torch.cuda.memory_stats(device)
     kept = stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"]

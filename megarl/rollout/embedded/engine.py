@@ -1,8 +1,8 @@
 """Generation inside the training process, on the training parameters.
 
-    requests --(shared out over context-parallel ranks, then over CPU threads)--> Sessions --(gathered)--> completions
+    requests --(split over context-parallel ranks, then over CPU threads)--> Sessions --(gathered)--> completions
 
-There is nothing to synchronise after an optimizer step: the next call reads the parameters as they are then.
+Weights need no synchronisation after an optimizer step, because generation reads the training parameters.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class EmbeddedEngine:
 
     Args:
         chunks: this process's PolicyModels, unwrapped, in pipeline order.
-        tokenizer: reads responses where sampling has stop strings.
+        tokenizer: decodes responses to find stop strings; only needed if sampling has any.
 
     Attributes:
-        weight_version: stamped on completions; each update of the parameters counts it up.
+        weight_version: written into completions; the trainer increments it with each update of the parameters.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class EmbeddedEngine:
         eos_ids: Sequence[int],
         advance: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
-        """See `RolloutEngine`."""
+        """Implement `RolloutEngine.generate`."""
         shares = share_out(requests, self._mesh.cp.size)
-        mine = [requests[i] for i in shares[self._mesh.cp.rank]]
+        share = [requests[i] for i in shares[self._mesh.cp.rank]]
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
-        parts = [self._run(mine, sampling, stop_ids, advance)]
+        parts = [self._run(share, sampling, stop_ids, advance)]
         if self._mesh.cp.group is not None:
             parts = self._mesh.cp.group.all_gather_json(parts[0])
         samples = iter(in_order(parts, requests, shares))
@@ -86,7 +86,7 @@ class EmbeddedEngine:
         ]
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
-        """See `RolloutEngine`. Ranks that share out requests, or experts, generate in rounds."""
+        """Implement `RolloutEngine.open`. Models with experts or context parallelism generate in rounds."""
         if self._mesh.cp.size > 1 or self.chunks[0].config.num_moe_experts is not None:
             return BatchedGeneration(self.generate, self._any_replica, sampling, eos_ids)
         running = max(1, min(self._config.max_running, sequences))
@@ -98,7 +98,7 @@ class EmbeddedEngine:
         return _Turns(session, self.weight_version)
 
     def _any_replica(self, busy: bool) -> bool:
-        """Tell whether a replica that shares experts with this one is busy."""
+        """Return whether any replica that shares experts with this one is busy."""
         if self.chunks[0].config.num_moe_experts is None:
             return busy
         return bool(self._mesh.expert.all_max(int(busy), next(self.chunks[0].parameters()).device))
@@ -128,8 +128,8 @@ class EmbeddedEngine:
         return in_order(run_lanes(sessions), requests, shares)
 
     def _lanes(self, requests: Sequence[Request], running: int) -> int:
-        """Return the number of sessions that share the CPU threads of this process; 1 where collectives fix the order
-        of steps."""
+        """Return how many sessions run side by side on this process's CPU threads; 1 on GPUs and if ranks use
+        collectives, which need one order of steps."""
         if not self._mesh.is_trivial or next(self.chunks[0].parameters()).is_cuda:
             return 1
         rows = min(running, sum(len(r.seeds) for r in requests))
@@ -148,34 +148,34 @@ class _Turns:
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
     ) -> None:
-        """See `Generation`."""
+        """Implement `Generation.submit`."""
         self.session.submit(sequence, tokens, seed, room, images, begun)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """See `Generation`."""
+        """Implement `Generation.wait`."""
         return {
             sequence: Completion(tokens, logprobs, reason, [[self.version, len(tokens)]])
             for sequence, (tokens, logprobs, reason) in self.session.wait(enough).items()
         }
 
     def abort(self, sequence: int) -> None:
-        """See `Generation`."""
+        """Implement `Generation.abort`."""
         self.session.abort(sequence)
 
     def forget(self, sequence: int) -> None:
-        """See `Generation`."""
+        """Implement `Generation.forget`."""
         self.session.forget(sequence)
 
     def any_busy(self, busy: bool) -> bool:
-        """See `Generation`: replicas generate each by itself."""
+        """Implement `Generation.any_busy`: each replica generates independently."""
         return busy
 
     def close(self) -> None:
-        """See `Generation`: nothing decodes between two calls of `wait`."""
+        """Implement `Generation.close`: nothing decodes between two calls of `wait`."""
 
 
 def run_lanes(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run `jobs` side by side, one Python thread each, with the OpenMP threads of this process divided among them.
+    """Run `jobs` in one Python thread each, which share the OpenMP threads of this process; return their results.
 
     A decode step is a few hundred small operations. Splitting each over all cores costs a barrier per operation, which
     takes longer than the operation when another process has one of the cores; splitting the samples costs nothing.
@@ -190,8 +190,7 @@ def run_lanes(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def share_out(requests: Sequence[Request], parts: int) -> list[list[int]]:
-    """Return the request numbers of each part: heaviest first to the lightest part, deterministic, order kept within a
-    part."""
+    """Split requests into `parts` of similar numbers of samples; return the request numbers of each part, ascending."""
     shares: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
     for number in sorted(range(len(requests)), key=lambda i: -len(requests[i].seeds)):

@@ -1,10 +1,9 @@
-"""The few shapes that a GPU decodes in, and CUDA graphs of the decode step, one per shape.
+"""Shape buckets of decoding on a GPU, and CUDA graphs of the decode step, one per shape.
 
-Libraries plan a kernel for each shape and stride they meet, which takes longer than the kernel: so on a GPU rows, the
-size of the cache and, where torch attends and not a kernel, cached positions are rounded up to buckets, and calls of
-`generate` with about the same work meet the same shapes. A decode step of a small model is bound by kernel launches;
-replaying it as one graph removes them. Padded rows of a bucket belong to a dump sample and write into cache rows that
-nobody owns.
+Libraries plan a kernel for each new shape and stride, which takes longer than the kernel itself. On a GPU the rows, the
+cache size and (if torch computes the attention) the cached positions are therefore rounded up to buckets, so that
+similar calls of `generate` have equal shapes. A decode step of a small model is bound by kernel launches; replaying it
+as one graph removes them. Padded rows of a bucket belong to a dummy sample and write into unused cache rows.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def slots_below(fit: int) -> int:
 
 
 def cache_length(longest: int) -> int:
-    """Return the positions of a cache for sequences of up to `longest`: an eighth more at most (64 for short ones)."""
+    """Round `longest` up to the positions of a cache: by an eighth at most (by up to 64 for short sequences)."""
     step = max(64, 1 << max(0, (longest - 1).bit_length() - 4))
     return -(-longest // step) * step
 
@@ -45,10 +44,10 @@ def length_bucket(needed: int, max_length: int) -> int:
 
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all captures on a device and of the runs that warm up for them.
+    """Return the stream of all graph captures on a device and of their warm-up runs.
 
-    cuBLAS keeps a workspace (32 MiB on an H100) for every stream that it has worked on, as long as the process lives:
-    with a stream of its own, each capture would take that much for ever.
+    cuBLAS keeps a workspace (32 MiB on an H100) for every stream it has used until the process ends, so a stream per
+    capture would leak memory.
     """
     return torch.cuda.Stream(device)
 
@@ -56,12 +55,12 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 class DecodeGraphs:
     """The CUDA graphs of decode steps, captured on first use of a shape and replayed afterwards.
 
-    It does not keep `step`, a method of its owner: the two would keep each other, and the owner's cache, alive until
-    Python looks for cycles, which may be many calls of `generate` later.
+    `run` receives `step`, a method of the owner, with every call. Stored here, it would be a reference cycle that keeps
+    the owner's cache alive until Python's next cycle collection, maybe many calls of `generate` later.
 
     Args:
-        numbers: int64 [4, slots], the row state: sample, token, position, count.
-        done: bool [slots].
+        numbers: int64 [4, slots], the state of each row: sample, token, position, count.
+        done: bool [slots], whether the row's sample has finished.
     """
 
     def __init__(self, numbers: Tensor, done: Tensor) -> None:
@@ -70,14 +69,14 @@ class DecodeGraphs:
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def run(self, step: Callable[[int, int, int], None], rows: int, length: int) -> None:
-        """`step(rows, length, rows)`: it works on persistent buffers, and changes `numbers` and `done` in place."""
+        """Run `step(rows, length, rows)` as a graph. It must use persistent buffers and change state in place."""
         key = (rows, length)
         if key not in self._graphs:
             self._capture(step, key)
         self._graphs[key].replay()
 
     def _capture(self, step: Callable[[int, int, int], None], key: tuple[int, int]) -> None:
-        """Record a bucket. The warm-up run, which libraries need before capture, is undone."""
+        """Capture the graph of a (rows, length) bucket, after a warm-up run whose state changes are undone."""
         saved = self._numbers.clone(), self._done.clone()
         stream = capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,14 +1,15 @@
-"""An embedded engine in processes of its own: each of them takes the trainer's weights here, between two generations.
+"""Receives the trainer's weights, between two generations, for an embedded engine in separate processes.
 
     inbox = WeightInbox(chunks, key, group)              on every rank of the engine; `address` goes to the trainer
     with inbox.generating(600.0) as version:             waits while weights come; collective over the engine
-        engine.weight_version = version                  (`version=4`: for these weights, and no others)
+        engine.weight_version = version                  (`version=4`: waits for exactly this version)
         completions = engine.generate(...)
 
     trainer's ranks --(JSON messages; bytes by shared memory, broadcast or files)--> threads of the inbox --> parameters
 
-The engine may have any layout; every rank is told everything and copies what it holds. It has no weights at first, and
-what fails in the middle of an update stays paused, until a whole update has come. The trainer's end is receiver.py.
+The engine may have any parallel layout; every rank receives all tensors and copies the parts that it holds. An engine
+starts without weights, and an engine whose update failed stays paused until a complete update arrives. The trainer's
+end is receiver.py.
 """
 
 from __future__ import annotations
@@ -42,24 +43,23 @@ from megarl.system.errors import WorkerError
 if TYPE_CHECKING:
     from megarl.rollout.embedded.engine import EmbeddedEngine
 
-PEER = "engine"  # what this side is called in proofs and messages
+PEER = "engine"  # name of this side in authentication proofs and messages
 
 
 class WeightInbox:
-    """One rank's end.
+    """Receives weights on one rank of the engine, in threads that serve the trainer's connections.
 
     Args:
         chunks: this process's part of the model; its parameters are overwritten.
-        key: that trainers prove to know.
+        key: secret that trainers must prove to have.
         group: the ranks of the engine.
-        host: address to listen on; trainers reach it there.
+        host: address to listen on, reachable by trainers.
 
     Attributes:
         address: host and port.
-        version: the trainer's name of the weights; empty: there are none yet.
-        update: number of the update that is open or was the last one: writes that still wait when another one begins
-            are refused.
-        rank: of this process in the engine.
+        version: tag of the weights (`read_tag`); empty: no weights yet.
+        update: number of the current or last update; writes of an earlier update are rejected.
+        rank: rank of this process in the engine.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], key: str, group: WorkerGroup, host: str = "127.0.0.1") -> None:
@@ -71,7 +71,7 @@ class WeightInbox:
         self._writing = threading.Lock()
         self._running, self._paused, self._open = 0, True, False
         self.update, self.rank = 0, group.rank
-        self._whole = False  # the parameters are those of `version`, all of them
+        self._whole = False  # all parameters are of `version`
         self.version = ""
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
@@ -82,19 +82,18 @@ class WeightInbox:
         """Allow no write to the parameters inside the block. Collective over the engine.
 
         Args:
-            deadline_s: deadline in seconds of the wait for weights.
-            version: the ones to wait for; None: any.
+            deadline_s: seconds to wait for weights, independent of the deadline of the engine's group.
+            version: weight version to wait for; None: any.
 
         Yields:
-            The version of the weights, as the trainer counts it.
+            The weight version.
 
         Raises:
-            WorkerError: on every rank, when there were no whole weights, or not those of `version`, for `deadline_s`
-                seconds, whatever the deadline of the engine's group; at once where they are newer than `version`, which
-                does not come back.
+            WorkerError: on every rank, if complete weights (of `version`) did not arrive within `deadline_s`; at once
+                if the engine holds newer weights, because `version` will not come back.
         """
-        # The first rank decides: trainers pause it first and let it go on last, so no rank begins what another one has
-        # to wait with.
+        # The first rank decides: trainers pause it first and resume it last, so that no rank starts a generation while
+        # another one is paused.
         entered, why = False, None
         at_a_time = self._group.deadline_s / 2 if self._group.size > 1 else deadline_s
         try:
@@ -110,7 +109,7 @@ class WeightInbox:
                 entered, why = self._enter(at_a_time, version)
             whys = [text for text in self._group.all_gather_json(why) if text is not None]
             if whys:
-                wanted = "no whole weights" if version is None else f"no weights of version {version}"
+                wanted = "no complete weights" if version is None else f"no weights of version {version}"
                 raise WorkerError(f"{wanted} came within {deadline_s:g} s: {whys[0]}")
             yield read_tag(self.version)[0]
         finally:
@@ -120,21 +119,21 @@ class WeightInbox:
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """Take no new trainers."""
+        """Accept no new connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _enter(self, deadline_s: float, version: int | None) -> tuple[bool, str | None]:
-        """Tell whether generation has begun here, and why not."""
+        """Wait until generation may begin here; return whether it began, and if not, the reason."""
         with self._changed:
             settled = self._changed.wait_for(
                 lambda: not self._paused and (self._holds(version) or self._is_past(version)), max(deadline_s, 0.0)
             )
             if not settled or self._is_past(version):
-                held = f"holding {self.version}" if self._whole else "holding no weights"
-                does = "is paused" if self._paused else "goes on"
-                return False, f"rank {self._group.rank} of {self._group.name} {does}, {held}"
+                weights = f"weights {self.version}" if self._whole else "no complete weights"
+                state = "is paused" if self._paused else "is running"
+                return False, f"rank {self._group.rank} of {self._group.name} {state} and holds {weights}"
             self._running += 1
         return True, None
 
@@ -142,12 +141,12 @@ class WeightInbox:
         return version is None or (self._whole and read_tag(self.version)[0] == version)
 
     def _is_past(self, version: int | None) -> bool:
-        """Tell whether newer weights than `version` are held."""
+        """Return whether this rank holds newer weights than `version`."""
         return version is not None and self._whole and read_tag(self.version)[0] > version
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Return one trainer rank's connection."""
+        """Yield the message handler of one trainer rank's connection."""
         conversation = _Conversation(self)
         try:
             yield conversation.handle
@@ -157,107 +156,107 @@ class WeightInbox:
     # -- steps of an update; called by threads of connections ---------------------------------------------------------
 
     def layout(self) -> dict[str, Any]:
-        """Return the coordinates of this rank, and the dtype and device of its parameters."""
+        """Return this rank's parallel coordinates, and the dtype and device of its parameters."""
         kind = {"dtype": str(self._dtype).removeprefix("torch."), "on_gpu": self._device.type == "cuda"}
         return {"at": dataclasses.astuple(self._coordinate)} | kind
 
     def pause(self, deadline_s: float) -> None:
-        """Let no generation begin, and wait until none runs."""
+        """Stop new generations and wait up to `deadline_s` seconds until no generation runs."""
         with self._changed:
             before, self._paused = self._paused, True
             self.update += 1
             if not self._changed.wait_for(lambda: self._running == 0, deadline_s):
                 self._paused = before
                 self._changed.notify_all()
-                raise Refused(f"it still generates after {deadline_s:g} s")
+                raise Refused(f"the engine is still generating after {deadline_s:g} s")
 
     def begin(self) -> None:
-        """Begin an update: what a dead trainer left open ends here, and what it left half written must come whole."""
-        self._need(self._paused, "it was not paused")
+        """Begin an update. It ends an update that a dead trainer left open, whose partial weights are invalid."""
+        self._need(self._paused, "the engine is not paused; send pause before begin")
         with self._writing:
             if not self._whole:
                 self.version, self._missing = "", set(self._writer.held)
             self.update, self._open = self.update + 1, True
 
     def end(self) -> None:
-        """End the update: no more tensors come."""
-        self._need(self._open, "no update is open")
+        """End the update; further tensors are rejected."""
+        self._need(self._open, "no update is open; send begin before end")
         self._open = False
 
     def set_version(self, version: str) -> None:
-        """Note that all of this version has come."""
+        """Mark the parameters as complete weights of `version`."""
         if self._missing:
-            raise Refused(f"{len(self._missing)} tensors never came, for example {min(self._missing)}")
+            raise Refused(f"{len(self._missing)} tensors were never sent, for example {min(self._missing)}")
         self.version, self._whole = version, True
 
     def held_version(self) -> dict[str, str]:
-        """Return the tag of the weights."""
+        """Return the tag of the weights in a message."""
         return {"version": self.version}
 
     def resume(self) -> None:
-        """Let generation begin."""
-        self._need(self._whole, "it holds no whole weights")
+        """Allow generation again."""
+        self._need(self._whole, "the engine holds no complete weights; send a whole update first")
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
     def take_flat(self, flat: Tensor, tensors: Sequence[Sequence[Any]], update: int) -> None:
-        """Take whole tensors (name, shape, dtype, first byte, bytes) in a flat buffer, of this update."""
+        """Write whole tensors from a flat uint8 buffer; `tensors`: (name, shape, dtype, first byte, bytes) of each."""
         with self._on_device():
             self._need_open(update)
             for name, shape, dtype, start, nbytes in tensors:
                 if dtype.startswith("float8"):
-                    raise Refused(f"{name} comes in {dtype}: sync.fp8 is for servers with a block-FP8 configuration")
+                    raise Refused(f"embedded engines do not take {dtype} tensors: {name}; set sync.fp8=false")
                 part = flat[start : start + nbytes].view(getattr(torch, dtype)).view(shape)
                 self._writer.write(name, part)
                 self._missing.discard(name)
 
     def take_changes(self, flat: Tensor, header: Sequence[Sequence[Any]], update: int) -> None:
-        """Take distances and values of changed elements, see `megarl.sync.delta`, of this update."""
+        """Write changed elements from a flat buffer of their distances and values, see `megarl.sync.delta`."""
         steps, values = flat, flat[sum(count for *_, count in header) :]
         with self._on_device():
             self._need_open(update)
             for name, shape, dtype, count in header:
                 kind = getattr(torch, dtype)
-                elements = values[: count * kind.itemsize].clone().view(kind)  # where they lie they may not be aligned
+                elements = values[: count * kind.itemsize].clone().view(kind)  # a view could be misaligned
                 positions = steps[:count].to(torch.int64).cumsum(0) - 1
                 self._writer.write_elements(name, tuple(shape), positions.to(self._device), elements.to(self._device))
                 steps, values = steps[count:], values[count * kind.itemsize :]
 
     def read_folder(self, folder: str, update: int) -> None:
-        """Read a folder of safetensors, unless another update began while this one waited."""
+        """Read all weights from a folder of safetensors; rejected if another update has begun meanwhile."""
         with self._on_device():
-            self._need(self._paused and update == self.update, "not paused for this update")
+            self._need(self._paused and update == self.update, "the engine is not paused for this update")
             self._whole = False
-            self._missing = set(self._writer.held)  # of two versions until it is read to its end
+            self._missing = set(self._writer.held)  # a folder that is read only in part leaves two versions mixed
             self._writer.read_folder(Path(folder))
             self._missing = set()
 
     def checksums(self) -> dict[str, Any]:
-        """Return the checksums of every part that this rank holds."""
-        found = {}
+        """Return the checksum of every part that this rank holds, by name."""
+        checksums = {}
         for name, part in self._writer.parts():
             made = make_checksum(part.nbytes, on_gpu=part.is_cuda)
             made.update(part)
-            found[name] = made.hexdigest()
-        return {"checksums": found}
+            checksums[name] = made.hexdigest()
+        return {"checksums": checksums}
 
     def empty(self, nbytes: int) -> Tensor:
-        """Return the memory on the engine's device."""
+        """Allocate `nbytes` bytes, uint8 [nbytes], on the engine's device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _need(self, held: bool, why: str) -> None:
-        if not held:
+    def _need(self, condition: bool, why: str) -> None:
+        if not condition:
             raise Refused(why)
 
     def _need_open(self, update: int) -> None:
-        """Note, for the next writer, that from here on the parameters are of two versions."""
-        self._need(self._open and update == self.update, "tensors outside of an update")
+        """Reject tensors outside of the open update; mark the parameters as a mix of versions."""
+        self._need(self._open and update == self.update, "tensors were sent outside of the open update")
         self._whole = False
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Admit one writer at a time; the sender's buffer is free when the block is over."""
+        """Admit one writer at a time; after the block the device has finished reading the sender's buffer."""
         with self._writing:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # this thread begins on device 0
@@ -267,14 +266,14 @@ class WeightInbox:
 
 
 class _Conversation:
-    """The requests of one rank of a trainer, and the process groups shared with it."""
+    """Handles the messages of one trainer rank, and holds the process groups shared with it."""
 
     def __init__(self, inbox: WeightInbox) -> None:
         self._inbox = inbox
         self._groups: dict[str, tuple[dist.ProcessGroup, dist.TCPStore]] = {}
 
     def handle(self, header: dict[str, Any], bodies: list[bytearray]) -> dict[str, Any]:
-        """Answer one message. Whatever goes wrong is an answer, and the engine lives on."""
+        """Run one message's operation and return its answer. Any error becomes a `Refused`, so the engine survives."""
         inbox, update = self._inbox, self._inbox.update
         actions: dict[str, Any] = {
             "layout": inbox.layout,
@@ -300,7 +299,7 @@ class _Conversation:
             raise Refused(f"{type(error).__name__}: {error}") from error
 
     def leave_groups(self) -> None:
-        """Leave the groups of a trainer's rank that is gone, or done."""
+        """Leave the process groups of a trainer rank whose connection has closed."""
         for group, _ in self._groups.values():
             leave(group)
         self._groups = {}
@@ -315,16 +314,16 @@ class _Conversation:
         try:
             broadcast_within(flat, self._groups[name][0], deadline_s)
         except TimeoutError:
-            leave(self._groups.pop(name)[0])  # takes nccl's kernel off the device
-            raise Refused(f"the trainer's broadcast did not come within {deadline_s:g} s") from None
+            leave(self._groups.pop(name)[0])  # stops NCCL's kernel on the device
+            raise Refused(f"the trainer's broadcast did not arrive within {deadline_s:g} s") from None
         self._inbox.take_flat(flat, tensors, update)
 
 
 class PushedWeights:
-    """The weights that an embedded engine generates with: one version, from one `follow` to the next.
+    """Keeps an embedded engine on one pushed weight version, from one `follow` to the next.
 
     Args:
-        deadline_s: deadline in seconds of the wait for a version that was pushed.
+        deadline_s: seconds to wait for a version.
     """
 
     def __init__(self, engine: EmbeddedEngine, inbox: WeightInbox, deadline_s: float) -> None:
@@ -332,10 +331,10 @@ class PushedWeights:
         self._version = 0
 
     def follow(self, version: int) -> None:
-        """Generate with `version` from here on. It is there, or comes within the deadline. Collective over the engine.
+        """Wait for weight version `version` and generate with it from now on. Collective over the engine.
 
         Raises:
-            WorkerError: it did not come.
+            WorkerError: the version did not arrive within the deadline.
         """
         self._version = version
         with self.held():
@@ -343,14 +342,14 @@ class PushedWeights:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the parameters those of the followed version as long as the block runs. Collective.
+        """Keep the parameters at the followed version inside the block. Collective over the engine.
 
         Raises:
-            WorkerError: they are not.
+            WorkerError: the engine does not hold this version within the deadline.
         """
         with self._inbox.generating(self._deadline_s, version=self._version):
             yield
 
     def close(self) -> None:
-        """Take no more weights."""
+        """Accept no more trainers."""
         self._inbox.close()

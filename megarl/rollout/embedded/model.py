@@ -1,4 +1,4 @@
-"""The decoder as generation runs it: straight over the parameters of the training modules, no copy of them.
+"""The decoder of generation, which reads the parameters of the training modules without a copy.
 
     tokens -> [embed] -> layers of chunk 0 -> (next stage) -> ... -> [norm, head] -> logits of this rank's vocabulary
 
@@ -41,7 +41,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Say whether this CPU multiplies by packed weights of `dtype`: for bf16 it needs AVX-512 or something newer."""
+    """Return whether this CPU multiplies by packed weights of `dtype`; bf16 needs AVX-512 or newer."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -49,7 +49,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The way weights are read: the decoding dtype, and for how many rows they are packed (0: not at all)."""
+    """How weights are prepared: the decoding dtype, and the number of rows they are packed for (0: not packed)."""
 
     dtype: torch.dtype
     pack_rows: int = 0
@@ -59,7 +59,7 @@ class Recipe:
         return weight.detach().to(self.dtype)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Make the function x [n, in] -> x W^T + b."""
+        """Return the function x [n, in] -> x W^T + b [n, out]."""
         w, b = self.cast(weight), None if bias is None else self.cast(bias)
         if not self.pack_rows:
             return lambda x: F.linear(x, w, b)
@@ -67,21 +67,21 @@ class Recipe:
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
 
     def layer(self, linear: Any) -> Linear:
-        """Make the function of one of the model's linear layers, with its adapter.
+        """Return the function of one of the model's linear layers, with its adapter.
 
-        An adapter is added to the weight where that is copied anyway, and to the product where it is not.
+        If the weight is copied anyway, the adapter is merged into the copy; otherwise its product is added.
         """
         weight, bias, adapter = linear.weight, bias_of(linear), adapter_of(linear)
         if adapter is None or not adapter.enabled:
             return self.linear(weight, bias)
         if self.pack_rows or self.dtype != weight.dtype:
             return self.linear(adapter.whole(weight), bias)
-        assert isinstance(adapter, LinearAdapter), "experts have a function of their own"
+        assert isinstance(adapter, LinearAdapter), "adapters of experts are handled by `grouped`"
         product, add = self.linear(weight, bias), adapter.local
         return lambda x: product(x).add_(add(x))
 
     def grouped(self, linear: Any) -> Grouped:
-        """Make the function of a projection of the model's experts, a `GroupedLinear`, with its adapters as `layer`."""
+        """Return the function of an expert projection, a `GroupedLinear`, with its adapters as in `layer`."""
         weight, adapter = linear.stacked, adapter_of(linear)
         if adapter is not None and adapter.enabled:
             if not self.pack_rows and self.dtype == weight.dtype:
@@ -94,7 +94,7 @@ class Recipe:
         return lambda x, ends: group_by_group(products, x, ends)
 
     def head(self, weight: Tensor) -> Linear:
-        """Make the function x [n, in] -> logits, as scoring computes them."""
+        """Return the function x [n, in] -> logits, with the same arithmetic as scoring."""
         if self.pack_rows:
             return self.linear(weight)
         w = self.cast(weight)
@@ -103,7 +103,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ops:
-    """The pointwise parts, compiled or in torch."""
+    """The pointwise operations, from compiled kernels or torch."""
 
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor] = add_norm_reference
     silu_mul: Callable[[Tensor], Tensor] = silu_mul_reference
@@ -112,8 +112,8 @@ class Ops:
 class Layer:
     """One transformer layer over a Megatron module's weights.
 
-    It takes the residual stream and what the layer before leaves to be added to it, so that each addition is one pass
-    with the norm that follows.
+    It takes the residual stream and the previous layer's output, which is not yet added to it, so that one pass does
+    the addition and the norm after it.
     """
 
     def __init__(self, module: Any, config: Any, number: int, mesh: Mesh, recipe: Recipe, ops: Ops) -> None:
@@ -134,14 +134,14 @@ class Layer:
 
     @property
     def waits(self) -> bool:
-        """See `MoE`."""
+        """Whether the host waits in every step, see `MoE.waits`."""
         return self._moe is not None and self._moe.waits
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, rope: RopeTables, attend: Attend, lockstep: int) -> Tensor:
-        """Add `delta` and the attention to `hidden` [n, h] in place; returns the MLP's output, to be added."""
+        """Add `delta` and the attention to `hidden` [n, h] in place; return the MLP's output [n, h], not yet added."""
         if not len(hidden):
             return hidden if self._moe is None else self._moe(hidden, lockstep)
-        # Megatron keeps [q heads, k, v] of a group side by side, which is the grouping that decoding wants.
+        # Megatron keeps [q heads, k, v] of a group side by side, the grouping that decoding uses.
         qkv = self._qkv(self._ops.add_norm(hidden, delta, self._attn_norm, self._eps)).view(len(hidden), *self._heads)
         context = attend(self._number, self._window, qkv, self._head_norm, rope)
         delta = self._mesh.tp.all_sum(self._proj(context))
@@ -156,13 +156,14 @@ class DecoderStage:
 
     Args:
         chunks: pipeline chunks of this stage, in order.
-        rows: sequences that are decoded together, at most.
-        steps: decoding steps to expect; a few do not repay packing.
+        rows: most sequences that are decoded together.
+        steps: expected number of decode steps; weights are not packed for a few steps.
 
     Attributes:
-        layers, heads: layers, and key/value heads, of this process.
+        layers: number of layers of this process.
+        heads: number of key/value heads of this process.
         head_dim: width of a head.
-        is_moe: some layer, here or on another stage, has experts.
+        is_moe: whether the model has experts, here or on another stage.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], mesh: Mesh, dtype: torch.dtype, *, rows: int, steps: int) -> None:
@@ -193,7 +194,7 @@ class DecoderStage:
             self._head = recipe.head(last.lm_head_weight)
 
     def _load_kernels(self) -> DecodeKernels | None:
-        """Return the Triton kernels of a GPU, or the compiled ones of the CPU, where they fit this model."""
+        """Return the GPU's Triton kernels or the CPU's compiled kernels; None if they do not support this model."""
         if self.device.type == "cuda":
             return decode_kernels(self.dtype)
         config, tp = self._config, self.mesh.tp.size
@@ -203,12 +204,12 @@ class DecoderStage:
 
     @property
     def encoder(self) -> VisionEncoder | None:
-        """The vision encoder of a model that sees images."""
+        """The model's vision encoder; None: a text model."""
         return getattr(self._first, "encoder", None)
 
     @property
     def can_be_captured(self) -> bool:
-        """A decode step is a fixed sequence of device operations."""
+        """Whether a CUDA graph can capture a decode step: no pipeline, and no layer where the host waits."""
         return self.mesh.pp.size == 1 and not any(layer.waits for layers in self._chunks for layer in layers)
 
     @torch.inference_mode()
@@ -222,16 +223,16 @@ class DecoderStage:
         lockstep: int = 0,
         images: Images | None = None,
     ) -> Tensor | None:
-        """Run `n` tokens through all stages.
+        """Run n tokens through all stages.
 
         Args:
             tokens: int64 [n]; n may be 0 on a rank that only serves its experts.
-            positions: int64 [n], or [3, n] where positions have three numbers.
-            images: of the tokens.
-            lockstep: most tokens on any rank that shares experts with this one.
+            positions: int64 [n], or [3, n] for rotary positions of three numbers.
+            images: images whose features stand among the tokens.
+            lockstep: largest n of the ranks that share experts with this one.
 
         Returns:
-            Logits [n, V / tp] on the last stage when wanted, else None.
+            Logits [n, V / tp] on the last stage if `want_logits`, else None.
         """
         tables = self._rope.cos_sin if positions.dim() == 1 else self._rope.cos_sin_of_three
         rope, deeper = RopeTables(*tables(positions, self.dtype)), list[Tensor]()

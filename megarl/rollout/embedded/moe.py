@@ -1,8 +1,8 @@
 """Mixture-of-experts layers while decoding.
 
 Ranks that share one set of experts (the expert axis) run in lockstep: each pads its tokens to the largest count on the
-axis, all gather and route all tokens, every rank adds up what its own experts contribute, and a sum over the axis
-brings the results home. Decoding batches are small, so this moves little and needs no data-dependent sizes.
+axis, all gather and route all tokens, every rank computes the contribution of its own experts, and a sum over the axis
+adds the contributions. Decoding batches are small, so this moves little data and needs no data-dependent sizes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class MoE:
     """The router and local experts of one layer, read from a Megatron MoELayer.
 
     Args:
-        grouped: makes the function (x [n, in], ends) that multiplies rows by what a projection has for their experts.
-        dtype: that experts multiply in.
+        grouped: returns a projection's function (x [n, in], ends) -> [n, out], which multiplies each row by the weight
+            of its expert.
+        dtype: dtype of the experts' matmuls.
 
     Attributes:
-        waits: the host waits for the device, or for other ranks, in every step: with expert parallelism, with adapters
-            on experts, and where several kernels multiply.
+        waits: whether the host waits for the device or other ranks in every step: with expert parallelism, adapters on
+            experts, or experts that need several kernels.
 
     Raises:
-        ValueError: the layer routes in a way this class does not compute.
+        ValueError: the layer's routing is not supported.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class MoE:
         self._numbers = torch.arange(1, self._count + 1, device=self._router.device)
 
     def __call__(self, x: Tensor, lockstep: int) -> Tensor:
-        """Sum over the chosen experts, [n, h].
+        """Return the weighted sum over the chosen experts, [n, h].
 
         Args:
             x: [n, h], this rank's tokens; the same on all ranks of a tensor-parallel group.
@@ -69,12 +70,12 @@ class MoE:
         everyone = axis.gather(F.pad(x, (0, 0, 0, lockstep - n))).flatten(0, 1)
         weights, experts = self._route(everyone)
         experts = experts.masked_fill(~everyone.any(dim=1, keepdim=True), -1)  # padding: a real row is never all zero
-        # A rank of a tensor-parallel group sends the same tokens as its peers; each gets its own copy back.
+        # Ranks of a tensor-parallel group send the same tokens; each reads back the results of its own copy.
         total = axis.all_sum(self._run(everyone, weights, experts))
         return total[axis.rank * lockstep :][:n]
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights float32 [n, k] and expert numbers int64 [n, k]."""
+        """Return the routing weights float32 [n, k] and expert numbers int64 [n, k] of tokens x [n, h]."""
         logits = F.linear(x.float(), self._router)
         scores = torch.softmax(logits, dim=-1) if self._pre_softmax else logits
         top, experts = torch.topk(scores, self._topk, dim=-1)
@@ -82,7 +83,7 @@ class MoE:
         return (weights * self._scale if self._scale else weights), experts
 
     def _run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Return the contribution of the local experts to each token."""
+        """Return the contribution of the local experts to each token, [n, h]."""
         local, topk = (experts - self._first).flatten(), experts.shape[1]
         if self._mesh.ep.size > 1:  # rows of other ranks' experts go last
             local = local.where((local >= 0) & (local < self._count), self._count)

@@ -1,4 +1,4 @@
-"""The collectives of decoding. Every method is the identity on an axis of size one."""
+"""The collectives of decoding; on an axis of size one they return their input."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class Axis:
 
     @classmethod
     def of(cls, group: WorkerGroup) -> Axis:
-        """Return the axis along which these ranks lie; a group of one gives the trivial axis."""
+        """Return the axis over the ranks of `group`; a group of one rank gives an axis of size one."""
         return cls() if group.size == 1 else cls(group.size, group.rank, group)
 
     def all_sum(self, x: Tensor) -> Tensor:
-        """Sum over the axis, in place."""
+        """Sum `x` over the axis in place and return it."""
         if self.group is not None:
             self.group.all_reduce(x)
         return x
 
     def all_max(self, value: int, device: torch.device) -> int:
-        """Return the largest of one integer per rank."""
+        """Return the largest `value` of all ranks."""
         if self.group is None:
             return value
         return int(self.group.all_reduce(torch.tensor([value], device=device), "max"))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather [size, *x.shape], in rank order."""
+        """Return the `x` of all ranks, [size, *x.shape], in rank order."""
         if self.group is None:
             return x[None]
         return torch.stack(self.group.all_gather(x.contiguous()))
@@ -71,17 +71,17 @@ class Mesh:
 
     @property
     def is_trivial(self) -> bool:
-        """This process decodes without talking to others."""
+        """Whether this process decodes without other processes."""
         return all(axis.size == 1 for axis in (self.tp, self.pp, self.ep, self.etp))
 
     @property
     def is_first_stage(self) -> bool:
-        """This process embeds tokens."""
+        """Whether this process embeds tokens."""
         return self.pp.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This process samples tokens."""
+        """Whether this process samples tokens."""
         return self.pp.rank == self.pp.size - 1
 
     def from_last_stage(self, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Mesh:
         return x
 
     def send_next(self, hidden: Tensor) -> None:
-        """Hand hidden states to the next stage (the last one's next is the first, for interleaved chunks)."""
+        """Send hidden states to the next stage (from the last stage to the first, for interleaved chunks)."""
         assert self.pp.group is not None, "there are other stages"
         self.pp.group.send(hidden.contiguous(), dst=(self.pp.rank + 1) % self.pp.size)
 

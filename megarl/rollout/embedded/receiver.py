@@ -1,7 +1,7 @@
 """The trainer's end of embedded engines in processes of their own: receivers of weights like SGLang's servers.
 
-The engines' end is inbox.py. All ranks of an engine are called side by side, except that its first rank pauses before
-the others, which follow it from one generation to the next.
+The engines' end is inbox.py. Messages go to all ranks of an engine in parallel, but the first rank pauses before the
+others and resumes after them, because it decides for all ranks when a generation begins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 _MIXED = "mixed weights"  # the version of an engine whose ranks disagree
-_SHARE = 0.9  # of a deadline that the engine waits for itself, so that its own words come in time
+_SHARE = 0.9  # share of a deadline that the engine itself waits, so that its error arrives before the deadline
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class EngineLayout:
     """A `ReceiverLayout`: each rank of an engine holds parts by its place in the engine's parallel layout.
 
     Attributes:
-        hf: configuration of the model, the same for all engines of a run.
-        on_gpu: its parameters are on GPUs, which have another checksum.
+        hf: Hugging Face config of the model, the same for all engines of a run.
+        on_gpu: whether the parameters are on GPUs, which use another checksum.
     """
 
     coordinates: tuple[Coordinate, ...]
@@ -50,7 +50,7 @@ class EngineLayout:
 
     @property
     def ranks(self) -> int:
-        """Processes of the engine."""
+        """Number of processes of the engine."""
         return len(self.coordinates)
 
     @functools.cached_property
@@ -58,25 +58,25 @@ class EngineLayout:
         return [held_slices(self.hf, at) for at in self.coordinates]
 
     def needs(self, rank: int, tensor: str) -> bool:
-        """Tell whether `rank` holds any part of this tensor."""
+        """Return whether `rank` holds any part of this tensor."""
         return tensor in self._regions[rank]
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield each region that `rank` holds as a parameter of its own."""
+        """Yield (name, values, elements) of each region of `tensor` that `rank` holds."""
         for number, region in enumerate(self._regions[rank].get(name, ())):
             part = tensor[as_index(region)].to(self.dtype)
             yield part_name(name, region, number), part, part.numel()
 
     def make_checksum(self, nbytes: int) -> Checksum:
-        """Return the checksum of the engine's device."""
+        """Return an empty checksum over `nbytes` bytes, of the kind that the engine's device computes."""
         return make_checksum(nbytes, on_gpu=self.on_gpu)
 
 
 class EngineReceiver:
-    """One engine, see `megarl.sync.receiver.Receiver`.
+    """One engine as a `megarl.sync.receiver.Receiver`.
 
     Args:
-        addresses: addresses of the inboxes of its ranks, all of them on one host.
+        addresses: inbox address of each rank.
     """
 
     def __init__(self, number: int, addresses: Sequence[Address], key: str, layout: EngineLayout) -> None:
@@ -84,11 +84,11 @@ class EngineReceiver:
         self.url = f"tcp://{addresses[0][0]}:{addresses[0][1]}"
         self.version: int | None = None
         self.answers = True
-        self.gpus: tuple[str, ...] = ()  # they are no trainer's
+        self.gpus: tuple[str, ...] = ()  # empty: the engine shares no GPU with the trainer
         self._ranks = _Ranks(self.name, self.url, addresses, key)
 
     def pause(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Wait for running generation to end, whatever the mode: it reads the parameters that are written."""
+        """Wait until no generation runs, in every mode, because a generation reads the parameters."""
         waiting = {"op": "pause", "deadline_s": _SHARE * step.deadline_s}
         self._ranks.ask(waiting, step, range(1))
         self._ranks.ask(waiting, step, range(1, self.layout.ranks))
@@ -97,7 +97,7 @@ class EngineReceiver:
         """Do nothing: an engine whose trainer is gone stays paused."""
 
     def begin(self, step: UpdateStep) -> None:
-        """Open it for tensors."""
+        """Open the engine for tensors."""
         self._ranks.ask({"op": "begin"}, step)
 
     def end(self, step: UpdateStep) -> None:
@@ -105,24 +105,24 @@ class EngineReceiver:
         self._ranks.ask({"op": "end"}, step)
 
     def set_version(self, version: str, step: UpdateStep) -> None:
-        """Set the version; refused while a tensor has never come."""
+        """Set the weight version; the engine rejects it if some tensor was never sent."""
         self._ranks.ask({"op": "set_version", "version": version}, step)
 
     def held_version(self, step: UpdateStep) -> str:
-        """Return the version that all ranks hold."""
-        found = {answer["version"] for answer in self._ranks.ask({"op": "held_version"}, step)}
-        return str(found.pop()) if len(found) == 1 else _MIXED
+        """Return the weight version that all ranks hold, or `_MIXED` if they differ."""
+        versions = {answer["version"] for answer in self._ranks.ask({"op": "held_version"}, step)}
+        return str(versions.pop()) if len(versions) == 1 else _MIXED
 
     def flush(self, mode: PauseMode, step: UpdateStep) -> None:
         """Do nothing: no cache outlives a generation."""
 
     def resume(self, step: UpdateStep) -> None:
-        """Generate again; the first rank is the last one told, since the others follow it."""
+        """Resume generation; the first rank resumes last, because the others follow it."""
         self._ranks.ask({"op": "resume"}, step, range(1, self.layout.ranks))
         self._ranks.ask({"op": "resume"}, step, range(1))
 
     def done(self, version: str, folder: Path | None) -> None:
-        """Do nothing: nobody keeps account."""
+        """Do nothing: no keeper process watches engines."""
 
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
@@ -142,7 +142,7 @@ class EngineReceiver:
         return True
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
-        """Make all ranks join."""
+        """Make all ranks join the process group."""
         meeting = {"name": group.name, "address": group.address, "port": group.port, "size": group.size}
         limit = {"backend": group.backend, "deadline_s": step.deadline_s}
         self._ranks.ask({"op": "join"} | meeting | limit, step)
@@ -154,24 +154,24 @@ class EngineReceiver:
         self._ranks.ask({"op": "broadcast", "name": group} | bucket, step)
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
-        """Make each rank read its own parts."""
+        """Make each rank read its own parts from the folder."""
         self._ranks.ask({"op": "folder", "folder": str(folder)}, step)
 
     def checksums(self, step: UpdateStep) -> Checksums:
-        """Return a checksum of every part that a rank holds."""
+        """Return the checksums of every part, by rank."""
         return [answer["checksums"] for answer in self._ranks.ask({"op": "checksums"}, step)]
 
     def forget(self) -> None:
-        """Close its connections, which are made again."""
+        """Close the connections; the next message opens new ones."""
         self._ranks.close()
 
 
 class EngineReceivers:
-    """The engines of a run, see `megarl.sync.receiver.Receivers`.
+    """The engines of a run as `megarl.sync.receiver.Receivers`.
 
     Args:
-        receivers: the same ones on every rank of the trainer.
-        cannot_map: why they cannot map the trainer's device memory; empty: they can.
+        receivers: the same engines on every rank of the trainer.
+        cannot_map: why the engines cannot map the trainer's device memory; empty: they can.
     """
 
     def __init__(self, receivers: Sequence[EngineReceiver], cannot_map: str = "") -> None:
@@ -186,11 +186,11 @@ class EngineReceivers:
         deadline_s: float,
         cannot_map: str = "",
     ) -> EngineReceivers:
-        """Ask every rank of every engine which part of the model it holds.
+        """Query the parallel layout of every engine and return the receivers.
 
         Args:
-            engines: addresses of the ranks' inboxes, by engine.
-            deadline_s: for each engine.
+            engines: inbox addresses of the ranks of each engine.
+            deadline_s: deadline in seconds for each engine.
 
         Raises:
             ServerError: an engine does not answer.
@@ -198,30 +198,30 @@ class EngineReceivers:
         made = []
         for number, addresses in enumerate(engines):
             ranks = _Ranks(f"engine {number}", f"tcp://{addresses[0][0]}:{addresses[0][1]}", addresses, key)
-            said = ranks.ask({"op": "layout"}, UpdateStep("which part of the model it holds", deadline_s))
+            answers = ranks.ask({"op": "layout"}, UpdateStep("query of the parallel layout", deadline_s))
             ranks.close()
-            places = tuple(Coordinate(*answer["at"]) for answer in said)
-            layout = EngineLayout(places, getattr(torch, said[0]["dtype"]), hf, said[0]["on_gpu"])
+            places = tuple(Coordinate(*answer["at"]) for answer in answers)
+            layout = EngineLayout(places, getattr(torch, answers[0]["dtype"]), hf, answers[0]["on_gpu"])
             made.append(EngineReceiver(number, addresses, key, layout))
         return cls(made, cannot_map)
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """Do nothing: an engine needs no process other than the trainer."""
+        """Do nothing: engines need no keeper process."""
 
     def acknowledge(self, number: int, version: int) -> None:
-        """Note that it holds this version."""
+        """Record that engine `number` holds weight version `version`."""
         self.all[number].version = version
 
     def mark_failed(self, number: int, why: str) -> None:
-        """Leave it out until `retry`."""
+        """Send no updates to engine `number` until `retry`."""
         self.all[number].version, self.all[number].answers = None, False
 
     def retry(self, number: int) -> None:
-        """Include the engine again: it can be reached, and the next update brings everything. Call on every rank."""
+        """Send updates to engine `number` again, beginning with all weights. Call on every rank."""
         self.all[number].answers = True
 
     def close(self) -> None:
-        """Close the connections, and end the relay that this rank started."""
+        """Close all connections."""
         for receiver in self.all:
             receiver.forget()
 
@@ -234,7 +234,7 @@ class _Ranks:
         self._clients: dict[int, MessageClient] = {}
 
     def ask(self, message: dict[str, Any], step: UpdateStep, ranks: range | None = None) -> list[dict[str, Any]]:
-        """Send the same message to these ranks, or to all, and return their answers."""
+        """Send the same message to `ranks`, or to all ranks, and return their answers."""
         wanted = range(len(self._addresses)) if ranks is None else ranks
         return self._ask(dict.fromkeys(wanted, message), step)
 
@@ -243,7 +243,7 @@ class _Ranks:
         return self._ask(dict(enumerate(messages)), step)
 
     def close(self) -> None:
-        """Close the connection; the next request makes another one."""
+        """Close all connections; the next message opens new ones."""
         for rank in list(self._clients):
             self._clients.pop(rank).close()
 
@@ -272,5 +272,5 @@ class _Ranks:
 
 
 def _placed(entries: Sequence[Entry]) -> list[list[Any]]:
-    """(name, shape, dtype, first byte, bytes) of tensors in a flat buffer."""
+    """Return (name, shape, dtype, first byte, bytes) of each tensor in a flat buffer."""
     return [[entry.name, list(entry.shape), entry.dtype, entry.offset, entry.nbytes] for entry in entries]

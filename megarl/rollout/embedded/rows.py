@@ -1,11 +1,10 @@
-"""The assignment of sequences to cache rows while sequences come back for further turns. Without tensors.
+"""The assignment of sequences to cache rows across turns, without tensors.
 
     row   0 ... running-1 | running ... used-1 | used ... slots-1
-          decoded         | kept: their turn   | free
-                          | is over            |
+          decoding        | kept               | free
 
-A kept row holds the keys and values of a sequence whose turn is over, so that the next turn begins where it ended. When
-no row is free, kept ones are given up; their sequences are read again from the start.
+A kept row holds the keys and values of a sequence between two turns, so that the next turn prefills only new tokens.
+When no row is free, kept rows are evicted; their sequences are prefilled from the start.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RowAssignment:
-    """The moves for admitted sequences: (source, target) rows to copy all at once, and who is in which row now.
+    """The rows of admitted sequences.
 
     Attributes:
-        kept: (sequence, row) of those whose row was kept.
-        fresh: (sequence, row) of those that are read from the start.
+        moves: (source, target) rows to copy, all at once.
+        kept: (sequence, row) of sequences whose row was kept.
+        fresh: (sequence, row) of sequences that are prefilled from the start.
     """
 
     moves: list[tuple[int, int]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class RowAssignment:
 
 
 class CacheRows:
-    """The rows of one cache; `holders[row]` is the sequence in it."""
+    """The rows of one cache; `holders[row]` is the sequence in the row, or -1."""
 
     def __init__(self, slots: int) -> None:
         self.slots, self.running = slots, 0
@@ -37,7 +37,7 @@ class CacheRows:
         self._origin: list[int | None] = []
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """End the turns in these running rows, which become kept ones. Returns the moves."""
+        """Turn these running rows into kept rows; return the (source, target) rows to copy."""
         self._begin()
         gone, left = set(rows), self.running - len(rows)
         movers = [row for row in range(left, self.running) if row not in gone]
@@ -47,12 +47,12 @@ class CacheRows:
         return self._moves()
 
     def forget(self, sequence: int) -> None:
-        """Give up the kept row of a sequence that does not come back."""
+        """Free the kept row of a sequence that has no further turn."""
         row = self.holders.index(sequence, self.running)
         self.holders[row] = -1
 
     def admit(self, sequences: Sequence[int]) -> RowAssignment:
-        """Let the first of `sequences` run, as many as there are slots for."""
+        """Assign running rows to the first of `sequences`, as many as there are free slots."""
         self._begin()
         admission = RowAssignment()
         chosen = list(sequences[: self.slots - self.running])
@@ -70,7 +70,7 @@ class CacheRows:
         return admission
 
     def _clear(self, target: int, wanted: set[int]) -> None:
-        """Put a row at `target` that a forgotten sequence had, that is unused, or whose sequence is not wanted now."""
+        """Swap a free row, or else one whose sequence is not in `wanted`, to `target`."""
         kept = range(target, len(self.holders))
         row = next((row for row in kept if self.holders[row] == -1), None)
         if row is None and len(self.holders) < self.slots:
@@ -89,7 +89,7 @@ class CacheRows:
         self._origin[a], self._origin[b] = self._origin[b], self._origin[a]
 
     def _moves(self) -> list[tuple[int, int]]:
-        """Return the rows that changed place, without those that nobody needs any more."""
+        """Return the (source, target) of rows that changed place and still hold a sequence."""
         return [
             (origin, row)
             for row, origin in enumerate(self._origin)

@@ -1,7 +1,7 @@
 """Sampling tokens: counter-based noise, exact filters, log-probs of the full or filtered distribution, on shards.
 
 A token is the winner of an exponential race: with E_v ~ Exp(1) independent, argmax_v(z_v - log E_v) is distributed as
-softmax(z) (the Gumbel-max trick). E_v is a hash of (seed, token number, v), so a draw depends on nothing but its own
+softmax(z) (the Gumbel-max trick). E_v is a hash of (seed, token number, v), so a token depends only on its own
 sample, and every tensor-parallel rank finds the winner of its own shard without seeing the others' logits.
 """
 
@@ -27,7 +27,7 @@ def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:
 
 
 def _nucleus_floor(z: Tensor, top_p: float, tp: Axis) -> Tensor:
-    """Return the smallest logit of the smallest set of likeliest tokens whose mass reaches top_p, [n, 1]."""
+    """Return the smallest logit, [n, 1], in the smallest set of likeliest tokens whose mass reaches top_p."""
     full = tp.gather(z).transpose(0, 1).flatten(1)
     ordered = torch.sort(full, dim=-1, descending=True).values
     probs = torch.softmax(ordered, dim=-1)
@@ -41,7 +41,7 @@ class Sampler:
 
     Args:
         sampling: temperature, filters, min_new_tokens.
-        stop_ids: tokens that min_new_tokens holds back.
+        stop_ids: end tokens, which are not sampled before min_new_tokens.
         vocab_start: first vocabulary id of this rank's shard.
         vocab_size: true vocabulary size, over all shards.
         shard: width of every rank's shard; logits may be narrower where the vocabulary ends.
@@ -70,8 +70,7 @@ class Sampler:
         self._filters = sampling.min_new_tokens > 0 or (cut and not self._greedy)
 
     def __call__(self, logits: Tensor, seeds: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens int64 [n] and log-probs float32 [n] (`SamplingConfig.logprobs`), the same on every rank of
-        the axis.
+        """Return sampled tokens int64 [n] and log-probs float32 [n] (`SamplingConfig.logprobs`), equal on all ranks.
 
         Args:
             logits: [n, V / tp] or narrower, any float dtype.
@@ -110,10 +109,10 @@ class Sampler:
             z = z.masked_fill(z < _kth_largest(z, 1, self._tp) + math.log(self._cfg.min_p), -torch.inf)
         return z
 
-    def _join(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the overall winner from this shard's, [n, 4] as `_best` has them."""
-        found = own if self._tp.size == 1 else _best(self._tp.gather(own))
-        return found[:, 1].long(), (found[:, 2] - found[:, 3]).float()
+    def _join(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens [n] and log-probs [n] over all shards from this shard's winners [n, 4], see `_best`."""
+        best = shard if self._tp.size == 1 else _best(self._tp.gather(shard))
+        return best[:, 1].long(), (best[:, 2] - best[:, 3]).float()
 
 
 def _best(parts: Tensor) -> Tensor:
@@ -124,7 +123,7 @@ def _best(parts: Tensor) -> Tensor:
             all logits of the part. Float64 holds token ids exactly.
 
     Returns:
-        The same of all parts, [n, 4].
+        The winner of each row over all parts, in the same four numbers, [n, 4].
     """
     winner = parts[:, :, 0].argmax(dim=0)
     chosen = parts[winner, torch.arange(len(winner), device=winner.device)]

@@ -1,4 +1,4 @@
-"""Continuous batching, without tensors: assigns samples to rows, plans prefills, and moves rows when others end.
+"""Continuous batching, without tensors: assigns samples to rows, plans prefills, and fills the gaps of finished rows.
 
 The running samples always fill rows 0..len(running)-1 of the cache, so no padded row is ever computed.
 
@@ -33,7 +33,7 @@ class Prefill:
 
 @dataclass
 class Admission:
-    """The work that entering samples need: prefill passes, and (source row, row) copies of prompts that a row holds."""
+    """Newly admitted samples, their prefill passes, and (source, target) copies of prompts that a running row holds."""
 
     samples: list[QueuedSample] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Scheduler:
         self.running: list[QueuedSample] = []
 
     def admit(self) -> Admission | None:
-        """Fill the free rows from the queue; None when there is nothing to do."""
+        """Move queued samples into free rows; return None if the queue is empty or no row is free."""
         free = min(self._slots - len(self.running), len(self._queue))
         if free <= 0:
             return None
@@ -78,8 +78,7 @@ class Scheduler:
         return admission
 
     def _pack(self, fresh: dict[int, list[int]]) -> list[Prefill]:
-        """Return the prompts of similar length side by side, each pass within the budget (a longer prompt has its
-        own)."""
+        """Pack prompts of similar length into prefill passes within the token budget (a longer prompt has its own)."""
         passes: list[Prefill] = []
         length = {request: self.running[rows[0]].prompt_tokens - 1 for request, rows in fresh.items()}
         for request in sorted(fresh, key=lambda r: length[r]):
@@ -90,7 +89,7 @@ class Scheduler:
         return passes
 
     def finish(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Drop finished rows. Returns the (source, target) rows that must be copied, all at once."""
+        """Drop finished rows and return the (source, target) rows to copy, all at once."""
         gone = set(rows)
         kept = len(self.running) - len(gone)
         holes = sorted(row for row in gone if row < kept)

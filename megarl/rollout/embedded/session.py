@@ -1,11 +1,11 @@
 """One call of `generate` on one process: the loop that prefills, decodes, samples and retires samples.
 
-State lives in device tensors indexed by cache row, results in tensors indexed by sample, so that a decode step is a
-fixed sequence of device operations without a host read; the host looks at the finished flags every `check_every` steps.
-With experts a step waits for the device all the same when ranks share experts, and where `grouped_linear` does.
+State is in device tensors indexed by cache row, results in tensors indexed by sample, so that a decode step is a fixed
+sequence of device operations without a host read; the host reads the finished flags every `check_every` steps. With
+experts the host may still wait in every step, see `MoE.waits`.
 
 A prompt is prefilled up to, not including, its last token. That token enters the first decode step of each of its
-samples, so logits come from one place only and a sample can join from any row that holds the same prompt.
+samples, so only decode steps compute logits, and a sample can copy any row that holds the same prompt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,14 @@ _CHECK_EVERY_GPU = 8
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """The limits of a session: rows, prompt tokens per prefill pass, and sessions that share this process's memory."""
+    """The limits of a session.
+
+    Attributes:
+        max_running: most rows.
+        max_prefill_tokens: most prompt tokens in a prefill pass.
+        graphs: whether to capture decode steps as CUDA graphs.
+        sessions: number of sessions that share this process's memory.
+    """
 
     max_running: int
     max_prefill_tokens: int
@@ -51,7 +58,7 @@ class SessionLimits:
 
 
 class _State:
-    """The state of each row: which sample, the token to feed, its position, tokens sampled so far, finished or not."""
+    """The state of each row [slots]: its sample, the next input token and position, sampled tokens, finished or not."""
 
     def __init__(self, slots: int, idle: int, device: torch.device) -> None:
         self.numbers = torch.zeros(4, slots, dtype=torch.int64, device=device)
@@ -95,8 +102,8 @@ class Session:
         seeds: list[int],
         longest: int,
     ) -> int:
-        """Make cache, state and results for samples with `seeds` and up to `longest` cached positions; return the rows
-        of the cache."""
+        """Allocate cache, state and results for samples with `seeds` and up to `longest` cached positions; return the
+        number of cache rows."""
         self._stage, self._mesh, self._sampling = stage, stage.mesh, sampling
         device = stage.device
         fixed = device.type == "cuda"
@@ -117,7 +124,7 @@ class Session:
             device=device,
             fixed=fixed,
         )
-        # One sample more than there are: padded rows of a captured graph write there.
+        # One extra sample, to which the padded rows of a captured graph write.
         self._state = _State(slots, idle=len(seeds), device=device)
         self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)
         self._seeds = torch.tensor([*seeds, 0], dtype=torch.int64, device=device)
@@ -142,17 +149,17 @@ class Session:
         return slots
 
     def _place_images(self, sample: int, tokens: int, images: ImageSet | None) -> None:
-        """Keep by how much the positions of a sample differ from its places after `tokens` tokens with `images`."""
+        """Store how far a sample's rotary positions are shifted after `tokens` tokens with `images`."""
         if self._shifts is not None:
             self._shifts[sample] = 0 if images is None else next_position(tokens, images.places) - tokens
 
     def _begin_text(self, sample: int, tokens: list[int], begun: int) -> None:
-        """Begin the text of a sample, to which the last `begun` of the tokens before it belong."""
+        """Begin the text of a sample's turn, which includes the last `begun` of `tokens`, for stop strings."""
         if self._texts is not None:
             self._texts.begin(sample, tokens[len(tokens) - begun :])
 
     def _read_texts(self, rows: int) -> None:
-        """End the samples of running rows whose text has come to a stop string."""
+        """Mark the running rows as done whose text contains a stop string."""
         if self._texts is not None:
             sample, _, _, count = self._state.numbers[:, :rows]
             self._state.done[self._texts.ended(sample, count, self._tokens)] = True
@@ -169,8 +176,9 @@ class Session:
         fit = -self._mesh.pp.all_max(self._mesh.tp.all_max(-fit, device), device)
         if fit < 1:
             raise MegarlError(
-                f"the key/value cache of one sequence of {length} tokens needs {row / 1e9:.2f} GB and does not fit "
-                "into memory; lower sampling.max_new_tokens or data.max_prompt_tokens, or raise actor.parallel.tp or pp"
+                f"the key/value cache of one sequence of {length} tokens does not fit into memory: it needs "
+                f"{row / 1e9:.2f} GB; lower sampling.max_new_tokens or data.max_prompt_tokens, or raise "
+                "actor.parallel.tp or pp"
             )
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
@@ -224,28 +232,27 @@ class Session:
         self._pending.extend(admission.prefills)
 
     def _prefill(self, batch: Prefill, lockstep: int) -> None:
-        """Fill the cache rows of a pass with their prompts, all but the last token."""
+        """Prefill the cache rows of a pass with their prompts, without the last token."""
         requests = [self._requests[r] for r in batch.requests]
         self._read([(request.prompt_ids[:-1], request.images) for request in requests], batch.rows, lockstep)
 
     def _read(
         self, prompts: Sequence[tuple[list[int], ImageSet | None]], rows: Sequence[Sequence[int]], lockstep: int
     ) -> None:
-        """Run one pass over tokens and images from position 0 on; the keys and values of each prompt go to all of its
-        rows."""
+        """Prefill prompts from position 0 in one pass, and write the keys and values of each into all of its rows."""
         lengths = [len(tokens) for tokens, _ in prompts]
         attend = PromptAttention(self._cache, lengths, rows, self._scale)
         device = self._stage.device
         tokens = torch.tensor([token for prompt, _ in prompts for token in prompt])
         images, positions = None, torch.cat([torch.arange(n) for n in lengths])
-        if any(own is not None for _, own in prompts):
-            images, positions = seen([(range(len(tokens)), own) for tokens, own in prompts], self._stage)
+        if any(sets is not None for _, sets in prompts):
+            images, positions = seen([(range(len(tokens)), sets) for tokens, sets in prompts], self._stage)
         self._stage.forward(
             tokens.to(device), positions.to(device), attend, want_logits=False, lockstep=lockstep, images=images
         )
 
     def _serve_experts(self, lockstep: int) -> None:
-        """Run a pass without tokens of its own, so that other ranks reach this rank's experts."""
+        """Run a pass without tokens, so that other ranks can use this rank's experts."""
         nothing = torch.zeros(0, dtype=torch.int64, device=self._stage.device)
         attend = DecodeAttention(self._cache, nothing, 0, self._scale)
         self._stage.forward(nothing, nothing, attend, want_logits=False, lockstep=lockstep)
@@ -258,7 +265,7 @@ class Session:
         self._cache.reserve(*self._extent(rows))
         length, padded = self._cache.length, self._padded(rows)
         if self._cache.fixed:
-            if self._stage.kernels is None:  # else every row reads as far as it goes, whatever the graph's length
+            if self._stage.kernels is None:  # kernels read only each row's own length
                 length = length_bucket(self._reach + 1, length)
             self._state.numbers[:, rows:padded] = self._idle
         if self._graphs is not None:
@@ -268,11 +275,11 @@ class Session:
         self._reach += 1
 
     def _extent(self, rows: int) -> tuple[int, int]:
-        """Return the rows and positions that a decode step of `rows` samples needs the cache to hold."""
+        """Return the rows and positions that the cache must hold for a decode step of `rows` samples."""
         return rows, self._reach + 1
 
     def _step(self, rows: int, length: int, lockstep: int) -> None:
-        """Sample one token for each of the first `rows` rows: device operations only, so that it can be captured."""
+        """Decode one token in each of the first `rows` rows, with device operations only, as graphs need."""
         sample, token, position, count = self._state.numbers[:, :rows]
         attend: Attend
         if self._stage.kernels is not None:
@@ -294,10 +301,10 @@ class Session:
         done = self._state.done[:rows]
         done |= count >= (self._sampling.max_new_tokens if self._room is None else self._room[sample])
         if len(self._stops):
-            done |= (sampled[:, None] == self._stops).any(1)  # isin sorts many ends, and waits for the device
+            done |= (sampled[:, None] == self._stops).any(1)  # torch.isin may sort, and wait for the device
 
     def _retire(self, rows: int) -> None:
-        """Give the rows of finished samples back and close the gaps."""
+        """Free the rows of finished samples and move running rows into the gaps."""
         self._read_texts(rows)
         finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
         if not finished:
@@ -306,7 +313,7 @@ class Session:
         self._move(self._scheduler.finish(finished), len(self._scheduler.running))
 
     def _move(self, moves: Sequence[tuple[int, int]], running: int | None = None) -> None:
-        """Copy (source, target) rows, all at once; `running`: rows that still run where some have ended."""
+        """Copy (source, target) rows, all at once; `running`: number of rows that still run, if some have finished."""
         state = self._state
         if moves:
             sources, targets = torch.tensor(moves, device=self._stage.device).unbind(1)
@@ -322,13 +329,12 @@ class Session:
         return self._cut(range(len(self._tokens) - 1), self._tokens[:-1], logprobs, room)
 
     def _cut(self, samples: Sequence[int], tokens: Tensor, logprobs: Tensor, room: Tensor) -> list[Sampled]:
-        """Return rows cut at the first end token, else after their `room`; those that ran on until a check are longer.
-        A row whose text has come to a stop string is cut there.
+        """Cut rows, which decode on until the next check, at the first end token or stop string, or at their `room`.
 
         Args:
-            samples: of the rows.
+            samples: sample number of each row.
             tokens, logprobs: [n, tokens].
-            room: int64 [n] or one for all, on the CPU.
+            room: most tokens of each row, int64 [n] or a scalar, on the CPU.
         """
         most = self._sampling.max_new_tokens
         tokens, logprobs = tokens[:, :most].cpu(), logprobs[:, :most].cpu()
@@ -341,20 +347,20 @@ class Session:
         ]
         if self._texts is None:
             return sampled
-        return [self._texts.cut(number, one) for number, one in zip(samples, sampled, strict=True)]
+        return [self._texts.cut(number, sample) for number, sample in zip(samples, sampled, strict=True)]
 
 
 def seen(parts: Sequence[tuple[range, ImageSet | None]], stage: DecoderStage) -> tuple[Images | None, Tensor]:
-    """Return the images of parts of sequences that stand one after another, and the positions [3, n] of their tokens.
+    """Return the images in packed parts of sequences, and the rotary positions [3, n] of their n tokens.
 
     Args:
-        parts: of each the places in its sequence, and all images of the sequence.
-        stage: of a model that sees images.
+        parts: the range of each part in its sequence, and all images of the sequence.
+        stage: must have a vision encoder.
     """
     from megarl.models.vlm.model import gather_images
 
     encoder = stage.encoder
-    assert encoder is not None, "the model sees images"
+    assert encoder is not None, "the model has a vision encoder"
     places = [() if own is None else own.places for _, own in parts]
     positions = [
         positions_of(part.stop, [place for place in own if place[0] < part.stop])[:, part.start :]
@@ -366,7 +372,7 @@ def seen(parts: Sequence[tuple[range, ImageSet | None]], stage: DecoderStage) ->
 
 
 def _room(requests: Sequence[Request], most: int, device: torch.device) -> Tensor | None:
-    """Return int64 [samples + 1]: tokens of each sample, at most; None when that is `most` for all."""
+    """Return the most tokens of each sample, int64 [samples + 1]; None if all are `most`."""
     if all(request.room is None or request.room >= most for request in requests):
         return None
     room = [min(most, request.room or most) for request in requests for _ in request.seeds]

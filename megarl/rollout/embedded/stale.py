@@ -1,4 +1,4 @@
-"""Generation with the weights of some steps ago, which is what asynchronous training has to live with."""
+"""Generation with weights of some steps ago, to simulate the off-policy steps of asynchronous training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class StaleWeights:
-    """The parameters of `lag` versions ago, on which an embedded engine can decode.
+    """Lets an embedded engine generate with the parameters of `lag` weight versions ago.
 
-    Copies of the parameters are kept in host memory, one for each of the last `lag` versions; the first versions of a
-    run are generated with the oldest there is. Copies are taken when generation begins, so every version that trains
-    must generate.
+    It keeps copies of the last `lag` versions in host memory; the first steps of a run use the oldest copy. A copy is
+    taken when generation begins, so every weight version must generate.
 
     >>> # with stale.installed(): engine.generate(...)     # completions carry the old version
     """
@@ -34,10 +33,10 @@ class StaleWeights:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Make the engine's parameters and version the old ones inside the block, and the current ones again after it.
+        """Install the old parameters and version in the engine inside the block, and the current ones after it.
 
         Raises:
-            ConfigError: the run was resumed: what older versions were is not in a checkpoint.
+            ConfigError: the run was resumed; checkpoints do not contain older versions.
         """
         current = self._engine.weight_version
         if not self._kept and current > 0:

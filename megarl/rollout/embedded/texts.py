@@ -1,4 +1,4 @@
-"""The texts of running samples, where stop strings end them."""
+"""The texts of running samples, to end them at stop strings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from megarl.rollout.engine import FinishReason
 from megarl.rollout.stop_strings import StopStrings, TurnText
 
-#: Tokens, their log-probs, and what ended them.
+#: Tokens, their log-probs, and the finish reason.
 Sampled = tuple[list[int], list[float], FinishReason]
 
 
 class RunningTexts:
-    """The texts of samples that are told apart by numbers. All ranks of a replica read the same tokens."""
+    """The texts of running samples, by sample number. All ranks of a replica read the same tokens."""
 
     def __init__(self, strings: StopStrings) -> None:
         self._strings = strings
@@ -23,16 +23,16 @@ class RunningTexts:
         self._ends: dict[int, int] = {}  # sample -> tokens after which it ends
 
     def begin(self, sample: int, begun: Sequence[int]) -> None:
-        """Begin a sample, whose turn has the tokens `begun` already."""
+        """Begin a sample whose turn already has the tokens `begun`."""
         self._texts[sample] = TurnText(self._strings, begun)
         self._ends.pop(sample, None)
 
     def ended(self, samples: Tensor, counts: Tensor, tokens: Tensor) -> list[int]:
-        """Read what was sampled since the last call; return the rows whose text has come to a stop string.
+        """Add the tokens sampled since the last call; return the rows whose text now contains a stop string.
 
         Args:
             samples, counts: int64 [rows], the sample of each row and its number of tokens.
-            tokens: int64 [samples, tokens], of all samples.
+            tokens: int64 [samples, tokens], the tokens of all samples.
         """
         numbers = samples.tolist()
         new = [count - self._texts[sample].length for sample, count in zip(numbers, counts.tolist(), strict=True)]
@@ -48,7 +48,7 @@ class RunningTexts:
         return rows
 
     def cut(self, sample: int, sampled: Sampled) -> Sampled:
-        """Return a finished sample up to its stop string."""
+        """Drop the text of a finished sample and return the sample, cut after its stop string."""
         del self._texts[sample]
         tokens, logprobs, reason = sampled
         end = self._ends.pop(sample, len(tokens) + 1)

@@ -1,9 +1,9 @@
-"""An open session: sequences come back for further turns while others decode, and keep what is cached of them.
+"""A session of many turns: sequences are submitted again while others decode, and keep their cached keys and values.
 
-    submit(sequence, tokens so far) --> [ row kept? read what is new : read all ] --> decode --> turn over, row kept
+    submit(sequence, tokens so far) --> [ row kept? prefill new tokens : prefill all ] --> decode --> end, row kept
 
-Every process of a replica submits the same sequences in the same order and waits as often, so all of them decode in
-step. The tokens of a sequence depend on its own tokens and seed, as in a session that is closed.
+Every process of a replica makes the same calls in the same order, so all of them decode in lockstep. The tokens of a
+sequence depend only on its own tokens and seed, as in `Session`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from megarl.data.image_set import ImageSet
     from megarl.models.vlm.model import Images
 
-_LOOK_EVERY = 8  # decode steps between two questions whether to go on: these may be collective
-_TOGETHER = 8  # answers come in groups of at least an eighth of what runs: reading several costs little more than one
+_LOOK_EVERY = 8  # decode steps between two calls of `enough`, which may be collective
+_TOGETHER = 8  # `wait` collects an eighth of the running turns: prefilling several costs little more than one
 
 
 class TurnSession(Session):
-    """The turns of `sequences` sequences, numbered from 0, of up to `longest` tokens each."""
+    """Generates turns of `sequences` sequences, numbered from 0, of up to `longest` tokens each."""
 
     def __init__(
         self,
@@ -53,20 +53,20 @@ class TurnSession(Session):
         self._room = self._rooms
         self._contexts: dict[int, list[int]] = {}
         self._images: dict[int, ImageSet | None] = {}
-        self._cached: dict[int, int] = {}  # positions of a kept sequence whose keys and values are there
+        self._cached: dict[int, int] = {}  # sequence -> number of positions in its kept row
         self._queue: list[int] = []
         self._aborted: set[int] = set()
-        self._steps = 0  # of all calls of `wait`: short turns end calls before there are enough for a question
-        # The rows after the running ones are kept: padded rows of a GPU's buckets write nowhere (kernels), or where no
-        # sequence reaches.
+        self._steps = 0  # counted over all calls of `wait`, because calls may be shorter than `_LOOK_EVERY`
+        # Kept rows follow the running rows, so the padded rows of a GPU's bucket must not overwrite them: they write
+        # nothing (kernels), or a position that no sequence reaches.
         nowhere = self._cache.max_length - 1 if stage.kernels is None else -1
         self._idle = torch.tensor([[sequences], [0], [nowhere], [0]], device=device)
 
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None, begun: int
     ) -> None:
-        """Ask for the next turn of `sequence`, which is `tokens` so far with `images`, of up to `room` tokens; the last
-        `begun` of `tokens` belong to it already."""
+        """Submit the next turn of `sequence`, of up to `room` tokens. `tokens` are all tokens so far, with `images`;
+        the last `begun` of them belong to this turn already."""
         self._begin_text(sequence, tokens, begun)
         self._contexts[sequence], self._images[sequence] = tokens, images
         self._place_images(sequence, len(tokens), images)
@@ -75,17 +75,17 @@ class TurnSession(Session):
         self._queue.append(sequence)
 
     def forget(self, sequence: int) -> None:
-        """Forget `sequence`: nothing more is asked of it."""
+        """Free the kept row of `sequence`, which has no further turn."""
         if self._cached.pop(sequence, None) is not None and sequence in self._rows.holders:
             self._rows.forget(sequence)
 
     def abort(self, sequence: int) -> None:
-        """End the turn of `sequence` with what was sampled so far; the next `wait` gives it."""
+        """Abort the turn of `sequence`; the next `wait` returns its partial tokens."""
         self._aborted.add(sequence)
 
     @torch.inference_mode()
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Sampled]:
-        """Decode until turns are over or `enough()` is true, and give these; nothing when none is under way."""
+        """Decode until turns have finished or `enough()` returns True; return the finished turns by sequence."""
         sampled = self._cut_aborted()
         if sampled:
             return sampled
@@ -105,7 +105,7 @@ class TurnSession(Session):
                 return sampled
 
     def _cut_aborted(self) -> dict[int, Sampled]:
-        """Return the aborted turns: those in the queue have nothing, those that run what was sampled of them."""
+        """Return the aborted turns: queued turns without tokens, running turns with their partial tokens."""
         sampled: dict[int, Sampled] = {
             sequence: ([], [], "abort") for sequence in self._queue if sequence in self._aborted
         }
@@ -128,7 +128,7 @@ class TurnSession(Session):
         return len(self._rows.holders), max(self._reach + 1, kept)
 
     def _admit_turns(self) -> None:
-        """Let waiting turns run in free rows, and read what is not cached of them."""
+        """Move queued turns into free rows and prefill their tokens that are not cached."""
         if not self._queue or self._rows.running == self._rows.slots:
             return
         first = self._rows.running
@@ -148,30 +148,30 @@ class TurnSession(Session):
         self._state.done[rows] = False
         self._reach = max(self._reach, *state[2])
         for sequence in [s for s in self._cached if s not in self._rows.holders]:
-            del self._cached[sequence]  # its row was given up
+            del self._cached[sequence]  # its row was evicted
         self._cache.reserve(*self._extent(0))
         self._read_fresh(admission)
         self._read_new(admission)
 
     def _read_fresh(self, admission: RowAssignment) -> None:
-        """Read sequences from the start, equal ones once."""
+        """Prefill sequences from the start, equal sequences once."""
         groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         sets: dict[tuple[tuple[int, ...], tuple[int, ...]], ImageSet | None] = {}
         for sequence, row in admission.fresh:
             images = self._images[sequence]
             key = tuple(self._contexts[sequence][:-1]), () if images is None else images.digests
             groups.setdefault(key, []).append(row)
-            sets[key] = images  # with its places, which equal images after another text do not have
+            sets[key] = images  # the key has the tokens too, because places depend on the text before the images
         if blank := groups.pop(((), ()), None):
             self._cache.clear(torch.tensor(blank, device=self._stage.device))
         ordered = sorted(groups, key=lambda group: len(group[0]))
         for part in _passes([len(tokens) for tokens, _ in ordered], self._budget):
             batch = ordered[part]
-            prompts = [(list(one[0]), sets[one]) for one in batch]
-            self._read(prompts, [groups[one] for one in batch], lockstep=0)
+            prompts = [(list(key[0]), sets[key]) for key in batch]
+            self._read(prompts, [groups[key] for key in batch], lockstep=0)
 
     def _read_new(self, admission: RowAssignment) -> None:
-        """Read what came after the cached positions of kept sequences, all but the last token."""
+        """Prefill the tokens of kept sequences after their cached positions, without the last token."""
         new = {row: self._contexts[s][self._cached[s] : -1] for s, row in admission.kept}
         starts = {row: self._cached[s] for s, row in admission.kept}
         device = self._stage.device
@@ -185,16 +185,18 @@ class TurnSession(Session):
             self._stage.forward(tokens, positions.to(device), attend, want_logits=False, images=images)
 
     def _seen_from(self, starts: Mapping[int, int], rows: Sequence[int]) -> tuple[Images | None, Tensor]:
-        """Return images and positions of the tokens that came after the first `starts` places of these rows."""
+        """Return the images and positions of the tokens of `rows` after the first `starts` tokens."""
         sequences = [self._rows.holders[row] for row in rows]
         first, ends = [starts[row] for row in rows], [len(self._contexts[sequence]) - 1 for sequence in sequences]
         sets = [self._images[sequence] for sequence in sequences]
-        if all(one is None for one in sets):
+        if all(images is None for images in sets):
             return None, torch.cat([torch.arange(start, end) for start, end in zip(first, ends, strict=True)])
-        return seen([(range(start, end), own) for start, end, own in zip(first, ends, sets, strict=True)], self._stage)
+        return seen(
+            [(range(start, end), images) for start, end, images in zip(first, ends, sets, strict=True)], self._stage
+        )
 
     def _retire_turns(self, rows: int) -> dict[int, Sampled]:
-        """Take the turns that are over out of the running rows; their rows are kept."""
+        """Retire the finished turns of the running rows, keep their rows, and return the turns by sequence."""
         self._read_texts(rows)
         finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
         if not finished:
@@ -205,15 +207,16 @@ class TurnSession(Session):
         turns = self._cut(sequences, self._tokens[place], logprobs, self._rooms[place].cpu())
         sampled = dict(zip(sequences, turns, strict=True))
         for sequence, (tokens, _, _) in sampled.items():
-            self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1  # the last token was not fed
+            self._cached[sequence] = (
+                len(self._contexts[sequence]) + len(tokens) - 1
+            )  # the last token was never an input
         moves = self._rows.retire(finished)
         self._move(moves, self._rows.running)
         return sampled
 
 
 def _passes(lengths: Sequence[int], budget: int) -> list[slice]:
-    """Return the places of rising `lengths` that are read side by side: within the budget when all are padded to the
-    longest."""
+    """Split ascending `lengths` into slices of prefill passes, each within `budget` tokens after padding."""
     cuts = [0]
     for place, length in enumerate(lengths):
         if place > cuts[-1] and (place + 1 - cuts[-1]) * length > budget:
