@@ -97,7 +97,7 @@ def test_a_server_that_was_restarted_is_filled_from_the_start(teams):
 
 
 def test_a_run_whose_servers_all_failed_ends(teams):
-    with pytest.raises(ServerError, match="no server is left; what was wrong with this one: gone"):
+    with pytest.raises(ServerError, match="no server is left; this server failed: gone"):
         push(teams, 0, failed={0: "gone", 1: "gone"})
 
 

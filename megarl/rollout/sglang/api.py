@@ -1,4 +1,4 @@
-"""One blocking JSON call to one server: every control message of servers and weight updates goes through here."""
+"""Blocking JSON calls to one server, for all control messages and weight updates."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megarl.system.errors import ServerError
 
 _CHUNK = 1 << 20
 UNTRUSTED = "its certificate is not trusted: name the file of a private authority in SSL_CERT_FILE"
-_SHOWN = 500  # characters of a refusal that go into the message
+_SHOWN = 500  # characters of an error answer that are quoted in the message
 
 
 @functools.cache
 def tls_context() -> ssl.SSLContext:
-    """Return the context for `https://`: certificate and host name are checked, against the system's authorities or
-    SSL_CERT_FILE."""
+    """Return the TLS context, which checks certificates and host names against SSL_CERT_FILE or the system's
+    authorities."""
     return ssl.create_default_context()
 
 
@@ -31,7 +31,7 @@ class ServerApi:
     """The HTTP interface of one server.
 
     Attributes:
-        url: `http://host:port` or `https://host:port`, and a path in front of the server's own where a proxy wants one.
+        url: `http://host:port` or `https://host:port`, with a path prefix if a proxy needs it.
         api_key: sent with every call; not shown in `repr`. None: the server has none.
         name: the server's name in messages, for example `server 0`.
     """
@@ -42,25 +42,25 @@ class ServerApi:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every request to this server."""
+        """Authorization header of every request to this server; empty without a key."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def call(
         self, path: str, payload: dict[str, Any] | None = None, *, deadline_s: float, phase: str, method: str = "POST"
     ) -> dict[str, Any]:
-        """Send `payload` as JSON and return the JSON answer. Never repeated: most of these calls change the server.
+        """Send `payload` as JSON and return the JSON answer, without retries because most calls change the server.
 
-        An empty answer, one that is not JSON and one that is no JSON object come back as `{"text": ...}`.
+        An answer that is not a JSON object is returned as `{"text": ...}`.
 
         Args:
             path: begins with a slash.
             payload: body; None sends none.
             deadline_s: seconds for the whole exchange.
-            phase: the current activity, for the message.
+            phase: the current activity, for error messages.
 
         Raises:
-            ServerError: not reached, no whole answer within the deadline, an HTTP status of 300 or more (a redirect
-                would take the key elsewhere), or an answer that says `"success": false`.
+            ServerError: no connection, no complete answer within the deadline, an HTTP status of 300 or more (a
+                redirect would send the key elsewhere), or an answer with `"success": false`.
         """
         try:
             status, text = self._exchange(path, payload, method, time.monotonic() + deadline_s)
@@ -68,7 +68,7 @@ class ServerApi:
             raise self._error(phase, path, f"no answer within {deadline_s:g} s") from None
         except ssl.SSLCertVerificationError as error:
             raise self._error(phase, path, f"{UNTRUSTED} ({error.verify_message})") from error
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a URL that cannot be one
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: an invalid URL
             raise self._error(phase, path, f"{type(error).__name__}: {error}") from error
         answer = _decode(text)
         if status >= 300:
@@ -89,18 +89,18 @@ class ServerApi:
             _wait_at_most(sock, end)
             response = connection.getresponse()
             parts: list[bytes] = []
-            # A socket's timeout is per read; shrinking it before each one makes the deadline that of the whole answer.
+            # A socket's timeout is per read; shrinking it before each read bounds the whole answer by the deadline.
             while not parts or parts[-1]:
                 _wait_at_most(sock, end)
                 parts.append(response.read1(_CHUNK))
-            if response.length:  # read1 does not tell a cut answer from a whole one
+            if response.length:  # read1 does not report a truncated answer
                 raise http.client.IncompleteRead(b"".join(parts), response.length)
             return response.status, b"".join(parts).decode("utf-8", "replace")
         finally:
             connection.close()
 
     def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
-        """Return a connection that is not open yet, and the path of `url`, which every request begins with."""
+        """Return an unopened connection and the path prefix of `url`."""
         place = urlsplit(self.url)
         host, prefix = place.hostname or "", place.path.rstrip("/")
         if place.scheme == "https":
@@ -125,6 +125,6 @@ def _wait_at_most(sock: socket.socket, end: float) -> None:
 def _decode(text: str) -> dict[str, Any]:
     try:
         answer = json.loads(text)
-    except (ValueError, RecursionError):  # of brackets that go too deep
+    except (ValueError, RecursionError):  # RecursionError: too deeply nested brackets
         return {"text": text}
     return answer if isinstance(answer, dict) else {"text": text}

@@ -1,4 +1,4 @@
-"""Servers that hold block-wise FP8 weights: their model's configuration, and the shapes that SGLang can split."""
+"""Block-wise FP8 weights of servers: the `quantization_config`, and the shapes that SGLang can split."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megarl.sync.plan import FP8_BLOCK, goes_as_fp8
 
 
 def write_block_fp8(folder: Path, facts: ModelFacts) -> None:
-    """Say in the config.json of `folder` that weights are FP8 with a scale per block, as `sync.fp8` sends them."""
+    """Add the `quantization_config` of the FP8 weights that `sync.fp8` sends to the config.json of `folder`."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"quantization_config": quantization_config(facts)}, indent=2) + "\n")
 
 
 def quantization_config(facts: ModelFacts) -> dict[str, Any]:
-    """Return the `quantization_config` of transformers and SGLang; modules whose matrices are sent whole are named."""
+    """Return the Hugging Face `quantization_config`; it lists the modules whose matrices stay unquantized."""
     whole = {"lm_head"}
     for rule in ARCHITECTURES[facts.model_type].tensors:
         for source in rule.sources:
@@ -27,7 +27,7 @@ def quantization_config(facts: ModelFacts) -> dict[str, Any]:
                 module = source.name.removesuffix(".weight")
                 whole |= {module.format(i=layer) for layer in range(facts.layers)}
     if facts.encoder is not None:
-        whole |= {"visual", "model.visual"}  # SGLang's name, and that of published files
+        whole |= {"visual", "model.visual"}  # the names in SGLang and in published files
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -38,9 +38,11 @@ def quantization_config(facts: ModelFacts) -> dict[str, Any]:
 
 
 def unsplittable(facts: ModelFacts, tp_size: int, ep_size: int) -> list[str]:
-    """Return the widths that are no whole number of blocks on every rank of a server, in words."""
+    """Return "NAME WIDTH" of each width per server rank that is not a multiple of the FP8 block size."""
     sizes = facts.dimensions
-    heads = max(facts.kv_heads // tp_size, 1) * facts.head_dim  # heads that are fewer than ranks are on several
+    heads = (
+        max(facts.kv_heads // tp_size, 1) * facts.head_dim
+    )  # with fewer heads than ranks, each head is on several ranks
     widths = {"queries": sizes["query"] // tp_size, "keys and values": heads}
     if sizes["ffn"]:
         widths["feed-forward part"] = sizes["ffn"] // tp_size

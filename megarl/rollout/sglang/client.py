@@ -1,10 +1,10 @@
 """Generation over HTTP: many samples in flight, retried on another server when theirs fails.
 
-samples --Router--> POST /generate --> answer --> finished?  else again, with what is there
-                          |      '-- POST /abort_request: the answer comes now, and what is there is all
+samples --Router--> POST /generate --> answer --> finished?  else send again, with the partial tokens
+                          |      '-- POST /abort_request: the server answers now, with the partial tokens
                           |
-                          |-- too late: again, three times at most
-                          '-- refused, or no sign of life: the server is dropped, the sample looks on
+                          |-- no answer within the deadline: send again, three requests at most
+                          '-- server failed, or does not respond: drop the server, send to another one
 """
 
 from __future__ import annotations
@@ -31,34 +31,32 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
 _HEALTH_EVERY_S = 5.0
-# Servers end connections that are idle (SGLang after 5 s). A request that meets the end of its connection is lost, and
-# its server would be taken for dead, so none is used again that has been idle nearly as long.
+# Servers close idle connections (SGLang after 5 s). A request on a connection that is just being closed would fail and
+# its server be dropped, so the client reuses no connection that was idle for longer than this.
 _IDLE_S = 1.0
 _PREFILL_ALONE = 256  # prompt tokens from which the first sample's prefill is worth waiting for
-_INTERRUPTIONS = 100  # per sample; more means that a server answers without getting anywhere
-_LATE = 2  # per sample; a later request goes on like the first one, and takes as long
+_INTERRUPTIONS = 100  # most per sample; more means that a server answers without making progress
+_LATE = 2  # most late requests per sample that are sent again; each repeats the same work
 _UNBOUNDED = 1 << 30
 _ABORT_AGAIN_S = 1.0  # a server forgets an abort that overtakes its request
-_REFUSED = range(400, 500)  # a mistake in the request: no other server would take it
+_REFUSED = range(400, 500)  # HTTP status of an invalid request, which every server would reject
 
 
 class GenerationClient:
-    """The client that sends samples to servers. One event loop per call of `run`, which blocks until nothing more can
-    be done.
-    """
+    """Sends samples to servers; each call of `run` blocks and has an event loop of its own."""
 
     def __init__(self, config: SGLangConfig) -> None:
         self._config = config
         self._running: tuple[asyncio.AbstractEventLoop, Dispatch] | None = None
-        self._turn = threading.Lock()  # of `_running`, whose loop does not close while another thread speaks to it
+        self._turn = threading.Lock()  # guards `_running`, so that its loop is not closed while another thread uses it
         self._failures: deque[LostServer] = deque()
 
     def failures(self) -> list[LostServer]:
-        """Return the servers that failed since the last call. From any thread."""
+        """Return the servers that failed since the last call. Callable from any thread."""
         return taken(self._failures)
 
     def add(self, servers: Mapping[int, ServerApi]) -> None:
-        """Let a `run` that is under way ask these servers, too. From any thread."""
+        """Add servers to the current `run`, if there is one. Callable from any thread."""
         with self._turn:
             if self._running is not None:
                 loop, call = self._running
@@ -73,12 +71,12 @@ class GenerationClient:
         advance: Callable[[int], None],
         tag: str,
     ) -> None:
-        """Finish the unfinished `samples` on `servers`; some stay unfinished only when every server has failed.
+        """Finish the unfinished `samples` on `servers`; samples stay unfinished only if every server has failed.
 
-        A server whose weights are not called `tag` has failed.
+        A server whose weights do not have the tag `tag` counts as failed.
 
         Raises:
-            ServerError: a server refused a request as wrong.
+            ServerError: a server rejected a request as invalid.
         """
         waiting = [sample for sample in samples if sample.finish_reason is None]
         left = Counter(sample.prompt for sample in waiting)
@@ -104,13 +102,13 @@ class GenerationClient:
 
 
 class Dispatch:
-    """The samples on their way to servers, inside one event loop.
+    """Dispatches samples to servers, inside one event loop.
 
     Args:
-        servers: that may be asked, by number.
-        tag: the tag that these give to their weights.
-        done: called, in the event loop, with every sample that is finished.
-        failures: where servers go that fail; another thread may take them out.
+        servers: servers with the current weights, by number.
+        tag: the expected tag of the servers' weights (`version_tag`).
+        done: called in the event loop with every finished sample.
+        failures: receives the servers that fail; another thread may empty it.
     """
 
     def __init__(
@@ -130,13 +128,13 @@ class Dispatch:
         self._failed: set[int] = set()
         self._watches: list[asyncio.Task[None]] = []
         self._in_flight: dict[int, set[asyncio.Task[dict[str, Any]]]] = {number: set() for number in servers}
-        self._asked: dict[int, tuple[int, str]] = {}  # identity of a sample -> server, and name of the request there
+        self._asked: dict[int, tuple[int, str]] = {}  # id of a sample -> server number and request id
         self._freed: asyncio.Condition
         self._session: ClientSession
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Keep connections and watch the servers inside the block."""
+        """Open the HTTP session and watch the servers' health inside the block."""
         import aiohttp
 
         self._freed = asyncio.Condition()
@@ -152,7 +150,7 @@ class Dispatch:
                 await asyncio.gather(*self._watches, return_exceptions=True)
 
     def add(self, servers: Mapping[int, ServerApi]) -> None:
-        """Ask these servers, too: those that are new here, or are others than the ones that failed. In the loop."""
+        """Add servers that are new, or replace a failed server at another address. Call in the event loop."""
         for number, server in servers.items():
             if number in self._servers and (number not in self._failed or self._servers[number].url == server.url):
                 continue
@@ -162,38 +160,38 @@ class Dispatch:
             self._watches.append(asyncio.create_task(self._watch(number, server)))
 
     def forget(self, prompt: int) -> None:
-        """Forget `prompt`: no more samples of it will come."""
+        """Forget the routing of `prompt`, which has no more samples."""
         self._router.forget(prompt)
 
     async def finish(self, samples: Sequence[ServedSample]) -> None:
-        """Ask for samples of equal prompts until they are complete or no server is left.
+        """Generate samples of one prompt until they are complete or no server is left.
 
-        A long prompt is prefilled once, before its samples come.
+        A long prompt is prefilled once before its samples are sent.
 
         Raises:
-            ServerError: a server refused a request as wrong.
+            ServerError: a server rejected a request as invalid.
         """
         if len(samples) > 1 and len(samples[0].prompt_ids) >= _PREFILL_ALONE:
             await self._prefill(samples[0])
         await _all([self._finish(sample) for sample in samples])
 
     async def abort(self, sample: ServedSample) -> None:
-        """End `sample`, which `finish` was given, with what there is of it."""
+        """Abort a sample in flight; it keeps its partial tokens."""
         sample.aborted = True
-        await self._wake()  # it may wait for its turn
+        await self._wake()  # the sample may wait for a free slot
         while (asked := self._asked.get(id(sample))) is not None:
             await self._stop(*asked)
             await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def _stop(self, number: int, request: str) -> None:
-        """Tell a server to answer `request` now. One that cannot be told is found out by its request or its watch."""
+        """Abort `request` on a server. If the server does not respond, the request or `_watch` will detect it."""
         import aiohttp
 
         server, timeout = self._servers[number], aiohttp.ClientTimeout(total=self._config.health_timeout_s)
         settings: Any = {"headers": server.headers, "timeout": timeout, "allow_redirects": False}
         with suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with self._session.post(f"{server.url}/abort_request", json={"rid": request}, **settings) as response:
-                if 400 <= response.status < 500:  # it will not do it the next time either: another key, another API
+                if 400 <= response.status < 500:  # a wrong key or another API: a retry would fail too
                     text = f"HTTP {response.status}: {(await response.text())[:500]}"
                     raise ServerError(server.name, server.url, "abort (/abort_request)", text, status=response.status)
 
@@ -202,7 +200,7 @@ class Dispatch:
         await self._answer(sample, sample.prompt_fields() | payload)
 
     async def _finish(self, sample: ServedSample) -> None:
-        """Ask for `sample` until it is complete, aborted, or no server is left."""
+        """Send requests for `sample` until it is complete, aborted, or no server is left."""
         while sample.finish_reason is None:
             answer = await self._answer(sample, sample.payload(self._sampling, self._stop_ids))
             if answer is None:
@@ -212,11 +210,11 @@ class Dispatch:
                 break
             server, number, body = answer
             if sample.aborted and not body.get("output_ids"):
-                continue  # it was still in the server's queue
+                continue  # the request was still in the server's queue
             try:
                 sample.add(body, self._sampling, self._stop_ids, self._tag)
                 if sample.finish_reason is None and sample.interruptions > _INTERRUPTIONS:
-                    sample.interruptions = 0  # the next server starts with a clean slate
+                    sample.interruptions = 0  # count from zero on the next server
                     raise BadAnswerError(f"a sample was interrupted more than {_INTERRUPTIONS} times")
             except OtherPromptError as error:
                 raise ServerError(server.name, server.url, "generation (/generate)", str(error)) from error
@@ -227,7 +225,7 @@ class Dispatch:
     async def _answer(
         self, sample: ServedSample, payload: dict[str, Any]
     ) -> tuple[ServerApi, int, dict[str, Any]] | None:
-        """Answer of the server it was routed to, after that and its number; None: aborted, or no server is left."""
+        """Return (server, its number, its answer); None: the sample was aborted, or no server is left."""
         while True:
             number = await self._slot(sample)
             if number is None:
@@ -238,24 +236,24 @@ class Dispatch:
             self._asked[id(sample)] = number, request
             try:
                 return server, number, await task
-            except TimeoutError:  # says nothing about the server: `_watch` looks after that
+            except TimeoutError:  # a slow request does not mean a dead server; `_watch` checks that
                 await self._late(sample, number, request)
             except _LostError as error:
                 self._fail(server, number, str(error))
             except asyncio.CancelledError:
                 this = asyncio.current_task()
-                if this is None or this.cancelling():  # the whole call is cancelled, not this server dropped
+                if this is None or this.cancelling():  # cancelled from outside, not by `_fail`
                     raise
             finally:
                 task.cancel()
                 del self._asked[id(sample)]
                 beside.discard(task)
-                if self._servers[number] is server:  # no other one has come in its place
+                if self._servers[number] is server:  # the server was not replaced meanwhile
                     self._router.give_back(number)
                 await self._wake()
 
     async def _late(self, sample: ServedSample, number: int, request: str) -> None:
-        """Have the server drop a request that has passed its deadline; raise a ServerError if that is too often so."""
+        """Abort a request that passed its deadline; raise a ServerError if the sample has had too many."""
         sample.late += 1
         if sample.late > _LATE:
             server, limit = self._servers[number], self._config.request_timeout_s
@@ -267,7 +265,7 @@ class Dispatch:
         await self._stop(number, request)
 
     async def _wake(self) -> None:
-        """Let samples that wait for their turn look again."""
+        """Wake samples that wait for a free slot."""
         async with self._freed:
             self._freed.notify_all()
 
@@ -295,24 +293,23 @@ class Dispatch:
                 body: dict[str, Any] = await response.json()
                 return body
         except TimeoutError as error:
-            if self._config.request_timeout_s is None:  # the system's, of a connection
+            if self._config.request_timeout_s is None:  # a connection timeout of the operating system
                 raise _LostError(f"/generate: {type(error).__name__}: {error}") from error
             raise
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise _LostError(f"/generate: {type(error).__name__}: {error}") from error
 
     async def _watch(self, number: int, server: ServerApi) -> None:
-        """Drop a server whose scheduler gives no sign of life; one that crashed shows by itself.
+        """Drop a server whose scheduler stops responding; a crash shows in its requests.
 
-        A server that has nothing to do generates one token for `/health_generate`; one that is at work answers with its
-        next batch, whatever that is, so that long samples and long queues are no reason to drop it. `/health` of a
-        colocated server is answered whether its scheduler lives or not.
+        An idle server generates one token for `/health_generate`, and a busy server answers after its next batch, so
+        long samples and queues do not delay the answer. `/health` of a colocated server does not test the scheduler.
         """
         import aiohttp
 
-        await self._wake()  # samples may wait for a server that is new
+        await self._wake()  # samples may wait for a new server
         limit = self._config.health_timeout_s
-        asked: float | None = None  # since when without an answer; while this process stood still nobody asked
+        asked: float | None = None  # time of the first unanswered query; a suspension of this process does not count
         while self._servers[number] is server and number not in self._failed:
             await asyncio.sleep(min(_HEALTH_EVERY_S, limit / 4))
             now = time.monotonic()
@@ -330,7 +327,7 @@ class Dispatch:
                 self._fail(server, number, f"{reason} (rollout.sglang.health_timeout_s)")
 
     def _fail(self, server: ServerApi, number: int, why: str) -> None:
-        """Route nothing more to a server, and let its samples look for another one."""
+        """Drop a server and cancel its requests, so that their samples are sent to other servers."""
         if self._servers[number] is not server or number in self._failed:
             return
         self._failed.add(number)
@@ -341,29 +338,29 @@ class Dispatch:
 
 
 def _most_requests(servers: int) -> int:
-    """Return the samples in flight per server that half of this process's file descriptors suffice for."""
+    """Return the most samples in flight per server, so that they use half of the file descriptors at most."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _UNBOUNDED if most == resource.RLIM_INFINITY else max(1, most // 2 // max(1, servers))
 
 
 def taken(failures: deque[LostServer]) -> list[LostServer]:
-    """Take all of them out. From any thread: none is lost that another one puts in meanwhile."""
+    """Empty `failures` and return its servers. Callable from any thread, also while another thread appends."""
     return [failures.popleft() for _ in range(len(failures))]
 
 
 def for_others(error: BaseException) -> dict[str, Any]:
-    """Return the fields of the ServerError that stands for `error` on other ranks."""
+    """Return the fields of the ServerError that other ranks raise for `error`."""
     if isinstance(error, ServerError):
         return vars(error)
     return {"server": "the client", "url": "", "phase": "generation", "reason": f"{type(error).__name__}: {error}"}
 
 
 class _LostError(Exception):
-    """A server did not answer a request."""
+    """A server did not answer a request, so the server is dropped."""
 
 
 async def _check(response: ClientResponse, server: ServerApi) -> None:
-    """Raise what an HTTP status of 300 or more means; a redirect would take the key elsewhere."""
+    """Raise an error for an HTTP status of 300 or more; a redirect would send the key elsewhere."""
     if response.status < 300:
         return
     text = (await response.text())[:500]
@@ -382,7 +379,7 @@ def _by_prompt(samples: Sequence[ServedSample]) -> list[list[ServedSample]]:
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run `jobs` side by side; the first error cancels the others and is raised as it is."""
+    """Run `jobs` concurrently; the first error cancels the others and is raised unchanged."""
     tasks = [asyncio.create_task(job) for job in jobs]
     try:
         await asyncio.gather(*tasks)

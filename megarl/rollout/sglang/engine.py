@@ -1,17 +1,17 @@
 """Generation on SGLang servers.
 
     first rank of a replica:  requests -> client -> servers -> samples      (in a thread)
-    every rank:               meet: failed? -(a server has)-> kill it, start it again, catch_up when it answers
-                                    busy? --(someone is)--> meet again
-                                    stuck? -(someone is)--> wait for what was started again, catch_up, again
-                                      '-----(nobody is)---> completions of the replica's first rank
+    every rank:               meet: failed? -(some server)-> kill it, restart it, catch_up when it answers
+                                    busy? --(some rank)--> meet again
+                                    stuck? -(some rank)--> wait for restarted servers, catch_up, generate again
+                                      '-----(no rank)----> completions from the replica's first rank
 
-All ranks meet every few seconds while samples are on their way: none of them waits for another so long that it is taken
-for dead, however long generation takes, and an error on one rank ends all of them.
+All ranks meet every few seconds while samples are in flight, so that no collective times out however long generation
+takes, and an error on one rank ends all ranks.
 
-A server that fails is replaced while the others generate, and gets samples as soon as it holds the current weights. A
-rank is stuck when no such server is left. Finished samples stay; the rest goes on after `catch_up` has brought servers
-that were started again to those weights. Turns of episodes: see `turns.py`.
+A failed server is replaced while the others generate, and gets samples as soon as it holds the current weights. A rank
+is stuck when no server with the current weights is left. Finished samples are kept; the others continue after
+`catch_up` has updated the restarted servers. Turns of episodes: see `turns.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Replica:
 
     Attributes:
         index: index of this replica, among `count`.
-        group: the replica's ranks; the first one talks to the servers.
+        group: the replica's ranks; its first rank sends the requests.
         world: all ranks of the run.
     """
 
@@ -59,12 +59,12 @@ class Replica:
 
     @property
     def is_first(self) -> bool:
-        """This rank talks to the servers."""
+        """Whether this rank sends the replica's requests."""
         return self.group.rank == 0
 
     @property
     def lead(self) -> int:
-        """Rank in `world` of the one that talks to the servers."""
+        """Rank in `world` of the replica's first rank, which sends its requests."""
         return self.world.ranks.index(self.group.ranks[0]) if self.group.size > 1 else self.world.rank
 
 
@@ -72,14 +72,14 @@ class SglangEngine:
     """A `RolloutEngine` over a Fleet. `generate` is collective over all ranks of the run.
 
     Args:
-        catch_up: brings the servers that are not current to the weights of `weight_version`; collective. None: nobody
-            can while samples are generated.
-        run: this run's name in what servers call their weights (`version_tag`); an answer with others is refused.
-        tokenizer: reads responses where sampling has stop strings.
+        catch_up: updates the servers that are not current to `weight_version`; collective. None: servers cannot be
+            updated during generation.
+        run: this run's name in the tag of weights (`version_tag`); answers with another run's weights are rejected.
+        tokenizer: decodes responses to find stop strings; only needed if sampling has any.
 
     Attributes:
-        weight_version: version of the weights to generate with; only servers that have acknowledged it are asked.
-            Whoever updates the servers sets it.
+        weight_version: weight version to generate with, set after each update of the servers. Requests go only to
+            servers that have acknowledged it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SglangEngine:
         eos_ids: Sequence[int],
         advance: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
-        """See `RolloutEngine`.
+        """Implement `RolloutEngine.generate`.
 
         Raises:
             ServerError: no server is left, or one refused a request as wrong.

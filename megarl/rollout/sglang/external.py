@@ -1,4 +1,4 @@
-"""Servers that run already (`rollout.sglang.urls`): are they what the recipe takes them for?"""
+"""Compares external servers (`rollout.sglang.urls`) with the recipe."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _SHORT_NAMES = {"float": "float32", "half": "float16"}
 _SAID = {"tp_size": int, "ep_size": int, "dp_size": int, "nnodes": int, "dtype": str, "context_length": int | None}
 
 
-Problem = dict[str, Any]  # arguments of ConfigError
+Problem = dict[str, Any]  # keyword arguments of ConfigError
 
 
 def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | None, world: WorkerGroup) -> None:
-    """Compare what every server was started with with the recipe. Collective over `group`.
+    """Compare the start settings of every server with the recipe. Collective over `world`.
 
-    A server that was away, or is restarted by somebody later, is examined before it is used.
+    A server that comes back later is compared before it is used.
 
     Args:
-        fleet: of servers that answer, or have failed.
-        examine: `differences` on rank 0, which asks for all; None on the others.
+        fleet: external servers, each of which answers or has failed.
+        examine: `differences` on rank 0, which queries all servers; None on other ranks.
 
     Raises:
-        ConfigError: on every rank, when one server differs, or does not say how it was started.
-        ServerError: on every rank, when no server is left.
+        ConfigError: on every rank, if a server's settings differ or are not available.
+        ServerError: on every rank, if no server is left.
     """
     found: list[Problem] = []
     gone: list[list[Any]] = []
@@ -46,7 +46,7 @@ def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | No
                 found += answer.result()
             except ServerError as error:
                 gone.append([server.number, error.reason])
-    # The other ranks wait here, so nothing that a server answers may raise above.
+    # The other ranks wait here, so rank 0 must not raise before for any answer of a server.
     found, gone = world.broadcast_json([found, gone])
     for problem in found:
         raise ConfigError(**problem)
@@ -58,17 +58,17 @@ def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | No
 def differences(
     server: Server, *, config: SGLangConfig, dtype: str, longest: int, images: bool = False
 ) -> list[Problem]:
-    """List the settings of a running server that do not fit the recipe.
+    """Return a problem for each setting of a running server that differs from the recipe.
 
-    A dtype of `auto` does not fit: the server does not tell what it stands for.
+    A server dtype of `auto` counts as different, because the server does not report the actual dtype.
 
     Args:
-        dtype: dtype of the weights that servers are to hold: float32 or bfloat16.
-        longest: tokens of the longest sequence; 0 is not checked.
-        images: prompts may have some.
+        dtype: the recipe's dtype of the servers' weights: float32 or bfloat16.
+        longest: tokens of the longest sequence; 0: not checked.
+        images: whether prompts may have images.
 
     Raises:
-        ServerError: it does not answer.
+        ServerError: the server does not answer.
     """
     try:
         info = server.api.call("/server_info", deadline_s=HEALTH_S, phase="start", method="GET")
@@ -80,7 +80,7 @@ def differences(
 
 
 def _unfit(examine: Callable[[Server], list[Problem]], server: Server) -> str | None:
-    """Return the reason why a server that answers cannot be used."""
+    """Return why a server cannot be used; None: it can."""
     try:
         problems = examine(server)
     except ServerError as error:
@@ -89,11 +89,11 @@ def _unfit(examine: Callable[[Server], list[Problem]], server: Server) -> str | 
 
 
 def _forgetful(server: Server, info: dict[str, Any]) -> Iterator[Problem]:
-    """Yield the arguments of ConfigError for a server that keeps features of images whatever weights it gets."""
+    """Yield a problem if the server would keep its cached image features across weight updates."""
     if LOADER not in (info.get("custom_weight_loader") or ()):
         yield {
-            "what": f"{server.api.name} at {server.api.url} would keep what it has computed of images when it gets new "
-            "weights: it was not started with serve.py",
+            "what": f"{server.api.name} at {server.api.url} would keep cached image features of old weights after an "
+            "update: it was not started with serve.py",
             "where": "rollout.sglang.urls",
             "found": server.api.url,
             "allowed": f"servers with --custom-weight-loader {LOADER} {PATCH_LOADER}",
@@ -102,9 +102,9 @@ def _forgetful(server: Server, info: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _unclear(server: Server, why: str) -> Problem:
-    """Return the arguments of ConfigError for a server that does not say how it was started."""
+    """Return the problem of a server whose /server_info is missing or incomplete."""
     return {
-        "what": f"{server.api.name} at {server.api.url} does not say how it was started: /server_info: {why}",
+        "what": f"{server.api.name} at {server.api.url} does not report its start settings: /server_info: {why}",
         "where": "rollout.sglang.urls",
         "found": server.api.url,
         "allowed": "SGLang servers",
@@ -115,7 +115,7 @@ def _unclear(server: Server, why: str) -> Problem:
 def _differences(
     server: Server, info: dict[str, Any], config: SGLangConfig, dtype: str, longest: int
 ) -> Iterator[Problem]:
-    """Yield the arguments of ConfigError for everything that does not fit."""
+    """Yield a problem for each start setting that differs from the recipe."""
     for name, kind in _SAID.items():
         if not isinstance(info.get(name), kind):
             yield _unclear(server, f"{name} is {info[name]!r}" if name in info else f"no {name} in its answer")

@@ -1,15 +1,15 @@
-"""The servers of a run as one rank sees them: where they are, which weights they hold, which may be asked.
+"""The servers of a run as one rank sees them: their addresses, states and weight versions.
 
     starting --(answers)--> catching_up --(acknowledge)--> current
         ^                                                     |
         '------(restarted by its owner)------ failed <--(mark_failed)
 
-A restarted server holds the weights it was started with, so it gets no request before a full synchronisation has been
-acknowledged. The first rank of each machine owns the processes there; `refresh` makes all ranks agree.
+A restarted server holds the weights it was started with, so it gets no request before it has acknowledged a full
+update. The first rank of each machine owns the server processes there; `refresh` shares the states with all ranks.
 
-The processes of a server that has failed end as soon as their owners know: one that hangs keeps its devices' memory. A
-server on several machines has an owner on each. Its node 0 is asked, and its owner knows the server's state; one node
-process that ends takes the server down, and all are started again together, at another address.
+An owner kills the processes of a failed server at once, because a hanging process keeps its devices' memory. A server
+on several machines has an owner on each. Requests go to its node 0, whose owner tracks the server's state. If one node
+process ends, the server has failed, and all its node processes restart together at another address.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Server:
     Attributes:
         number: 0, 1, ... over all machines.
         api: its address; a restart changes the address.
-        version: last acknowledged weight version; None before the first since it was started.
-        why: its last fault.
-        restarts: number of times that it was started again.
-        given_up: it did not come up, and would not the next time.
+        version: last acknowledged weight version; None: no update since its start.
+        why: reason of its last failure.
+        restarts: number of restarts so far.
+        given_up: the server failed to start and is not restarted.
         gpus: names of the GPUs of its ranks on its first machine; empty: not known, or a CPU.
     """
 
@@ -57,7 +57,7 @@ class Server:
 
 @dataclass(frozen=True)
 class LostServer:
-    """A server at `url` was seen to fail; by now there may be another one in its place, at another address."""
+    """The observed failure of the server at `url`, which may have been replaced at another address since."""
 
     number: int
     url: str
@@ -71,10 +71,10 @@ class Fleet:
         servers: in order of their numbers, the same on every rank.
         config: deadlines and the number of restarts.
         owned: processes that this rank starts, by server number: whole servers, or one node of each.
-        watched: external servers whose health this rank looks after, by number.
+        watched: numbers of external servers whose health this rank checks.
 
     Attributes:
-        examine: says why a server that answers cannot be used, or None; asked of those that come up from then on.
+        examine: returns why a server that answers cannot be used, or None; called for every server that comes up.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Fleet:
         self._config, self._owned, self._watched = config, owned or {}, tuple(watched)
         self._world = world or WorkerGroup.alone()
         self.examine: Callable[[Server], str | None] | None = None
-        self._start_end: dict[int, float] = {}  # of those that are starting: when that is too late
+        self._start_end: dict[int, float] = {}  # server number -> deadline of its start
 
     def start(self) -> None:
         """Start the servers of the run. Collective, from the main thread.
@@ -101,43 +101,42 @@ class Fleet:
 
     @property
     def external(self) -> bool:
-        """The servers were there before the run and will be after it."""
+        """Whether the servers were started outside of the run (`rollout.sglang.urls`)."""
         return bool(self._config.urls)
 
     @property
     def on_other_gpus(self) -> bool:
-        """The run's servers, where they are on GPUs, have GPUs of their own, which are not the trainer's."""
+        """Whether the run's servers do not share GPUs with the trainer."""
         return not self.external and not self._config.colocated
 
     @property
     def nnodes(self) -> int:
-        """Machines of each server."""
+        """Number of machines of each server."""
         return self._config.nnodes
 
     @property
     def answer_s(self) -> float:
-        """Deadline of a call that moves no weights."""
+        """Deadline in seconds of a call that moves no weights."""
         return self._config.health_timeout_s
 
     def current(self, version: int) -> list[Server]:
-        """Return the servers that hold weight version `version` and may be asked."""
+        """Return the servers that hold weight version `version` and take requests."""
         return [server for server in self.servers if server.state == "current" and server.version == version]
 
     def mark_failed(self, server: Server, why: str) -> None:
-        """Send nothing more to `server`; call on every rank, or let `refresh` tell the others."""
+        """Mark `server` as failed; call on every rank, or let `refresh` share it."""
         server.state, server.version, server.why = "failed", None, why
 
     def acknowledge(self, server: Server, version: int) -> None:
-        """Note that `server` has confirmed that it holds `version` only and has dropped every cache of older
-        weights."""
+        """Record that `server` holds only `version` and has dropped every cache of older weights."""
         if server.state in ("starting", "failed"):
             raise ValueError(f"{server.api.name} is {server.state} and cannot hold weights")
         server.state, server.version = "current", version
 
     def note(self, failures: Iterable[LostServer]) -> None:
-        """Mark the servers that have failed and are still those at their addresses, and end the processes of ours.
+        """Mark failed servers that were not replaced since, and kill those that this rank owns.
 
-        Call with the same on every rank.
+        Call with the same failures on every rank.
         """
         for failure in failures:
             server = self.servers[failure.number]
@@ -145,12 +144,14 @@ class Fleet:
                 continue
             self.mark_failed(server, failure.why)
             if server.number in self._watched:
-                told = f"{server.api.name} at {server.api.url} has failed: {failure.why}"
-                print(f"{told}; the run did not start it, so it is not restarted; its samples go to others", flush=True)
+                failed = f"{server.api.name} at {server.api.url} has failed: {failure.why}"
+                print(
+                    f"{failed}; the run did not start it, so it is not restarted; its samples go to others", flush=True
+                )
         self._end_failed()
 
     def ended(self) -> list[LostServer]:
-        """Return the servers of which a process of this rank has ended while they were asked."""
+        """Return the running servers of which a process owned by this rank has ended."""
         lost = []
         for number, process in self._owned.items():
             server = self.servers[number]
@@ -161,16 +162,16 @@ class Fleet:
 
     @property
     def replacing(self) -> bool:
-        """A server of the run is on its way back, or can be started again. The same on every rank after `refresh`."""
+        """Whether a server is starting or can be restarted; equal on all ranks after `refresh`."""
         return not self.external and any(s.state == "starting" or self._may_restart(s) for s in self.servers)
 
     @property
     def replaced(self) -> int:
-        """The number of times that servers were started again so far."""
+        """Total number of server restarts so far."""
         return 0 if self.external else sum(server.restarts for server in self.servers)
 
     def need_one(self) -> None:
-        """Raise an error if no server is left: the run cannot go on.
+        """Raise an error if no server is left, because the run cannot continue.
 
         Raises:
             ServerError: every server has failed.
@@ -178,14 +179,14 @@ class Fleet:
         if all(server.state == "failed" for server in self.servers):
             first = self.servers[0]
             again = f", started again {count(first.restarts, 'time')}" if first.restarts else ""
-            reason = f"no server is left; what was wrong with this one{again}: {first.why}"
+            reason = f"no server is left; this server failed{again}: {first.why}"
             raise ServerError(first.api.name, first.api.url, "start", reason)
 
     def refresh(self) -> None:
-        """Agree on every server's state. Collective: failed servers are restarted, started ones looked at.
+        """Restart failed servers, check starting servers, and share every state. Collective.
 
         Raises:
-            ServerError: on every rank, when no server is left and none may be restarted.
+            ServerError: on every rank, if no server is left and none may be restarted.
         """
         self._check()
         self.share_failures()
@@ -198,10 +199,10 @@ class Fleet:
         self._agree()
 
     def wait_started(self) -> None:
-        """Restart what failed and wait until every server answers or is given up, for `start_timeout_s` at most.
+        """Restart failed servers; wait up to `start_timeout_s` until each answers or is given up. Collective.
 
-        Collective. Servers that run already are waited for, too. One that a signal ends meanwhile is started again; one
-        that ends by itself would do so the next time.
+        It also waits for external servers. A server that a signal kills meanwhile is restarted; a server that exits by
+        itself is given up, because it would exit again.
 
         Raises:
             ServerError: on every rank, when no server is left.
@@ -210,7 +211,7 @@ class Fleet:
         self._check(give_up=True)
         self.share_failures()
         self._restart()
-        for server in self.servers if self.external else ():  # somebody else restarts them; waited for as often as own
+        for server in self.servers if self.external else ():  # restarted from outside; waits count as restarts
             if self._may_restart(server):
                 server.state, server.restarts = "starting", server.restarts + 1
         waited = self._starting()
@@ -230,7 +231,7 @@ class Fleet:
         self._agree()
 
     def close(self) -> None:
-        """End the servers that this rank started, side by side."""
+        """Stop the servers that this rank started, in parallel."""
         if self._owned:
             with ThreadPoolExecutor(len(self._owned)) as pool:
                 list(pool.map(ServerProcess.stop, self._owned.values()))
@@ -242,7 +243,7 @@ class Fleet:
         self.close()
 
     def _mine(self) -> list[Server]:
-        """Return the servers that this rank looks after."""
+        """Return the servers whose state this rank tracks."""
         heads = [number for number, process in self._owned.items() if process.spec.node == 0]
         return [self.servers[number] for number in (*heads, *self._watched)]
 
@@ -250,25 +251,25 @@ class Fleet:
         return [server for server in self._mine() if server.state == "starting"]
 
     def share_failures(self) -> None:
-        """Share with every rank which servers any of them has marked as failed. Collective."""
+        """Mark the servers as failed that any rank has marked. Collective."""
         failed = [[s.number, s.why, s.given_up] for s in self.servers if s.state == "failed"]
         reasons: dict[int, list[str]] = {}
         for reports in self._world.all_gather_json(failed):
             for number, why, given_up in reports:
                 reasons.setdefault(number, []).append(why)
                 self.servers[number].given_up |= given_up
-        for number, told in reasons.items():  # where a node process ends, others do so, too: any may be the cause
+        for number, told in reasons.items():  # one node process that ends takes others down; any may be the cause
             self.mark_failed(
                 self.servers[number], "; ".join(dict.fromkeys(told)) if self._config.nnodes > 1 else told[-1]
             )
         self._end_failed()
 
     def _end_failed(self) -> None:
-        """Kill what hangs or answers nonsense: it may hold memory that the trainer or its successor needs."""
+        """Kill the processes of failed servers, which may hold memory that the trainer or their successor needs."""
         for number, process in self._owned.items():
             server = self.servers[number]
             if server.state == "failed" and process.there:
-                process.stop(0)  # a hanging process takes no polite request
+                process.stop(0)  # a hanging process ignores SIGTERM
                 if process.spec.node:
                     continue
                 most, done = self._config.max_restarts, server.restarts
@@ -283,7 +284,7 @@ class Fleet:
         return server.state == "failed" and not server.given_up and server.restarts < self._config.max_restarts
 
     def _restart(self) -> None:
-        """Start what failed again. Collective, after `share_failures`; from the main thread, see ServerProcess."""
+        """Restart failed servers. Collective, after `share_failures`; from the main thread, see ServerProcess."""
         again = [] if self.external else [server for server in self.servers if self._may_restart(server)]
         self._start([server.number for server in again])
         for server in again:
@@ -291,7 +292,7 @@ class Fleet:
             self._start_end[server.number] = time.monotonic() + self._config.start_timeout_s
 
     def _start(self, numbers: Iterable[int]) -> None:
-        """Start this rank's processes of these servers. Collective: all have ended those that were there before."""
+        """Start this rank's processes of these servers. Collective: all ranks have stopped the old processes."""
         own = {number: self._owned[number] for number in numbers if number in self._owned}
         meetings: dict[str, str] = {}
         if self._config.nnodes > 1:
@@ -304,16 +305,16 @@ class Fleet:
             self._learn(process)
 
     def _learn(self, process: ServerProcess) -> None:
-        """Note where the server is, if this process answers for it."""
+        """Record the server's address and GPUs, if this is its node 0."""
         if process.spec.node == 0:
             server = self.servers[process.spec.number]
             server.api, server.gpus = process.api, process.spec.own_gpus
 
     def _check(self, *, give_up: bool = False) -> None:
-        """Mark servers of which a process of this rank has ended as failed. From the main thread, see ServerProcess.
+        """Mark servers as failed if a process owned by this rank has ended. From the main thread, see ServerProcess.
 
         Args:
-            give_up: those that ended by themselves while they were starting are not started again.
+            give_up: do not restart servers that exited by themselves while starting.
         """
         for lost in self.ended():
             self.mark_failed(self.servers[lost.number], lost.why)
@@ -328,7 +329,7 @@ class Fleet:
             self._learn(process)
 
     def _ask(self, servers: Sequence[Server], end: float) -> None:
-        """See which of these servers of this rank answer, side by side, at most until `time.monotonic()` is `end`."""
+        """Query these servers in parallel until `time.monotonic()` is `end`; servers that answer are `catching_up`."""
         if not servers:
             return
         with ThreadPoolExecutor(len(servers)) as pool:
@@ -337,16 +338,16 @@ class Fleet:
                     server.state = "catching_up"
                 else:
                     server.why = why
-                    if UNTRUSTED in why:  # waiting changes nothing
+                    if UNTRUSTED in why:  # a longer wait would not help
                         self.mark_failed(server, why)
 
     def _ailing(self, server: Server, end: float) -> str | None:
-        """Return the reason why this server cannot be used."""
+        """Return why this server cannot be used; None: it can."""
         why = health(server.api, end)
         return self.examine(server) if why is None and self.examine is not None else why
 
     def _give_up(self, server: Server) -> None:
-        """Start it no more."""
+        """Mark `server` as failed, kill its process here, and do not restart it."""
         process, why = self._owned.get(server.number), server.why
         if server.state == "starting":
             limit = f"{self._config.start_timeout_s:g} s (rollout.sglang.start_timeout_s)"
@@ -358,19 +359,19 @@ class Fleet:
         self.mark_failed(server, why)
 
     def _agree(self) -> None:
-        """Share with every rank what the ranks that look after servers know of them."""
+        """Share every server's state, from the rank that tracks it, with all ranks. Collective."""
         for reports in self._world.all_gather_json([_report(server) for server in self._mine()]):
             for report in reports:
                 self._adopt(report)
-        self._end_failed()  # the other node processes of what its owner has given up
+        self._end_failed()  # other node processes of servers that were given up
         self.need_one()
 
     def reports(self) -> list[dict[str, Any]]:
-        """Return the state of all servers as this fleet knows it; JSON."""
+        """Return the states of all servers as JSON values."""
         return [_report(server) for server in self.servers]
 
     def adopt(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Adopt the state of another fleet that looks after the same servers. Call on every rank."""
+        """Take over the `reports` of another fleet of the same servers. Call on every rank."""
         for report in reports:
             self._adopt(report)
 
@@ -387,7 +388,7 @@ class Fleet:
 
 
 def _report(server: Server) -> dict[str, Any]:
-    """Return the state of a server as its owner knows it."""
+    """Return the state of a server as a JSON value."""
     return {
         "number": server.number,
         "url": server.api.url,
