@@ -192,7 +192,7 @@ def growth() -> dict[str, Any]:
 
 
 def verdict(result: dict[str, Any]) -> dict[str, bool]:
-    """Tell which bars are met."""
+    """Return whether each bar is met, by its name."""
     return {
         "wrong accepted": result["wrong_accepted"] <= MOST_WRONG,
         "equal forms accepted": result["equal_accepted"] >= LEAST_EQUAL,

@@ -74,7 +74,7 @@ class Figure:
 
 
 def _is_how(override: str) -> bool:
-    """Tell whether `key.path=value` changes only how the work is done; a section as a whole (`actor.parallel={...}`)
+    """Return whether `key.path=value` changes only how the work is done; a section as a whole (`actor.parallel={...}`)
     may do so, too."""
     key = override.partition("=")[0]
     return any(key in (how, how.removesuffix(".")) or (how.endswith(".") and key.startswith(how)) for how in _HOW)

@@ -57,7 +57,7 @@ class CpuKernels:
         return dtype in (torch.float32, torch.bfloat16) and head_dim in HEAD_SIZES and not any(w % 16 for w in widths)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See `add_norm_reference`."""
+        """Return what `add_norm_reference` returns, computed by one kernel."""
         out = torch.empty_like(hidden)
         rows, width = hidden.shape
         self._add_norm(hidden.dtype == torch.bfloat16, *_pointers(hidden, delta, weight, out), rows, width, eps)
@@ -73,7 +73,7 @@ class CpuKernels:
         return dx, parts.sum(0)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See `silu_mul_reference`."""
+        """Return what `silu_mul_reference` returns, computed by one kernel."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         self._silu_mul(gate_up.dtype == torch.bfloat16, *_pointers(gate_up, out), rows, width // 2)

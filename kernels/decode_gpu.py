@@ -30,7 +30,7 @@ _LEAST = 16  # fewest rows of a matrix product in Triton; fewer rows are padded
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """See `megarl.kernels.cpu.add_norm_reference`."""
+    """Return what `megarl.kernels.cpu.add_norm_reference` returns, computed on a GPU."""
     out = torch.empty_like(hidden)
     rows, width = hidden.shape
     block = triton.next_power_of_2(width)
@@ -41,7 +41,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `megarl.kernels.cpu.silu_mul_reference`; rounded once, as in training."""
+    """Return what `megarl.kernels.cpu.silu_mul_reference` returns, but rounded once, as in training."""
     return swiglu(gate_up)
 
 
@@ -58,8 +58,9 @@ def attend(
     eps: float,
     launch: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """See `CpuKernels.attend`. A row with a negative position is idle: it writes and reads nothing and returns zeros.
+    """Return what `CpuKernels.attend` returns.
 
+    A row with a negative position is idle: it writes and reads nothing and returns zeros.
     `launch`: as `ATTENTION`; None: by the heads' size and dtype.
     """
     n, groups, heads, size = qkv.shape

@@ -34,7 +34,7 @@ class DeltaKernels:
         self._patch.argtypes, self._patch.restype = [_I, _P, _I, _P, _P, _I], _I
 
     def diff(self, base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, Tensor] | None:
-        """See `diff`."""
+        """Do what the function `diff` does, in C."""
         n = len(new) // itemsize
         room = min(room, n)
         distances = torch.empty(room, dtype=torch.uint8)
@@ -44,7 +44,7 @@ class DeltaKernels:
         return None if count < 0 else (distances[:count], values[: count * itemsize])
 
     def patch(self, base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> None:
-        """See `patch`."""
+        """Do what the function `patch` does, in C."""
         n = len(base) // itemsize
         pointers = base.data_ptr(), n, distances.data_ptr(), values.data_ptr()
         if self._patch(itemsize, *pointers, len(distances)) < 0:
@@ -82,7 +82,7 @@ def patch(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> Non
 
 
 def diff_reference(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, Tensor] | None:
-    """See `diff`."""
+    """Do what `diff` does, in NumPy."""
     dtype = _WORDS[itemsize]
     old_words, new_words = base.view(dtype).numpy(), new.view(dtype).numpy()
     step, changed = _BLOCK // itemsize, [np.empty(0, np.int64)]
@@ -103,7 +103,7 @@ def diff_reference(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple
 
 
 def patch_reference(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> None:
-    """See `patch`."""
+    """Do what `patch` does, in NumPy."""
     at = positions(distances)
     if len(at) and (int(distances.min()) == 0 or int(at[-1]) * itemsize >= len(base)):
         raise ValueError("a changed element is outside of the tensor")

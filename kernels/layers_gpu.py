@@ -283,7 +283,10 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]  # of Triton, which read
     BLOCK: tl.constexpr,
     OF_WEIGHT: tl.constexpr,
 ):
-    """Process every so many rows, with n = x / rms and a = g weight: (a - n mean(a n)) / rms, and the sum of g n."""
+    """Process blocks of ROWS rows, which the programs take in turn.
+
+    With n = x / rms and a = g weight: (a - n mean(a n)) / rms, and the sum of g n.
+    """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)

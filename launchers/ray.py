@@ -71,7 +71,7 @@ class Actor:
     """The process of one device. Methods run one after the other on the process's main thread."""
 
     def place(self) -> Place:
-        """Return `own_place` of this process."""
+        """Return the address of this process's node and the GPUs that Ray gave this process."""
         return own_place()
 
     def listen(self, host: str) -> int:

@@ -74,7 +74,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def measures_the_machine(name: str) -> bool:
-    """Tell whether a metric is a time, a rate or an amount of memory: all of timing_s/* and of perf/* but its
+    """Return whether a metric is a time, a rate or an amount of memory: all of timing_s/* and of perf/* but its
     counts."""
     if name.startswith("perf/"):
         return name != "perf/flops" and not name.endswith("_tokens")

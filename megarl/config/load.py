@@ -134,7 +134,8 @@ def _written(document: Document, file: Path) -> set[str]:
 
 
 def _given(document: Document, layers: set[tuple[str, ...]]) -> set[str]:
-    """Return the dotted keys of `document` that an override or a recipe file (with paths `layers`) set."""
+    """Return the dotted keys of `document` that an override or a recipe file set; `layers`: paths of keys
+    that files set."""
     paths = _value_paths(document.data)
     return {".".join(path) for path in paths if path in layers or _origin(document, path, "").startswith("override ")}
 

@@ -164,7 +164,8 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
 
 
 def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
-    """Check that the rollout's team can run its nodes group by group, and without a model."""
+    """Raise an error unless the rollout's team can run its nodes group by group, and those after the generation
+    need no model."""
     first, *later = (graph[id] for id in team.nodes)
     if first.func_name != ROLLOUT_STAGE:
         raise _refused(

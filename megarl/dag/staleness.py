@@ -43,7 +43,7 @@ class PolicyError(MegarlError):
 
 
 class StalenessSettings(NamedTuple):
-    """The values from which every process creates its policy."""
+    """The values from which every process creates its staleness policy."""
 
     order: str  # `async.order`; a file has its absolute path
     max_staleness: int  # k

@@ -263,7 +263,7 @@ def _cut(fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], sta
 
 
 def _joined(every: Sequence[Parts]) -> Batch:
-    """See `Batch.concat`."""
+    """Return the batch for `Batch.concat`; each part is (fields, columns, number of samples)."""
     if not every:
         raise ValueError("cannot concat an empty list of batches: the names of the fields are unknown")
     first, columns, _ = every[0]

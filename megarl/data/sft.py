@@ -187,7 +187,7 @@ class SFTDataset(PromptDataset):
 
 
 def _cut_ends(ids: list[list[int]], learnt: list[list[bool]], rooms: Sequence[int]) -> int:
-    """Cut each response in place to at most its number of tokens in `rooms`; return how many were cut.
+    """Cut each response in place to at most `rooms[i]` tokens, the room that prompt i leaves; return how many were cut.
 
     A response that would lose all its trained tokens is not cut; its example is dropped later as too long.
     """

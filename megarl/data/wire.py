@@ -144,7 +144,7 @@ class Packer:
             _check_plain(name, column)
 
     def spans(self, parts: Sequence[Sequence[int]], together: Sequence[int] = ()) -> Iterator[Span]:
-        """See `Batch.to_blocks`."""
+        """Yield what `Batch.to_blocks` yields."""
         owners = _owners([int(self._sizes[part].sum()) for part in parts], together)
         members: dict[int, list[int]] = {}
         for number, owner in enumerate(owners):

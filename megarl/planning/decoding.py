@@ -1,7 +1,4 @@
-"""Seconds of generation: an engine or server prefills prompts and decodes several samples at the same time.
-
-Tags such as [G1] name formulas of docs/planning.md.
-"""
+"""Seconds of generation: an engine or server prefills prompts and decodes several samples at the same time."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ class Decoder:
 
     def step(self, running: float, context: float) -> tuple[float, float]:
         """Return (seconds of a decoding step for `running` samples of `context` tokens on average, bytes read by a
-        rank). [G2]
+        rank); formula G2 of docs/planning.md.
         """
         facts, given, rate = self.facts, self.given, self.hardware.memory_tb_s * 1e12 * self.given.memory_share
         met = (facts.parameters - self._experts) / self.tp
@@ -138,7 +135,7 @@ class Decoder:
         return seconds
 
     def prefill(self, prompts: float, tokens: float) -> float:
-        """Return the seconds to prefill `prompts` prompts of `tokens` tokens each. [G1]"""
+        """Return the seconds to prefill `prompts` prompts of `tokens` tokens each (formula G1 of docs/planning.md)."""
         if not prompts:
             return 0.0
         flops = prompts * self._counter.forward([tokens], head_tokens=1)
@@ -150,7 +147,7 @@ class Decoder:
 
     def _see(self, prompts: float, patches: float) -> float:
         """Return the vision encoder's seconds for the images of prompts. Each rank of an embedded engine encodes all
-        images; the ranks of an SGLang server divide them. [G1]
+        images; the ranks of an SGLang server divide them. Formula G1 of docs/planning.md.
         """
         encoder = self.facts.encoder
         if encoder is None or not patches:
@@ -161,12 +158,13 @@ class Decoder:
         return prompts * image_flops(encoder, [patches]) / (ranks * self.hardware.peak(self.dtype) * share)
 
     def generate(self, work: Workload, engines: int, slots: float, *, flows: bool = False) -> list[Cost]:
-        """Return the costs of a step's generation, whose samples `engines` engines share evenly. [G3]
+        """Return the costs of a step's generation, whose samples `engines` engines share evenly.
 
-        Of an engine's N samples at most S run at the same time. Until the last S have begun, S run all the time: for (N
-        - S) / S x mean tokens steps. Then samples end one by one: after t steps N x P(length > t) are left. While all
-        slots are taken, longer samples hold them for longer, so contexts have E[length^2] / (2 E[length]) tokens on
-        average. With `flows`, samples of the next steps follow at once, so that no slot is idle at the end.
+        Formula G3 of docs/planning.md: of an engine's N samples at most S run at the same time. Until the last S have
+        begun, S run all the time: for (N - S) / S x mean tokens steps. Then samples end one by one: after t steps N x
+        P(length > t) are left. While all slots are taken, longer samples hold them for longer, so contexts have
+        E[length^2] / (2 E[length]) tokens on average. With `flows`, samples of the next steps follow at once, so that
+        no slot is idle at the end.
         """
         number = work.number / engines
         prompts = work.groups / engines

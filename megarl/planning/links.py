@@ -1,7 +1,4 @@
-"""Seconds of collectives: a ring over the slowest link of a group.
-
-Tags such as [L1] name formulas of docs/planning.md.
-"""
+"""Seconds of collectives: a ring over the slowest link of a group."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class Links:
     def ring(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0, sums: bool = False) -> float:
         """Return the seconds of ring collectives in which a rank sends `sent` bytes in total, in `steps` collectives of
         size - 1 steps of the ring each. Ranks are `stride` apart; with `sums` the collectives sum rather than gather or
-        scatter. [L1]
+        scatter; formula L1 of docs/planning.md.
         """
         if size == 1:
             return 0.0
@@ -48,8 +45,10 @@ class Links:
         return sent / (self.rate(inside=inside) * share) + steps * (size - 1) * self.hop(inside=inside)
 
     def exchange(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0) -> float:
-        """Return the seconds of all-to-alls in which a rank sends `sent` bytes to the others together. [L2] Messages to
-        ranks of the same domain use its links at the same time as other messages use the network.
+        """Return the seconds of all-to-alls in which a rank sends `sent` bytes to the others together.
+
+        Formula L2 of docs/planning.md. Messages to ranks of the same domain use its links at the same time as other
+        messages use the network.
         """
         if size == 1:
             return 0.0

@@ -1,7 +1,4 @@
-"""The result of planning a step.
-
-Tags such as [S1] name formulas of docs/planning.md.
-"""
+"""The result of planning a step."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class ServerRoom:
-    """The room of an engine or a server for keys and values. [K1]
+    """The room of an engine or a server for keys and values (formula K1 of docs/planning.md).
 
     Attributes:
         ranks: devices per engine.
@@ -72,18 +69,18 @@ class ServerRoom:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The expected costs of a recipe's step.
+    """The expected costs of a recipe's step; S1 and others are formulas of docs/planning.md.
 
     Attributes:
         devices: devices in use, including those of servers.
         phases: phases in the order of the graph.
-        step_s: seconds of a step. [S1]
-        tokens: prompt and response tokens of a step. [S2]
+        step_s: seconds of a step (S1).
+        tokens: prompt and response tokens of a step (S2).
         generated: generated tokens among them.
-        flops: FLOPs of the policy in a step. [F2]
-        filled: memory of each team's fullest device in each moment of a step. [M1]
+        flops: FLOPs of the policy in a step (F2).
+        filled: memory of each team's fullest device in each moment of a step (M1).
         room: room of the engine or servers for keys and values.
-        checkpoint: bytes, seconds of the machines' disks, and seconds that training waits. [C1]
+        checkpoint: bytes, seconds of the machines' disks, and seconds that training waits (C1).
         sft: costs of one step of supervised fine-tuning, with examples as long as samples; empty without such a phase.
     """
 
@@ -112,27 +109,27 @@ class StepPlan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt and response tokens of a step divided by its seconds. [S2]"""
+        """Prompt and response tokens of a step divided by its seconds (formula S2 of docs/planning.md)."""
         return self.tokens / self.step_s
 
     @property
     def per_device(self) -> float:
-        """`perf/throughput`. [S2]"""
+        """The metric `perf/throughput` (formula S2 of docs/planning.md)."""
         return self.tokens_per_s / self.devices
 
     @property
     def mfu(self) -> float:
-        """`perf/mfu`. [S3]"""
+        """The metric `perf/mfu` (formula S3 of docs/planning.md)."""
         return self.flops / self.step_s / self.devices / self.hardware.peak(self.dtype)
 
     @property
     def taken(self) -> float:
-        """The bytes that the fullest device takes, as a dry run shows them. [M1]"""
+        """The bytes that the fullest device takes, as a dry run shows them (formula M1 of docs/planning.md)."""
         return max(one.taken for one in self.filled)
 
     @property
     def fullest(self) -> Filled:
-        """The device with the most bytes. [M1]"""
+        """The device with the most bytes (formula M1 of docs/planning.md)."""
         return max(self.filled, key=lambda one: one.bytes)
 
 

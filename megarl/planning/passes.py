@@ -6,7 +6,7 @@
     a pass                     micro-batches and the bubble of the pipeline [T8]
     an update                  a pass, reduction of gradients [T9], the optimizer's step [T10]
 
-docs/planning.md has the main term of each.
+The tags name formulas of docs/planning.md, which has the main term of each.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ModelPass:
 
     def micro_batches(self, share: Share) -> int:
         """Return the micro-batches of a replica's samples: whole samples up to the token budget, at least one each.
-        [T8] A prompt's samples count its images once if they are in the same micro-batch.
+        Formula T8 of docs/planning.md. A prompt's samples count its images once if they are in the same micro-batch.
         """
         budget, images = self.engine.micro_batch_tokens, 0.0
         if share.patches:
@@ -241,7 +241,7 @@ class ModelPass:
         return 2 * tokens * (dense + active) / self.parallel.pp
 
     def _scores(self, share: Share) -> float:
-        """Return the FLOPs of attention over keys and values, over all layers."""
+        """Return the FLOPs of attention over keys and values in all layers for `share`, the samples of a replica."""
         whole = self._counter.forward([share.length], head_tokens=0)
         whole += self._counter.unevenness(share.length, share.variance)
         return share.samples * (whole - share.length * self._counter.per_token) * self._pairs

@@ -1,7 +1,7 @@
 """Ranks the layouts and placements of a recipe on some hardware by the step time that formulas give.
 
 For each placement and layout it finds the fastest way to use memory that fits. Layouts whose parameters, gradients and
-optimizer state do not fit are left out at once. Tags such as [S4] name formulas of docs/planning.md.
+optimizer state do not fit are left out at once.
 """
 
 from __future__ import annotations
@@ -116,8 +116,10 @@ class Search:
         return SearchResult(made, compared, without_room)
 
     def floor(self, spread: Spread) -> float:
-        """Return a lower bound on the step seconds of all layouts of a placement. [S4] It counts training's matrix
-        products at their peak, and generation by servers with the most room that they can use.
+        """Return a lower bound on the step seconds of all layouts of a placement (formula S4 of docs/planning.md).
+
+        It counts training's matrix products at their peak, and generation by servers with the most room that they
+        can use.
         """
         given, config = self._given, self._config
         rate = self._hardware.peak(config.model.dtype) * max(given.gemm_share, given.expert_share)

@@ -1,7 +1,6 @@
 """One step of a recipe in closed form: seconds by phase, tokens per second, memory, weight updates.
 
-`megarl plan` shows the result of `plan_step`, and its search ranks by it. Tags such as [M1] name formulas of
-docs/planning.md.
+`megarl plan` shows the result of `plan_step`, and its search ranks by it.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ class StepFormulas:
 
     @cached_property
     def room(self) -> ServerRoom:
-        """The room for keys and values. [K1]"""
+        """The room of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
         decoder, work = self.decoder, self.work
         token = decoder.key_bytes / decoder.pp
         servers = self.config.rollout.servers
@@ -223,7 +222,8 @@ class StepFormulas:
         return ServerRoom(engines, ranks, weights, slots * row, tokens, float(slots), self._longest)
 
     def rounds(self) -> float:
-        """Return how many times the samples of a step are generated, because some groups are filtered out. [G4]"""
+        """Return how many times the samples of a step are generated, because some groups are filtered out (formula G4
+        of docs/planning.md)."""
         filters = any(node.declared.refills for node in self.graph)
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
@@ -279,7 +279,7 @@ class StepFormulas:
 
     @cached_property
     def weights(self) -> list[Cost]:
-        """Return the costs of publishing weights to other processes that generate. [W1]"""
+        """Return the costs of publishing weights to other processes that generate (formula W1 of docs/planning.md)."""
         config, given, room = self.config, self.given, self.room
         actor, team = self._team(Role.ACTOR), self._team(Role.ROLLOUT)
         servers = config.rollout.servers
@@ -296,7 +296,8 @@ class StepFormulas:
         ]
 
     def moves(self) -> list[Cost]:
-        """Return the costs of parts that leave the device while others work, and return. [T11]"""
+        """Return the costs of parts that leave the device while others work, and return (formula T11 of
+        docs/planning.md)."""
         rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
         return [
             Cost("T11", f"{role.value} to host memory and back", size / rate, size)
@@ -326,7 +327,8 @@ class StepFormulas:
 
     @cached_property
     def handed(self) -> dict[str, list[Cost]]:
-        """The costs of fetching samples from other teams, by the node before which they are fetched. [H1]"""
+        """The costs of fetching samples from other teams, by the node before which they are fetched (formula H1 of
+        docs/planning.md)."""
         rate = self._links.rate(inside=self.hardware.nodes == 1)
         found: dict[str, list[Cost]] = {id: [] for id in self.graph.order()}
         for id in found if self.placement.separate else ():
@@ -351,7 +353,7 @@ class StepFormulas:
         return {"moves": self.moves(), "weights": self.weights, "other": other}
 
     def phases(self) -> tuple[list[PlannedPhase], float]:
-        """Return (phases in the order of a step, seconds of a step). [S1]"""
+        """Return the phases in the order of a step, and the seconds of a step (formula S1 of docs/planning.md)."""
         parts = {id: [*self.handed[id], *self.node(id)] for id in self.graph.order()}
         between = self.between()
         seconds = {id: total(one) for id, one in parts.items()}
@@ -374,7 +376,7 @@ class StepFormulas:
 
     def flops(self) -> float:
         """Return the FLOPs of a step as `perf/flops` counts them: policy, critic and reference, not teacher or reward
-        model. [F2]
+        model; formula F2 of docs/planning.md.
         """
         counter, work = FlopCounter.of(self.policy), self.work
         mean = work.lengths.expected
@@ -406,7 +408,8 @@ class StepFormulas:
         return supervised_costs(self.config, self.model(Role.ACTOR), self.work)
 
     def checkpoint(self) -> tuple[float, float, float]:
-        """Return the bytes of a checkpoint, the seconds to write it, and the seconds that training waits. [C1]"""
+        """Return the bytes of a checkpoint, the seconds to write it, and the seconds that training waits (formula C1
+        of docs/planning.md)."""
         config = self.config
         size = still = 0.0
         writers: dict[str, int] = {}
@@ -422,14 +425,14 @@ class StepFormulas:
 
     @cached_property
     def memory(self) -> dict[str, Memory]:
-        """The memory of the fullest rank of each team. [M1]"""
+        """The memory of the fullest rank of each team (formula M1 of docs/planning.md)."""
         gpu, room = self.hardware.gpu, GpuRoom(self.hardware.memory_gb * 1e9, self.given.server_memory)
         return {
             team.name: device_memory(self.config, self.sizes, team, gpu=gpu, room=room) for team in self.placement.teams
         }
 
     def filled(self) -> list[Filled]:
-        """Return the memory of each team's fullest device in each moment of a step. [M1]"""
+        """Return the memory of each team's fullest device in each moment of a step (formula M1 of docs/planning.md)."""
         gpu, teams = self.hardware.gpu, self.placement.teams
         return [Filled(team.name, one, gpu) for team in teams for one in self.memory[team.name].moments]
 

@@ -79,7 +79,8 @@ class Scorer:
 
 
 def mode_of(name: str, mode: Mode) -> Mode:
-    """Return the mode in which the reward `name` is called; an included reward determines its own mode."""
+    """Return the mode in which the reward `name` is called; a reward of megarl itself has its own mode, others
+    have the given `mode`."""
     if name not in REWARDS.names():
         return mode
     return "batch" if REWARDS.spec(name).batch else "sequential"

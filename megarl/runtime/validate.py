@@ -42,10 +42,10 @@ class Validation:
 
 
 def validate(c: RankState, films_of: int | None = None) -> Validation | None:
-    """Generate for the held-out prompts and score; None: the recipe has none.
+    """Generate responses to the held-out prompts and score them; None: the recipe has none.
 
     Args:
-        films_of: the training step for which episodes of a task's player are filmed; None: no films.
+        films_of: the training step for which episodes that a `TaskPlayer` plays are filmed; None: no films.
     """
     if c.val_data is None:
         return None

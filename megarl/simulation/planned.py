@@ -102,7 +102,7 @@ class Planned:
         return self.given.link_gbit * self.given.link_share * 1e9 / 8 / self.given.link_times
 
     def token(self, running: int) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.token`."""
         facts, given, devices = self.facts, self.given, self.system.server_devices
         met = facts.parameters
         if facts.is_moe:
@@ -116,12 +116,12 @@ class Planned:
         return given.decode_ms / 1e3 + max(read, compute)
 
     def prefill(self, tokens: int) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.prefill`."""
         rate = self.system.server_devices * self.given.peak_tflops * 1e12 * self.given.prefill_mfu
         return 2 * self.facts.computing_parameters * tokens / rate
 
     def node(self, id: str, tokens: float, replicas: int) -> float:
-        """See `Seconds`. Nodes that neither train nor score take no time."""
+        """Implement `Seconds.node`. Nodes that neither train nor score take no time."""
         flops = 2 * self.facts.computing_parameters * tokens
         rate = self.model_parallel * self.given.peak_tflops * 1e12 * self.given.train_mfu
         if id in self.scores:
@@ -142,20 +142,20 @@ class Planned:
         return sent / self._link + 2 * replicas * self.given.hop_us / 1e6
 
     def push(self, replicas: int) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.push`."""
         bytes_ = self.facts.parameters * _BF16 / self.system.server_devices
         return self.given.push_fixed_s + bytes_ / self._link + replicas * self.given.server_push_ms / 1e3
 
     def handover(self, tokens: float) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.handover`."""
         return tokens * _SAMPLE_BYTES / self._link
 
     def other(self, team: str) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.other`."""
         return self.given.step_s
 
     def call(self) -> float:
-        """See `Seconds`."""
+        """Implement `Seconds.call`."""
         return self.given.call_ms / 1e3
 
 

@@ -34,7 +34,7 @@ class Head(Protocol):
 
     @property
     def outputs(self) -> int:
-        """Number of values per token."""
+        """Number of values that the head returns per token, in all its tensors together."""
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Compute the values. Under sequence parallelism `hidden` has this rank's t / tp tokens."""

@@ -78,7 +78,7 @@ class BufferActor:
         return last[2]
 
     async def restart_team(self, team: str, number: int, limit_s: float) -> int | None:
-        """See `Core.restart_team`. Other teams wait up to `limit_s` for the team's new processes."""
+        """Call `Core.restart_team`. Other teams wait up to `limit_s` for the team's new processes."""
         finished = self._core.restart_team(team, number)
         self._wake(list(self._waiting))
         self._progress.restart(team, time.monotonic(), limit_s)
@@ -105,7 +105,7 @@ class BufferActor:
         return self._core.read(name) is not None
 
     async def drained(self, version: int) -> bool:
-        """Return whether no replica has anything left to generate."""
+        """Return whether no group is in flight, and none may be admitted with `version` of the weights."""
         return self._core.drained(version)
 
     async def flow_state(self) -> dict[str, Any]:

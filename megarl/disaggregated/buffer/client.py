@@ -206,11 +206,11 @@ class BufferClient:
         return self._change(what, "swap", *arguments), size
 
     def drained(self, version: int) -> bool:
-        """Return whether nothing more is to be generated before newer weights (`buffer.flow.Flow.drained`)."""
+        """Return whether no group is in flight, and none may be admitted with `version` of the weights."""
         return bool(self._call("the buffer to answer whether everything is generated", "drained", version))
 
     def flow_state(self) -> dict[str, Any]:
-        """See `megarl.disaggregated.buffer.core.Core.flow_state`."""
+        """Return `Core.flow_state` of the buffer: the position in the prompts."""
         return self._call("the buffer to return the position in the prompts", "flow_state")
 
     def unused(self, step: int, part: int, parts: int) -> list[FlowGroup]:

@@ -286,8 +286,8 @@ class Core:
     # -- groups that are handed over when they are ready ---------------------------------------------------------
 
     def open_flow(self, step: int, number: int, begun: Sequence[tuple[int, int]], again: Sequence[int]) -> Change:
-        """See `Flow.open`, whose result is the answer; `begun`: pairs of number and version. Raise HandoverError if it
-        is open.
+        """Open the flow of groups by `Flow.open`; its result is the answer. `begun`: pairs of a group's number and its
+        weight version. Raise HandoverError if the flow is open.
         """
         flow = self._need_flow()
         self._asked = max(self._asked, step)
@@ -334,7 +334,7 @@ class Core:
         return Change(numbers, self._form())
 
     def drained(self, version: int) -> bool:
-        """See `Flow.drained`."""
+        """Return whether no group is in flight, and none may be admitted with `version` of the weights."""
         return self._need_flow().drained(version)
 
     def flow_state(self) -> dict[str, Any]:

@@ -296,7 +296,8 @@ def evaluate(
 
 
 def unknowns(*nodes: Node) -> list[str]:
-    """Return the keys of the values that an evaluation needs: variables, words and dimensions of units."""
+    """Return the keys of the values that an evaluation needs: variables, words of the text that stand
+    for a value, and dimensions of units."""
     found = set()
     for node in nodes:
         found |= {f"variable {name}" for name in symbols(node, "variable")}

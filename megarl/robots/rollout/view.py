@@ -18,7 +18,7 @@ from megarl.system.errors import ConfigError
 
 @dataclass(frozen=True)
 class View:
-    """See above. Frames are worked on once, where they come from the simulator; batches hold what the policy sees."""
+    """Converts a simulator's observations for the policy once, where they arrive; batches hold the converted ones."""
 
     cameras: Sequence[str]  # names, in the policy's order
     pictures: PicturePipeline  # from a frame to a picture

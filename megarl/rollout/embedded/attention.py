@@ -81,17 +81,17 @@ class DecodeKernels(Protocol):
 
     @property
     def add_norm(self) -> Callable[[Tensor, Tensor | None, Tensor, float], Tensor]:
-        """See `megarl.kernels.cpu.add_norm_reference`."""
+        """The kernel for `megarl.kernels.cpu.add_norm_reference`."""
         ...
 
     @property
     def silu_mul(self) -> Callable[[Tensor], Tensor]:
-        """See `megarl.kernels.cpu.silu_mul_reference`."""
+        """The kernel for `megarl.kernels.cpu.silu_mul_reference`."""
         ...
 
     @property
     def attend(self) -> Callable[..., Tensor]:
-        """See `CpuKernels.attend`."""
+        """The kernel with the arguments and result of `CpuKernels.attend`."""
         ...
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddedFamily(EngineFamily):
-    """See `EngineFamily`."""
+    """Generation by the embedded engine, in the trainer's own processes."""
 
     facts: ClassVar[EngineFacts] = ENGINES["embedded"]
 
@@ -29,13 +29,13 @@ class EmbeddedFamily(EngineFamily):
         return engine, SharedWeights(engine)
 
     def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """See `EngineFamily`; raises what `ReceivedWeights` raises."""
+        """Implement `EngineFamily.open_receiver`; raises what `ReceivedWeights` raises."""
         from megarl.rollout.embedded.links import ReceivedWeights
 
         return engine, ReceivedWeights(host, engine)
 
     def open_sender(self, host: EngineHost) -> WeightLink:
-        """See `EngineFamily`; raises what `SentWeights` raises."""
+        """Implement `EngineFamily.open_sender`; raises what `SentWeights` raises."""
         from megarl.rollout.embedded.links import SentWeights
 
         return SentWeights(host)
@@ -45,19 +45,19 @@ class EmbeddedFamily(EngineFamily):
         return config.rollout.max_running
 
     def check_receiver(self, config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
-        """See `EngineFamily`."""
+        """Implement `EngineFamily.check_receiver`."""
         from megarl.rollout.embedded.checks import check_receiver
 
         check_receiver(config, team, checks)
 
     def check_as_ready(self, config: RunConfig, team: TeamPlan, facts: ModelFacts | None, checks: Checklist) -> None:
-        """See `EngineFamily`."""
+        """Implement `EngineFamily.check_as_ready`."""
         from megarl.rollout.embedded.checks import check_as_ready
 
         check_as_ready(config, team, facts, checks)
 
     def experts_problems(self, config: RunConfig) -> list[ConfigError]:
-        """See `EngineFamily`."""
+        """Implement `EngineFamily.experts_problems`."""
         from megarl.rollout.embedded.checks import experts_problems
 
         return experts_problems(config)

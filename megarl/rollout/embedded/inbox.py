@@ -146,7 +146,7 @@ class WeightInbox:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Yield the message handler of one trainer rank's connection."""
+        """Yield the message handler of one trainer rank's connection; leave its process groups afterwards."""
         conversation = _Conversation(self)
         try:
             yield conversation.handle

@@ -36,7 +36,7 @@ class SharedWeights(WeightLink):
         self._engine = engine
 
     def publish(self, version: int) -> None:
-        """See `WeightLink`."""
+        """Implement `WeightLink.publish`."""
         self._engine.weight_version = version
 
 
@@ -76,7 +76,7 @@ class ReceivedWeights(WeightLink):
             self._pushed.follow(version)
 
     def held(self) -> AbstractContextManager[None]:
-        """See `PushedWeights.held`."""
+        """Keep the parameters those of the followed version as long as the block runs, by `PushedWeights.held`."""
         return self._pushed.held()
 
     def close(self) -> None:

@@ -133,7 +133,7 @@ class SglangEngine:
             times += 1
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
-        """See `RolloutEngine`: servers cache what came before, as much as they have room for."""
+        """Implement `RolloutEngine.open`: servers cache what came before, as much as they have room for."""
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         return ServerTurns(self, sampling, stop_ids, StopStrings.of(sampling, self._tokenizer))
 

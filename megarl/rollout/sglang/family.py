@@ -25,21 +25,21 @@ class SglangFamily(EngineFamily):
     facts: ClassVar[EngineFacts] = ENGINES["sglang"]
 
     def open(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """See `EngineFamily`."""
+        """Implement `EngineFamily.open`."""
         from megarl.rollout.sglang.links import OwnServers
 
         link = OwnServers(host)
         return link.engine, link
 
     def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """See `EngineFamily`."""
+        """Implement `EngineFamily.open_receiver`."""
         from megarl.rollout.sglang.links import PumpedServers
 
         link = PumpedServers(host)
         return link.engine, link
 
     def open_sender(self, host: EngineHost) -> WeightLink:
-        """See `EngineFamily`."""
+        """Implement `EngineFamily.open_sender`."""
         from megarl.rollout.sglang.links import FilledServers
 
         return FilledServers(host)
@@ -63,13 +63,13 @@ class SglangFamily(EngineFamily):
         *,
         here: bool = True,
     ) -> None:
-        """See `EngineFamily`."""
+        """Implement `EngineFamily.check`."""
         from megarl.rollout.sglang.checks import check_servers
 
         check_servers(config, placement, facts, checks, launcher, here=here)
 
     def check_images(self, config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
-        """See `EngineFamily`."""
+        """Implement `EngineFamily.check_images`."""
         from megarl.rollout.sglang.checks import check_images
 
         check_images(config, encoder, checks)

@@ -181,7 +181,7 @@ class Recovery:
         _say(f"{self.api.name} at {self.api.url}: {text}")
 
     def name(self, version: str) -> None:
-        """Name what the server holds."""
+        """Set the name of the weight version that the server holds."""
         self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def resume(self) -> None:

@@ -104,7 +104,7 @@ def _external(config: SGLangConfig, place: WorkerPlace, world: WorkerGroup) -> F
 
 
 def _watches(place: WorkerPlace) -> bool:
-    """Tell whether this rank looks after external servers: one of all ranks does."""
+    """Return whether this rank looks after external servers: one of all ranks does."""
     return place.is_first and place.machine == 0
 
 

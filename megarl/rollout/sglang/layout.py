@@ -76,7 +76,7 @@ class ServerLayout:
         return self.tp
 
     def needs(self, rank: int, tensor: str) -> bool:
-        """Tell whether `rank` holds any part of this tensor.
+        """Return whether `rank` holds any part of this tensor.
 
         Experts lie in equal consecutive blocks over the ranks, as the server places them unless it balances experts.
         """
@@ -86,8 +86,7 @@ class ServerLayout:
         return int(found[1]) // (self.sizes.experts // self.ep) == rank // (self.tp // self.ep)
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield (server parameter, the part of `tensor` that follows in it, elements of the whole parameter) on one
-        rank."""
+        """Implement `ReceiverLayout.parts`."""
         return _parts(name, tensor, self.sizes, self.tp, self.ep, rank)
 
     def make_checksum(self, nbytes: int) -> Checksum:
@@ -96,8 +95,8 @@ class ServerLayout:
 
 
 def _parts(name: str, tensor: Tensor, sizes: _Sizes, tp: int, ep: int, rank: int) -> Iterator[tuple[str, Tensor, int]]:
-    """Return (server parameter, the part of `tensor` that follows in it, elements of the whole parameter) on one
-    rank."""
+    """Yield for server rank `rank`: (name of a server parameter, the part of `tensor` that is stored next in it,
+    elements of the whole parameter)."""
     if "visual." in name:
         yield from _visual_parts(name, tensor, tp, rank)
         return

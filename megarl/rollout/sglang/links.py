@@ -104,7 +104,8 @@ class PumpedServers(WeightLink):
             self.engine = self._connect()
 
     def _connect(self) -> SglangEngine:
-        """Post the servers' states, wait for the name of the weights from the actor's team, and return the engine."""
+        """Post the servers' states, wait for the actor's team to post the first part of the names of weight
+        versions (`WeightsName`), and return the engine."""
         if self._host.layout.rank == 0:
             ServersStarted(self.fleet.reports()).post(self._host.mail)
         with phase("await_trainer", waits_for=self._host.team_of(Role.ACTOR)):

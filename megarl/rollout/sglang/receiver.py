@@ -91,7 +91,7 @@ class SglangReceiver:
         self._call("/pause_generation", {"mode": mode}, step)
 
     def loading(self, version: str, step: UpdateStep) -> None:
-        """Tell the keeper."""
+        """Send the keeper the message that the server may now hold tensors of both its old version and `version`."""
         if self.keeper is not None:
             self.keeper.loading(self.server.api, version)
 
@@ -110,7 +110,7 @@ class SglangReceiver:
         self._call("/end_weight_update", {}, step)
 
     def set_version(self, version: str, step: UpdateStep) -> None:
-        """Name what the server holds."""
+        """Set the name of the weight version that the server holds."""
         self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False}, step)
 
     def held_version(self, step: UpdateStep) -> str:
@@ -131,7 +131,7 @@ class SglangReceiver:
         self._call("/continue_generation", {"torch_empty_cache": False}, step)
 
     def done(self, version: str, folder: Path | None) -> None:
-        """Tell the keeper."""
+        """Send the keeper the message that the server serves `version`, and the folder that holds it, if any."""
         if self.keeper is not None:
             self.keeper.done(self.server.api, version, folder)
 
@@ -150,7 +150,7 @@ class SglangReceiver:
         self._load(payloads, LOADER, step)
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """Tell whether it has the loader, which has not refused yet."""
+        """Return whether it has the loader, which has not refused yet."""
         return self._has(PATCH_LOADER, step)
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
@@ -227,7 +227,7 @@ class SglangReceiver:
 
 
 class SglangReceivers:
-    """The servers of a fleet, see `megarl.sync.receiver.Receivers`."""
+    """The servers of a fleet; implements `megarl.sync.receiver.Receivers`."""
 
     def __init__(self, fleet: Fleet, layout: ServerLayout) -> None:
         self.fleet = fleet
@@ -252,11 +252,11 @@ class SglangReceivers:
                 receiver.keeper = self.keeper
 
     def acknowledge(self, number: int, version: int) -> None:
-        """Tell the fleet."""
+        """Record in the fleet that server `number` holds `version`."""
         self.fleet.acknowledge(self.fleet.servers[number], version)
 
     def mark_failed(self, number: int, why: str) -> None:
-        """Tell the fleet."""
+        """Record in the fleet that server `number` failed, and why."""
         self.fleet.mark_failed(self.fleet.servers[number], why)
 
     def close(self) -> None:

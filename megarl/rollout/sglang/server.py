@@ -219,7 +219,7 @@ class ServerProcess:
         return code is not None and code >= 0 and not self.clashed
 
     def check(self) -> None:
-        """See that the process runs. A port that was taken since it was chosen is exchanged for another.
+        """Check that the process runs. A port that was taken since it was chosen is exchanged for another.
 
         Raises:
             ServerError: the process ended; the message quotes the log.

@@ -192,7 +192,7 @@ class ServerTurns:
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
     ) -> None:
-        """See `Generation`. Sent with the next `any_busy` or `wait`."""
+        """Implement `Generation.submit`. The turn is sent with the next `any_busy` or `wait`."""
         if not self._replica.is_first:
             return
         key = None if images is None else (images.digests, images.places)
@@ -207,7 +207,7 @@ class ServerTurns:
         self._samples[sequence] = self._to_send[sequence] = sample
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """See `Generation`. Collective over all ranks of the run that are busy, with the `any_busy` of the others.
+        """Implement `Generation.wait`. Collective over the run's busy ranks, with the `any_busy` of the others.
 
         Raises:
             ServerError: no server is left, or one refused a request as wrong, on any rank.
@@ -223,7 +223,7 @@ class ServerTurns:
                 return self._take()
 
     def abort(self, sequence: int) -> None:
-        """See `Generation`."""
+        """Implement `Generation.abort`."""
         if not self._replica.is_first:
             return
         if self._to_send.pop(sequence, None) is not None:
@@ -232,7 +232,7 @@ class ServerTurns:
             self._client.abort(self._samples[sequence])
 
     def forget(self, sequence: int) -> None:
-        """See `Generation`."""
+        """Implement `Generation.forget`."""
         begin = self._begins.pop(sequence, None)
         if begin is None:
             return
@@ -244,7 +244,7 @@ class ServerTurns:
                 self._client.forget(prompt)
 
     def any_busy(self, busy: bool) -> bool:
-        """See `Generation`. Collective over all ranks of the run.
+        """Implement `Generation.any_busy`. Collective over all ranks of the run.
 
         Raises:
             ServerError: as in `wait`.
@@ -256,7 +256,7 @@ class ServerTurns:
         return goes_on
 
     def close(self) -> None:
-        """See `Generation`."""
+        """Implement `Generation.close`."""
         if self._client is not None:
             client, self._client = self._client, None
             client.close()

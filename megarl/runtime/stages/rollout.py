@@ -167,7 +167,7 @@ def generate(
 
     Args:
         prompts: B prompts.
-        scored: episodes of a task's player are scored for training, with all fields that this needs.
+        scored: episodes that a `TaskPlayer` plays are scored for training, with all fields that this needs.
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS (with an environment also

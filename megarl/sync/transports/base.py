@@ -74,7 +74,8 @@ class Transport:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def broken(self) -> str | None:
-        """Return why no update can succeed any more, as far as this rank knows, or None. Called on every rank first."""
+        """Return why no update can succeed any more, as far as this rank knows, or None. Called on every rank before an
+        update."""
         return None
 
     def start(self, version: int, targets: Sequence[Target]) -> None:

@@ -80,17 +80,17 @@ class VLALayout:
     block_only: bool = False
 
     def rows(self, samples: Batch) -> Batch:
-        """See `SequenceLayout`; rows are given as they are."""
+        """Implement `SequenceLayout.rows`; rows are given as they are."""
         return calls_of(samples) if "turn_ends" in samples else samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """See `SequenceLayout`."""
+        """Implement `SequenceLayout.sample_columns`."""
         more = self._layout(2).length - 2
         calls, prompts = samples["turn_ends"].lengths.tolist(), samples["prompt_ids"].lengths.tolist()
         return [[prompt + more] * count for prompt, count in zip(prompts, calls, strict=True)]
 
     def lengths(self, batch: Batch) -> Tensor:
-        """See `SequenceLayout`."""
+        """Implement `SequenceLayout.lengths`."""
         wrong = (batch["response_ids"].lengths.cpu() != self.dim * self.chunk).nonzero()
         if len(wrong):
             found = int(batch["response_ids"].lengths[int(wrong[0])])
@@ -98,11 +98,11 @@ class VLALayout:
         return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """See `SequenceLayout`; those of pictures are columns."""
+        """Implement `SequenceLayout.patches`; those of pictures are columns."""
         return ()
 
     def pack(self, rows: Batch) -> PackedRows:
-        """See `SequenceLayout`; targets outside of `columns` have no log-prob."""
+        """Implement `SequenceLayout.pack`; targets outside of `columns` have no log-prob."""
         targets = rows["response_ids"].values.cpu()
         outside = ((targets < self.columns[0]) | (targets >= self.columns[1])).nonzero()
         if len(outside):
