@@ -493,7 +493,7 @@ def _verl_reward(source: OtherSettings, made: Translation) -> None:
 
 
 def _rollout(source: OtherSettings, made: Translation, engine: Any) -> None:
-    """Note the engine. The engine here depends on what is installed, and is an option of `megarl init`."""
+    """Note that the engine and its tensor parallel size are not translated; `megarl init --engine` sets the engine."""
     if engine is not None:
         made.note("engine of generation", engine, "use megarl init --engine sglang or embedded; vLLM is not supported")
     size = source.take("rollout.tensor_model_parallel_size", "vllm_cfg.tensor_parallel_size")

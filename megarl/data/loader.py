@@ -24,7 +24,7 @@ class Indexed(Protocol):
 
 
 class Described(Indexed, Protocol):
-    """A data set that a run announces before it trains."""
+    """A data set that can describe its rows, which the console shows before training."""
 
     def describe(self) -> str:
         """Return the rows, in one line for the console."""
@@ -57,7 +57,10 @@ class PromptLoader:
     ) -> None:
         """Start at the first epoch. `batch_size` counts samples over all ranks."""
         if len(dataset) == 0 or batch_size < 1 or not 0 <= dp_rank < dp_size:
-            raise ValueError(f"loader of {len(dataset)} samples, batch {batch_size}, rank {dp_rank} of {dp_size}")
+            raise ValueError(
+                f"no samples, an empty batch, or a rank that does not exist: {len(dataset)} samples, batch of "
+                f"{batch_size}, rank {dp_rank} of {dp_size}"
+            )
         self.dataset, self.batch_size = dataset, batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed, self.shuffle = seed, shuffle

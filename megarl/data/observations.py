@@ -75,7 +75,7 @@ def _read(part: Any, images: ImagePrompts | None, number: int) -> ImageSet:
         raise DataError("a part that is neither text nor an image", found=f"{part!r:.80}", allowed=_PARTS)
     if images is None:
         raise DataError(
-            "an image, and nothing in the recipe reads images",
+            "an environment or a tool returned an image, but nothing in the recipe reads images",
             where="data.image_key",
             found=None,
             fix="take a vision-language model, and set data.image_key; rows need not have that column",

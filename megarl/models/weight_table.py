@@ -80,7 +80,7 @@ class WeightTable:
     """The tensors of a model in a checkpoint and the rules that make parameters of them, read once from its config."""
 
     rules: tuple[WeightRule, ...]  # of all parameters but those of the vision part
-    sizes: dict[str, int]  # the sizes that the rules name
+    sizes: dict[str, int]  # sizes of the model by name, from which the rules compute shapes
     sparse: list[bool]  # for each layer, whether its MLP is a mixture of experts
     # name and shape in a checkpoint of the tensors of the vision part, by parameter
     visual: dict[str, tuple[str, tuple[int, ...]]]

@@ -66,7 +66,7 @@ def _staleness(before: Plain, now: Plain) -> Effect:
     return "groups in the checkpoint that are too old under the new value are generated again" if fewer else None
 
 
-#: By key, or by section if all its keys have the same effect. The loader itself rejects changed training data.
+#: What a changed key does to a resumed run; by section if all its keys do the same. The loader rejects changed data.
 EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "name": "the run folder and an MLflow run keep theirs",
     "model.path": _model_path,

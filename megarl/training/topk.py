@@ -29,7 +29,7 @@ class TopTokens:
     """
 
     k: int  # number of tokens per row
-    limit: int  # token ids from `limit` on count as other tokens
+    limit: int  # token ids from `limit` on are never in the top k; they count in the one entry for all others
     base: LogProbs  # provides temperature, chunk size and group
 
     @property

@@ -26,7 +26,7 @@ def test_a_run_that_loses_its_folder_ends_with_one_message(launcher: str, entry:
     said = "".join(process.communicate(timeout=DEADLINE_S))
     assert process.returncode == 2, said
     (line,) = [line for line in said.splitlines() if "megarl: " in line or "stopped: " in line]
-    assert line.startswith(f"stopped: {run_dir}: the folder of this run was deleted or moved")
+    assert line.startswith(f"stopped: {run_dir}: the run has ended because its folder was deleted or moved")
     assert not (run_dir / "config.yaml").exists()  # nothing is written into what is no folder of the run
 
 

@@ -166,7 +166,7 @@ def train(folder: Path, *arguments: str) -> Ended:
         ),
         (["algorithm.pipeline=graphs:raises"], ["raised KeyError: 'oops'", "graphs.py:19"]),
         (["algorithm.loss.name=losses:nan"], ["algorithm.loss.name", "defines no nan"]),
-        (["--run-dir", "good.jsonl"], ["--run-dir: this is a file, and a run needs a folder", "good.jsonl"]),
+        (["--run-dir", "good.jsonl"], ["--run-dir: this is a file, but a run needs a folder", "good.jsonl"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) and "=" in value[0] else None,
 )
@@ -330,10 +330,10 @@ def test_ctrl_c_saves_ends_every_worker_and_tells_how_to_go_on(folder: Path) -> 
     output = harness.finish(process, timeout=120)  # the run itself would go on for hours
     assert process.returncode == 130
     assert harness.workers(run_dir) == {}
-    assert "the step under way is finished and saved first" in output
+    assert "finishing and saving the current step first" in output
     assert "megarl: stopped by SIGINT" in output
     assert len(list(run_dir.glob("checkpoints/step_*/meta.json"))) == 1
     assert "Traceback" not in output
-    assert "to go on: megarl train" in output
+    assert "to continue: megarl train" in output
     assert f"--run-dir {run_dir}" in output
     assert "from the checkpoint of step" in output

@@ -39,7 +39,7 @@ def test_pairs_differ_in_politeness_only():
 
 
 def test_more_problems_than_there_are_is_an_error():
-    with pytest.raises(ValueError, match="no 5256 distinct problems"):
+    with pytest.raises(ValueError, match="cannot make 5256 distinct problems"):
         make_rows(most=8, rows=5000)
 
 

@@ -106,14 +106,14 @@ def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_pa
 
 
 #: Drawing takes several times as long as training, so that weights come while samples are under way.
-BUSY = ("rollout.sampling.max_new_tokens=48", "rollout.sampling.ignore_eos=true", "rollout.sampling.n=16")
+BUSY = ("rollout.sampling.max_new_tokens=48", "rollout.sampling.ignore_eos=true", "rollout.sampling.n=32")
 
 
 @pytest.mark.parametrize(
     ("overrides", "n"),
     [
         pytest.param((), 4, id="whole", marks=pytest.mark.campaign("servers")),
-        pytest.param((test_flow.PARTIAL, *BUSY), 16, id="partial"),
+        pytest.param((test_flow.PARTIAL, *BUSY), 32, id="partial"),
     ],
 )
 def test_samples_go_to_training_as_they_get_ready_on_a_server(recipe, external, tmp_path, overrides, n):

@@ -339,7 +339,7 @@ def test_a_trainer_that_is_killed_in_a_broadcast_holds_nothing_up(tmp_path):
         trainer = functools.partial(run_distributed, push_to, 1, 120, str(tmp_path / "model"), inbox.address[1])
         with pytest.raises(AssertionError, match="-9"):
             trainer(2, True)
-        with pytest.raises(WorkerError, match="is paused, holding 1@run"):
+        with pytest.raises(WorkerError, match="is paused and holds weights 1@run"):
             inbox.generating(0.1).__enter__()  # nothing was written, and who began the update should end it
         assert trainer(3, False) == [[0]]
         with inbox.generating(1.0) as version:

@@ -358,10 +358,10 @@ class ExpressionReader(TokenReader):
         self.expect(")", "]")
         if isinstance(inner, Compound) and inner.kind == "list" and inner.marks == ",":
             if opening + closing in ("(]", "[)") and len(inner.items) != 2:
-                raise UnreadError("brackets that are no pair")
+                raise UnreadError("an opening and a closing bracket that do not match")
             return Compound("tuple", inner.items, opening + closing)
         if closing != _CLOSING[opening]:
-            raise UnreadError("brackets that are no pair")
+            raise UnreadError("an opening and a closing bracket that do not match")
         return inner
 
     def _set(self) -> Node:

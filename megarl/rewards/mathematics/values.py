@@ -331,7 +331,7 @@ def _is_negative(name: str, index: int) -> bool:
 
 
 def has_steps(*nodes: Node) -> bool:
-    """Return whether a value jumps: one of the trees has a floor, a ceiling or a sign."""
+    """Return whether a value jumps: one of the trees has a floor, a ceiling, a sign or an absolute value."""
     return any(isinstance(found, Apply) and found.name in ("floor", "ceil", "sgn", "abs") for found in walk(*nodes))
 
 

@@ -134,7 +134,7 @@ class _Work:
         return simulator
 
     def _map(self, size: int) -> None:
-        """Resize the shared memory to `size` bytes."""
+        """Enlarge the shared memory to at least `size` bytes."""
         if size > (len(self._memory) if self._memory is not None else 0):
             os.ftruncate(self._file, size)
             self._memory = mmap.mmap(self._file, size)
