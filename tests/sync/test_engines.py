@@ -398,7 +398,7 @@ def test_ranks_of_an_engine_begin_together_or_not_at_all(tmp_path):
     first, second = run_distributed(take_turns, 2, 120, str(tmp_path), 20.0)
     assert first == second
     assert first[0] == 5
-    assert "within 0.2 s: rank 0 of the engine is paused, holding 5@run" in first[1]
+    assert "within 0.2 s: rank 0 of the engine is paused and holds weights 5@run" in first[1]
     assert first[2].startswith("no weights of version 4 came")
 
 
