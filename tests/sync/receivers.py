@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,9 @@ def weight_sync(chunks: Sequence[Any], fleet: Fleet, config: Any, run_dir: str |
     from megarl.rollout.sglang.receiver import SglangReceivers
     from megarl.sync.updater import WeightSync
 
-    fork_relays()  # those that are programs: test_relay_process.py
+    # Programs: test_relay_process.py. The process of tests may have a manager of shared memory, which no fork can use.
+    if multiprocessing.parent_process() is not None:
+        fork_relays()
     servers = SglangReceivers(fleet, ServerLayout.of(chunks[0].hf_config, tp))
     return WeightSync(chunks, servers, config, Path(run_dir), world())
 
