@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.data.loader import PromptLoader
+from megarl.robots.config import robot_of
 from megarl.robots.data.demonstration_sources import EXPERTS, find_demonstrations
 from megarl.robots.data.demonstrations import write_demonstrations
 from megarl.robots.models.vla.cloning import CloningExamples
@@ -28,7 +29,7 @@ def load_calls(c: RankState, robots: Robots) -> PromptLoader:
     What experts show is written to RUN_DIR/demonstrations by one rank, and read by all.
     """
     config, layout, body = c.config, c.layout, robots.body
-    assert config.robot is not None
+    robot = robot_of(config)
     sources = config.sft.train_files or [EXPERTS]
     folder = c.run_dir / DEMONSTRATIONS
     if EXPERTS in sources:
@@ -37,12 +38,12 @@ def load_calls(c: RankState, robots: Robots) -> PromptLoader:
     places = [str(folder) if source == EXPERTS else source for source in sources]
     states = body.view.states
     data = CloningExamples(
-        find_demonstrations(places, robots.tasks, config.robot.recorded_cameras),
+        find_demonstrations(places, robots.tasks, robot.recorded_cameras),
         robots.trials["train"].prompts,
         body.codec,
         body.view.pictures,
-        cameras=config.robot.cameras,
-        chunk=config.robot.chunk,
+        cameras=robot.cameras,
+        chunk=robot.chunk,
         states=(lambda seen: seen) if states is None else states.normalise,
     )
     return open_loader(config, data, layout, "sft.batch_size", config.sft.batch_size)
@@ -50,8 +51,7 @@ def load_calls(c: RankState, robots: Robots) -> PromptLoader:
 
 def _show(c: RankState, robots: Robots, folder: Path) -> int:
     """Let experts play training start states, write their demonstrations to `folder`, and return how many there are."""
-    robot, seed, counts = c.config.robot, c.config.trainer.seed, ExpertCounts()
-    assert robot is not None
+    robot, seed, counts = robot_of(c.config), c.config.trainer.seed, ExpertCounts()
     assert robots.pool is not None, "the first rank of a replica has the simulators"
     taken: dict[str, int] = {}
     pairs = []

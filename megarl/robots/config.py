@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
 from megarl.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
 
 #: The keys that each embedding reads; all embeddings also read `name`.
 _READ = {
@@ -171,3 +174,9 @@ class EmbeddingSettings(Section):
                 allowed="a folder or hub name of transformers' VJEPA2Model",
                 fix=f"set {where}.path=facebook/vjepa2-vitg-fpc64-384, or to the folder of a downloaded copy",
             )
+
+
+def robot_of(config: RunConfig) -> RobotConfig:
+    """Return the section `robot` of a recipe that has it."""
+    assert config.robot is not None, "a recipe with the section `robot`"
+    return config.robot

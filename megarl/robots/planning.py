@@ -10,7 +10,7 @@ from megarl.architectures.vision import VisionShape
 from megarl.artifacts.facts import local_folder
 from megarl.config.components import settings_at
 from megarl.config.run import RunConfig
-from megarl.robots.config import EmbeddingSettings, RobotConfig
+from megarl.robots.config import EmbeddingSettings, RobotConfig, robot_of
 from megarl.robots.simulators.registry import SIMULATORS, simulator_class
 from megarl.system.errors import ConfigError
 
@@ -68,8 +68,7 @@ def encoder_bytes(config: RunConfig, *, gpu: bool) -> tuple[float, float]:
 
 def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]:
     """Return the bytes of pictures of an episode of maximum length, with its clip, and of one with one policy call."""
-    robot = config.robot
-    assert robot is not None, "a recipe with the section `robot`"
+    robot = robot_of(config)
     picture = len(robot.cameras) * vision.towers[0].image ** 2 * 3
     calls = -(-_own_setting(robot, "max_steps", _STEPS) // robot.chunk)
     return (calls + 1) * picture + _clip_bytes(config), 2.0 * picture

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from megarl.algorithms.progress import ProgressReport, ProgressScorer, ProgressSettings
 from megarl.config.components import settings_at
 from megarl.data.batch import Batch
-from megarl.robots.config import EmbeddingSettings
+from megarl.robots.config import EmbeddingSettings, robot_of
 from megarl.system.device import device
 from megarl.system.errors import ConfigError
 from megarl.system.tracing import phase
@@ -57,14 +57,13 @@ class EpisodeScores:
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> EpisodeScores:
         """Return the scorer that `robot.reward` configures."""
-        assert config.robot is not None, "a recipe with the section `robot`"
-        reward, embedder, seed = config.robot.reward, None, config.trainer.seed
+        reward, embedder, seed = robot_of(config).reward, None, config.trainer.seed
         settings = settings_at("robot.reward.srpo", reward.srpo, ProgressSettings)
         if reward.name == "progress":
             from megarl.robots.models.episodes import build_embedder
 
             wanted = settings_at("robot.reward.embedding", reward.embedding, EmbeddingSettings)
-            cameras, group = config.robot.cameras, layout.dp_group
+            cameras, group = robot_of(config).cameras, layout.dp_group
             embedder = build_embedder(wanted, cameras=cameras, device=device(), group=group, seed=seed)
         return cls(embedder, ProgressScorer(settings, seed), reward.coef, layout, reward.embedding)
 

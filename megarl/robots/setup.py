@@ -23,6 +23,7 @@ from megarl.artifacts.action_statistics import (
 from megarl.config.components import settings_at
 from megarl.models.hf import vision_of
 from megarl.models.weights.files import resolve_folder
+from megarl.robots.config import robot_of
 from megarl.robots.data.demonstration_sources import find_demonstrations
 from megarl.robots.data.pictures import PIPELINES, policy_normalisation
 from megarl.robots.envs import SimulatorPool, SimulatorSettings
@@ -78,8 +79,7 @@ class Body:
 
 def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
     """Return the layout of policy calls as sequences of the model."""
-    robot, shape = config.robot, vision_of(hf)
-    assert robot is not None, "a recipe with the section `robot`"
+    robot, shape = robot_of(config), vision_of(hf)
     if shape is None:
         raise ConfigError(
             "the recipe has a section `robot`, but the model has no vision part",
@@ -102,8 +102,7 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
 
 def body_of(config: RunConfig, sequences: VLALayout, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
     """Return the policy's `Body`, with the layout `sequences` of its calls and the statistics `data` of its actions."""
-    robot = config.robot
-    assert robot is not None, "a recipe with the section `robot`"
+    robot = robot_of(config)
     codec = ActionCodec(_tokens(hf), data.action, gripper_rule(robot.gripper, "robot.gripper"))
     _refuse_other_sizes(robot, codec, sequences.shape, data)
     pipeline = choose(PIPELINES, robot.pictures, "unknown image preparation", where="robot.pictures")
@@ -120,8 +119,7 @@ def _statistics(config: RunConfig, layout: Layout, tasks: Mapping[str, TaskSpec]
 
     Collective over a team with `robot.statistics=demonstrations`, which one rank reads.
     """
-    robot = config.robot
-    assert robot is not None, "a recipe with the section `robot`"
+    robot = robot_of(config)
     if robot.statistics == "model":
         return model_statistics(config, robot)
     with phase("statistics"), keep_beating():
@@ -207,8 +205,7 @@ class Robots:
 
     def take_policy(self, engine: MegatronEngine, config: RunConfig, layout: Layout) -> None:
         """Use the weights of `engine` for all further episodes. Collective over a replica."""
-        body, robot = self.body, config.robot
-        assert robot is not None, "a recipe with the section `robot`"
+        body, robot = self.body, robot_of(config)
         self.policy = SamplingPolicy(
             engine.sample, body.codec, robot.cameras, robot.chunk, parallel=body.family.parallel
         )

@@ -12,7 +12,7 @@ from megarl.planning.activations import Passes
 from megarl.planning.shards import BYTES
 from megarl.planning.terms import Term, term
 from megarl.robots.checks.recipe import check_robot
-from megarl.robots.config import RobotConfig
+from megarl.robots.config import robot_of
 from megarl.robots.data.frames import END_FRAMES, FRAMES, clip_fields
 from megarl.robots.envs.settings import SimulatorSettings
 from megarl.robots.planning import call_columns, encoder_bytes, episode_bytes, recorder_bytes, tower_bytes
@@ -33,12 +33,6 @@ EPISODE_FIELDS = (
     *("progress", "states", "end_state"),
     *("prompt_ids", "prompt_text"),
 )
-
-
-def section_of(config: RunConfig) -> RobotConfig:
-    """Return the section `robot` of a recipe that has it."""
-    assert config.robot is not None, "a recipe with the section `robot`"
-    return config.robot
 
 
 class RobotTask(Task):
@@ -63,7 +57,7 @@ class RobotTask(Task):
 
     def call_tokens(self, config: RunConfig, facts: ModelFacts) -> tuple[int, int] | None:
         """Return the sequence length and the action tokens of one policy call; None without a vision model."""
-        robot = section_of(config)
+        robot = robot_of(config)
         return None if facts.vision is None else (call_columns(robot, facts.vision), robot.chunk * robot.dim)
 
     def update_terms(self, config: RunConfig, facts: ModelFacts, role: str, passes: Passes) -> list[Term]:
@@ -100,14 +94,14 @@ class RobotTask(Task):
         terms = [Term(f"pictures of {episodes} episodes", episodes * longest, keys, episodes * shortest)]
         if job == "train" and (frames := recorder_bytes(config)):
             default = SimulatorSettings.model_fields["workers"].default
-            processes = section_of(config).simulator.get("workers", default)
+            processes = robot_of(config).simulator.get("workers", default)
             count = max(1, ranks // team.parallel.model_parallel_size) * int(processes)
             terms.append(Term(f"frames in {count} simulators", count * frames, "robot.simulator.workers", 0.0))
         return terms
 
     def pictures_per_call(self, config: RunConfig) -> int:
         """Return the number of cameras, each of which takes one picture per policy call."""
-        return len(section_of(config).cameras)
+        return len(robot_of(config).cameras)
 
     def prompt_fields(self, config: RunConfig) -> list[str]:
         """Return the fields with the start state and the instruction."""
@@ -115,18 +109,18 @@ class RobotTask(Task):
 
     def sample_fields(self, config: RunConfig) -> list[str]:
         """Return the sample fields of episodes, including pictures and clips."""
-        cameras = section_of(config).cameras
+        cameras = robot_of(config).cameras
         pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in cameras]
         return [*EPISODE_FIELDS, *pictures, *clip_fields(config)]
 
     def model_fields(self, config: RunConfig) -> list[str]:
         """Return the fields with pictures, states, and where each policy call starts and ends."""
-        cameras = section_of(config).cameras
+        cameras = robot_of(config).cameras
         return ["turn_starts", "turn_ends", "states", *(FRAMES + camera for camera in cameras)]
 
     def place(self, config: RunConfig) -> str:
         """Return the simulator's name."""
-        return str(section_of(config).simulator.get("name"))
+        return str(robot_of(config).simulator.get("name"))
 
     def sequence_layout(self, config: RunConfig, hf: PretrainedConfig) -> SequenceLayout | None:
         """Return how policy calls become sequences."""
@@ -166,5 +160,5 @@ class RobotTask(Task):
         from megarl.robots.setup import model_statistics
 
         file = checkpoint / FILE  # checkpoints of older versions lack this file
-        known = read_statistics(file) if file.is_file() else dict([model_statistics(config, section_of(config))])
+        known = read_statistics(file) if file.is_file() else dict([model_statistics(config, robot_of(config))])
         hf.action_statistics = known

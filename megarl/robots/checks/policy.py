@@ -9,7 +9,7 @@ from megarl.artifacts.action_statistics import DatasetStatistics, choose_statist
 from megarl.artifacts.facts import facts_from_config, local_folder, raw_config
 from megarl.artifacts.vla_folder import PREPROCESSOR, read_preprocessor
 from megarl.config.run import RunConfig
-from megarl.robots.config import RobotConfig
+from megarl.robots.config import RobotConfig, robot_of
 from megarl.robots.data.demonstration_sources import EXPERTS
 from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_state
 from megarl.system.errors import ConfigError
@@ -23,8 +23,7 @@ _LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
 def check_policy(config: RunConfig, checks: Checklist) -> None:
     """Check a policy's folder on this machine; if its config cannot be read, another check reports that."""
     checks = checks.of("robot")
-    robot, data = config.robot, None
-    assert robot is not None, "a recipe with the section `robot`"
+    robot, data = robot_of(config), None
     with checks.recorded():
         data = _check_statistics(config, robot)
     try:

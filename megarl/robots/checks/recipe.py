@@ -15,7 +15,7 @@ from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.data.sources import TEXT
 from megarl.robots.checks.policy import check_policy
-from megarl.robots.config import EmbeddingSettings
+from megarl.robots.config import EmbeddingSettings, robot_of
 from megarl.robots.data.frames import SIMULATOR
 from megarl.robots.envs.settings import SimulatorSettings
 
@@ -87,8 +87,7 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
 
 def _check_settings(config: RunConfig, checks: Checklist) -> None:
     """Check the keys of the simulator and of scores."""
-    robot = config.robot
-    assert robot is not None
+    robot = robot_of(config)
     if not robot.cameras:
         fix = "list the cameras that the policy was trained with, in their order"
         checks.fail("robot.cameras", "the policy has no camera", found=[], allowed="names of cameras", fix=fix)
@@ -116,8 +115,7 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
 
 def _check_interpreter(config: RunConfig, checks: Checklist, starts: bool) -> None:
     """Check that the simulator's interpreter exists; if the run does not start here, skip the check."""
-    assert config.robot is not None
-    python, key = config.robot.simulator.get("python"), "robot.simulator.python"
+    python, key = robot_of(config).simulator.get("python"), "robot.simulator.python"
     if not isinstance(python, str) or shutil.which(os.path.expanduser(python)):
         return
     what = "interpreter not found on this machine"
