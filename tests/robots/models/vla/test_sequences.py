@@ -175,20 +175,19 @@ def test_splitting_episodes_leaves_a_step_alone_and_so_does_the_layout(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("method", "change", "text"),
     [
-        (lambda ids: ids.index_fill(0, torch.tensor([8]), 5), "call 1: token 2 is 5, no action of 64 to 319"),
-        (lambda ids: ids[:-1], "call 11 has 5 tokens for 3 actions of 2 numbers"),
+        ("pack", lambda ids: ids.index_fill(0, torch.tensor([8]), 5), "call 1: token 2 is 5, no action of 64 to 319"),
+        ("lengths", lambda ids: ids[:-1], "call 11 has 5 tokens for 3 actions of 2 numbers"),
     ],
 )
-def test_tokens_that_are_no_actions_are_refused(tmp_path, change, text) -> None:
+def test_tokens_that_are_no_actions_are_refused(tmp_path, method, change, text) -> None:
     calls = calls_of(episodes())
     ids = change(calls["response_ids"].values)
     lengths = calls["response_ids"].lengths
     lengths[-1] -= len(calls["response_ids"].values) - len(ids)
     calls.set("response_ids", Jagged.from_lengths(ids, lengths))
-    sequences = vla_layout_of(tmp_path)
-    refuse = sequences.lengths if "tokens, and" in text else sequences.pack
+    refuse = getattr(vla_layout_of(tmp_path), method)
     with pytest.raises(ValueError, match=text):
         refuse(calls)
 
