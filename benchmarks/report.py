@@ -110,6 +110,18 @@ def show_and_save(name: str, shown: Table, result: dict[str, Any], others_share:
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """Write a result as JSON."""
+    """Write a result as JSON, with a line for each object or list that contains no other one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(_as_json(result) + "\n")
+
+
+def _as_json(value: Any, newline: str = "\n") -> str:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if not any(isinstance(part, dict | list | tuple) for part in parts):
+        return json.dumps(value)
+    deeper = f"{newline} "
+    lines = [_as_json(part, deeper) for part in parts]
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(str(key))}: {line}" for key, line in zip(value, lines, strict=True)]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}{deeper}{f',{deeper}'.join(lines)}{newline}{closing}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from megarl.benchmarks.measure import floor_of, steps_of
 from megarl.benchmarks.peers.compare import ratios, sides
-from megarl.benchmarks.report import host_class, summary, table
+from megarl.benchmarks.report import host_class, save, summary, table
 from megarl.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,3 +134,13 @@ def test_ratios_hold_ours_against_the_best_setting_of_the_other() -> None:
     assert found["default"]["cpu_s"] == pytest.approx(5 / 12)
     assert found["fp32"]["wall_s"] == pytest.approx(6 / 8)
     assert found["fp32"]["cpu_s_against"] == "trl fp32"
+
+
+def test_a_saved_result_has_a_line_for_each_record(tmp_path: Path) -> None:
+    """What contains no other object or list takes one line; numbers, keys and order stay."""
+    saved = {"case": "x", "steps": [{"s": 0.1, "of": [1, 2]}, {"s": 1 / 3, "of": []}], "rates": (1.5, None), 4: {}}
+    save(saved, tmp_path / "new" / "file.json")
+    text = (tmp_path / "new" / "file.json").read_text()
+    assert json.loads(text) == json.loads(json.dumps(saved))
+    assert '\n   "s": 0.1,\n   "of": [1, 2]\n' in text
+    assert '\n "rates": [1.5, null],\n' in text
