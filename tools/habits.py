@@ -6,6 +6,7 @@ Run it as `python tools/habits.py [NAME]` for the counts, or for the places of o
 from __future__ import annotations
 
 import ast
+import gc
 import subprocess
 import sys
 from collections import Counter
@@ -25,35 +26,45 @@ LINES = 5
 ENGINES = {"embedded", "sglang"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Files = dict[str, ast.Module]
+#: The nodes of the syntax tree of each file, by its path in the repository.
+Files = dict[str, list[ast.AST]]
 
 
 def product() -> Files:
-    """Return the syntax tree of each file of the product, by its path in the repository."""
+    """Return the nodes of the product's files."""
     names = subprocess.check_output(["git", "ls-files", *(f"{name}/*.py" for name in FOLDERS)], cwd=ROOT, text=True)
     files = [ROOT / name for name in names.splitlines() if (ROOT / name).is_file()]
-    return {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    gc.disable()  # looking for garbage among the nodes takes longer than parsing
+    try:
+        return {str(file.relative_to(ROOT)): nodes_of(file.read_text(encoding="utf-8")) for file in files}
+    finally:
+        gc.enable()
 
 
-def functions(tree: ast.Module) -> Iterator[Function]:
+def nodes_of(source: str) -> list[ast.AST]:
+    """Return the nodes of the syntax tree of a file with this content."""
+    return list(ast.walk(ast.parse(source)))
+
+
+def functions(nodes: list[ast.AST]) -> Iterator[Function]:
     """Yield every function and method of a file, nested ones too."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
 
 def vague_locals(files: Files) -> Iterator[str]:
     """Yield each assignment to a local variable with a name that says nothing."""
-    for place, tree in files.items():
-        for node in ast.walk(tree):
+    for place, nodes in files.items():
+        for node in nodes:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
                 yield f"{place}:{node.lineno} {node.id}"
 
 
 def long_signatures(files: Files) -> Iterator[str]:
     """Yield the functions with too many parameters; `self`, `cls` and those by name only after `*` count, too."""
-    for place, tree in files.items():
-        for function in functions(tree):
+    for place, nodes in files.items():
+        for function in functions(nodes):
             arguments = function.args
             names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
             if len([name for name in names if name not in ("self", "cls")]) > PARAMETERS:
@@ -62,8 +73,8 @@ def long_signatures(files: Files) -> Iterator[str]:
 
 def asserted_values(files: Files) -> Iterator[str]:
     """Yield the asserts that a value is not None: each is a type that is missing."""
-    for place, tree in files.items():
-        for node in ast.walk(tree):
+    for place, nodes in files.items():
+        for node in nodes:
             if isinstance(node, ast.Assert) and any(
                 isinstance(part, ast.Compare)
                 and any(isinstance(operator, ast.IsNot) for operator in part.ops)
@@ -83,13 +94,13 @@ def body_lines(function: Function) -> int:
 
 def small_helpers(files: Files) -> Iterator[str]:
     """Yield the private functions of a few lines whose name stands in one other place of their file."""
-    for place, tree in files.items():
+    for place, nodes in files.items():
         uses = Counter(
             node.id if isinstance(node, ast.Name) else node.attr
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Name | ast.Attribute)
         )
-        for function in functions(tree):
+        for function in functions(nodes):
             private = function.name.startswith("_") and not function.name.startswith("__")
             if private and not function.decorator_list and uses[function.name] == 1 and body_lines(function) < LINES:
                 yield f"{place}:{function.lineno} {function.name}"
@@ -97,22 +108,22 @@ def small_helpers(files: Files) -> Iterator[str]:
 
 def robot_files(files: Files) -> Iterator[str]:
     """Yield the files outside megarl/robots and the recipes that name robots: in an identifier, import or text."""
-    for place, tree in files.items():
+    for place, nodes in files.items():
         if place.startswith(("megarl/robots/", "recipes/")):
             continue
-        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-        nodes = (node for node in ast.walk(tree) if id(node) not in texts)
-        values = [value for node in nodes for _, value in ast.iter_fields(node)]
+        texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+        values = [value for node in nodes if id(node) not in texts for _, value in ast.iter_fields(node)]
         if any(isinstance(value, str) and "robot" in value.lower() for value in values):
             yield place
 
 
 def engine_names(files: Files) -> Iterator[str]:
     """Yield the comparisons with the name of a generation engine outside the folder of an engine."""
-    for place, tree in files.items():
-        for node in ast.walk(tree):
-            texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-            if isinstance(node, ast.Compare) and texts & ENGINES and not place.startswith("megarl/rollout/"):
+    for place, nodes in files.items():
+        for node in nodes:
+            if not isinstance(node, ast.Compare) or place.startswith("megarl/rollout/"):
+                continue
+            if {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)} & ENGINES:
                 yield f"{place}:{node.lineno}"
 
 
