@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import campaigns, fork_servers
-from tests.turns import SINGLY, OneTakesTheWide, Turns, kinds_of, longest_first, write_kinds
+from tests.turns import SINGLY, FirstCollects, OneTakesTheWide, Turns, kinds_of, longest_first, write_kinds
 
 # How long an example takes depends on what else the machine does. The examples are the same in every run: one that
 # fails belongs to a change of the code or of the test.
@@ -21,6 +21,7 @@ settings.load_profile("megarl")
 
 TURNS = pytest.StashKey[Turns]()
 KINDS = pytest.StashKey[dict[Path, str]]()
+COLLECTING = pytest.StashKey[FirstCollects]()
 RUN = pytest.StashKey[str]()
 
 
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         compute_in_one_thread()
     if is_worker:
         config.stash[TURNS] = Turns(shared_file(config.workerinput["testrunuid"]))
+        config.stash[COLLECTING] = FirstCollects(shared_file(f"{config.workerinput['testrunuid']}.collected"))
         gc.disable()  # what collecting makes stays to the end: looking for garbage in it takes a fifth of its time
 
 
@@ -73,6 +75,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[TURNS].close()
     if RUN in config.stash:  # the process that the others have ended before
         fork_servers.remove_files(config.stash[RUN])
+        shared_file(f"{config.stash[RUN]}.collected").unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,7 +86,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         write_kinds(shared_file(f"{config.workerinput['testrunuid']}.kinds"), items, config.stash[KINDS])
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if COLLECTING in session.config.stash:
+        session.config.stash[COLLECTING].leave()
     gc.freeze()
     gc.enable()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from xdist.workermanage import Producer
 
-from tests.turns import OneTakesTheWide, Turns, kinds_of, longest_first
+from tests.turns import FirstCollects, OneTakesTheWide, Turns, kinds_of, longest_first
 
 
 def wants(turns: Turns, kind: str) -> threading.Event:
@@ -42,6 +43,27 @@ def test_one_is_alone_after_those_before_it_and_before_those_after_it(tmp_path: 
     for turns in (first, second, alone, late):
         turns.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_first_process_collects_before_the_others(tmp_path: Path) -> None:
+    first = FirstCollects(tmp_path / "collected")
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(FirstCollects, tmp_path / "collected") for _ in range(2)]
+        assert not wait(others, 0.1).done
+        first.leave()
+        for other in as_completed(others, 60):
+            other.result().leave()  # it collects beside the other one
+
+
+def test_where_the_first_process_ends_before_it_has_collected_the_next_one_collects_first(tmp_path: Path) -> None:
+    first = FirstCollects(tmp_path / "collected")
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(FirstCollects, tmp_path / "collected") for _ in range(2)]
+        del first
+        second = wait(others, 60, FIRST_COMPLETED).done.pop()
+        assert not wait(set(others) - {second}, 0.1).done
+        second.result().leave()
+        assert not wait(others, 60).not_done
 
 
 def test_beside_a_wide_one_runs_what_starts_no_processes(tmp_path: Path) -> None:
