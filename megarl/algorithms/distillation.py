@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.algorithms.divergences import chosen_divergence, divergence
 from megarl.algorithms.kl import chosen_estimator, kl_tokens
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megarl.config.algorithm import DistillationConfig
     from megarl.system.metrics import Metrics
 

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, PositiveInt
 
 from megarl.algorithms.kl import KL
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.registry import Settings
 from megarl.algorithms.user_code import check_tokens, located
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megarl.algorithms.registry import Chosen
     from megarl.config.base import ComponentSection
 

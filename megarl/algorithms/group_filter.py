@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.algorithms.stats import group_index
 from megarl.algorithms.user_code import form, located, misfit
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megarl.config.base import ComponentSection
 
 #: Fields that every filter may name as parameters.

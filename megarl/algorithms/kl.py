@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.lazy import Tensor, no_grad, torch
 from megarl.algorithms.registry import Registry, Spec
 from megarl.algorithms.rows import at_least_float32
 from megarl.algorithms.user_code import check_tokens, from_users, located
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megarl.config.base import ComponentSection
 
 

@@ -1,9 +1,8 @@
 """`torch`, imported at its first use.
 
 A component (a loss, an estimator, a KL) is one file with its function, settings and declaration. The dry run, the
-checks
-and the reference of keys only read the settings, so these files and their imports must load without torch. They use
-`from megarl.algorithms.lazy import torch` in place of `import torch`.
+checks and the reference of keys only read the settings, so these files and their imports must load without torch. They
+use `from megarl.algorithms.lazy import Tensor, torch`; this `Tensor` is for annotations only.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-__all__ = ["no_grad", "torch"]
+__all__ = ["Tensor", "no_grad", "torch"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 else:
+    Tensor = Any
 
     class _Torch(ModuleType):
         """A proxy of torch; each attribute is resolved at its first use."""

@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.distillation import teacher_term
 from megarl.algorithms.kl import chosen_estimator, kl_tokens
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, checked_loss, checked_preparation
 from megarl.algorithms.user_code import located
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megarl.algorithms.correction import Correction
     from megarl.algorithms.distillation import Teacher
     from megarl.algorithms.registry import Chosen

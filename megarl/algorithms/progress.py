@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.registry import Settings
 from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
 
 #: If the range (or standard deviation) of the failed episodes' distances is below this value, all of them score alike.

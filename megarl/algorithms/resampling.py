@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, NonNegativeFloat
 
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.algorithms.user_code import form, located, misfit
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megarl.config.base import ComponentSection
 
 #: fn(scores float64 [B], *, its settings) -> weights [B], not negative

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from megarl.algorithms.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from megarl.algorithms.lazy import Tensor, torch
 
 # Tokens that a CPU processes at a time, so that temporaries stay in its cache.
 _BLOCK_TOKENS = 1 << 17

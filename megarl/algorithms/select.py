@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import AllSum, one_rank
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _DIGIT = 8
 _LARGEST = 2**63 - 1

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.lazy import Tensor, no_grad, torch
 from megarl.algorithms.rows import Rows, all_true
 from megarl.system.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 #: Added to a group's standard deviation before dividing by it.
 EPS = 1e-6

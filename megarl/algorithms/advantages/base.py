@@ -14,18 +14,15 @@ reads. Most read
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import GroupStats
 from megarl.algorithms.user_code import check_tokens, form, misfit
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ADVANTAGES = Registry("advantage estimator", "algorithm.advantage.name", Spec)
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
-from megarl.algorithms.lazy import no_grad
+from megarl.algorithms.lazy import Tensor, no_grad
 from megarl.algorithms.registry import Settings
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import AllSum, one_rank, whiten_
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class GaeSettings(Settings):

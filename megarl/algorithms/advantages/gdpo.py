@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, for_all_tokens
-from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.lazy import Tensor, no_grad, torch
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import AllSum, GroupStats, one_rank, whiten_
 from megarl.system.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class PartSettings(GroupSettings):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, for_all_tokens, score_groups
-from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.lazy import Tensor, no_grad, torch
 from megarl.algorithms.stats import AllSum, one_rank
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @ADVANTAGES.register("gpg", settings=GroupSettings)

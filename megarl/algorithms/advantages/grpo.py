@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, NormSettings, for_all_tokens, score_groups
-from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.lazy import Tensor, no_grad, torch
 from megarl.algorithms.stats import EPS
 from megarl.system.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class GrpoSettings(NormSettings):

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, score_groups
-from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.lazy import Tensor, no_grad, torch
 from megarl.algorithms.rows import Rows, at_least_float32
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import GroupStats
 from megarl.system.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class BaselineSettings(GroupSettings):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens
-from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.lazy import Tensor, no_grad, torch
 from megarl.algorithms.rows import Rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @ADVANTAGES.register("remax")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field, PositiveFloat
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
-from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.lazy import Tensor, no_grad, torch
 from megarl.algorithms.registry import Settings
 from megarl.algorithms.rows import at_least_float32
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ReverseKLSettings(Settings):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, for_all_tokens, score_groups
-from megarl.algorithms.lazy import no_grad
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from megarl.algorithms.lazy import Tensor, no_grad
 
 
 @ADVANTAGES.register("rloo", settings=GroupSettings)

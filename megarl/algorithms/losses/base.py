@@ -18,18 +18,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.lazy import Tensor, no_grad, torch
 from megarl.algorithms.registry import Chosen, Registry, Settings, Spec
 from megarl.algorithms.rows import at_least_float32
 from megarl.algorithms.user_code import check_tokens, form, from_users, misfit, name_of
 from megarl.system.metrics import Metrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: fn(old_logp, advantages, mask, cfg, *, keys, all_sum) -> {keyword of the loss: tensor in the shape of mask}
 Preparation: TypeAlias = "Callable[..., dict[str, Tensor]]"

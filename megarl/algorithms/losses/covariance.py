@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megarl.algorithms.kl import absolute
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, LossInputs, capped_ratio
 from megarl.algorithms.losses.ppo import clipped_surrogate
 from megarl.algorithms.registry import Settings
@@ -15,9 +13,6 @@ from megarl.algorithms.select import descending, smallest
 from megarl.algorithms.stats import AllSum, one_rank
 from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class FractionSettings(Settings):

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs, SequenceClipSettings
 from megarl.algorithms.rows import Rows
 from megarl.system.metrics import Metrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @POLICY_LOSSES.register("gmpo", settings=SequenceClipSettings, per_sequence=True)

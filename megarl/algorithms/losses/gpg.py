@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megarl.algorithms.lazy import Tensor
 from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs
 from megarl.system.metrics import Metrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @POLICY_LOSSES.register("gpg", ratio_free=True)

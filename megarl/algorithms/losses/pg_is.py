@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from megarl.algorithms.lazy import Tensor
 from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megarl.algorithms.correction.ratios import Threshold
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.losses.base import (
     POLICY_LOSSES,
     DualClipSettings,
@@ -12,9 +10,6 @@ from megarl.algorithms.losses.base import (
     SequenceClipSettings,
 )
 from megarl.system.metrics import Metrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @POLICY_LOSSES.register("ppo", settings=DualClipSettings)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field, PositiveFloat
 
-from megarl.algorithms.lazy import torch
+from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs
 from megarl.algorithms.registry import Settings
 from megarl.system.metrics import Metrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class SapoSettings(Settings):
