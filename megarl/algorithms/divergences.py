@@ -129,11 +129,11 @@ def divergence(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
 
 def terms(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
     """Return the divergence's terms from log-probs [N, K] of the same tokens, clamped as the settings say."""
-    own = chosen.settings.model_dump(exclude=set(DivergenceSettings.model_fields))
+    settings = chosen.settings.model_dump(exclude=set(DivergenceSettings.model_fields))
     floor = chosen.settings.log_prob_min_clamp
     if floor is not None:
         teacher, policy = teacher.clamp(min=floor), policy.clamp(min=floor)
     with located(KL.kind, chosen.function):
-        result = chosen.function(teacher, policy, **own)
+        result = chosen.function(teacher, policy, **settings)
     check_tokens(KL.kind, chosen.function, "term", result, policy, inputs=(teacher, policy))
     return result

@@ -132,13 +132,7 @@ def informative_groups(
 
     A group without a sample that counts is dropped in either case.
 
-    Args:
-        metric: float [B], the score, or 1 for a success and 0 for a failure.
-        uid: B group names.
-        low, high: smallest and largest group mean to keep.
-        live: bool [B], samples whose metric counts; None: all.
-
-    Source of the bounds: SimpleVLA-RL (arXiv 2509.09674), where both are inclusive.
+    Arguments as for `accuracy_filter`. Source of the bounds: SimpleVLA-RL (arXiv 2509.09674), where both are inclusive.
     """
     if low is None and high is None:
         return group_filter(metric, uid, live=live)
@@ -149,9 +143,7 @@ def informative_groups(
 def uncut_groups(
     finish_step: Tensor, max_steps: Tensor, uid: Sequence[Hashable], *, live: Tensor | None = None
 ) -> Tensor:
-    """Return which samples belong to a group where no episode used all its environment steps, bool [B].
-
-    Success does not matter.
+    """Return which samples belong to a group where no episode used all its environment steps, successful or not.
 
     Args:
         finish_step: int [B], environment steps that each episode executed.
@@ -177,15 +169,7 @@ def bounds(
     high: float | None,
     truncated: bool,
 ) -> Tensor:
-    """Return which samples `accuracy_filter` and, with `truncated`, `truncated_filter` keep, bool [B].
-
-    Args:
-        score: float [B].
-        uid: B group names.
-        live: bool [B], samples whose score counts; None: all.
-        finish_reason: why each response ended.
-        low, high, truncated: the settings.
-    """
+    """Return which samples `accuracy_filter` and, with `truncated`, `truncated_filter` keep, bool [B]."""
     keep = accuracy_filter(score, uid, low=low, high=high, live=live)
     return keep & truncated_filter(finish_reason) if truncated else keep
 

@@ -62,7 +62,7 @@ def kto_loss(
         counts: examples of the mini-batch, over which the loss is a mean.
         dtype: of the model. If r differs from z only by this dtype's rounding, the example does not count as accurate.
     """
-    own, ratios = log_ratios(logp, responses)
+    response_logp, ratios = log_ratios(logp, responses)
     gains = torch.where(labels, ratios - z, z - ratios)
     of_label = ratios.new_tensor([settings.undesirable_weight, settings.desirable_weight])
     losses = of_label[labels.long()] * (1 - torch.sigmoid(settings.beta * gains))
@@ -70,10 +70,10 @@ def kto_loss(
     metrics.mean("preference/loss", float(losses.detach().double().sum()), len(losses))
     metrics.mean("rewards/accuracies", float((gains.detach() > rounding(logp, responses, dtype)).sum()), len(gains))
     rewards = (settings.beta * ratios).detach().double()
-    for name, some in (("chosen", labels), ("rejected", ~labels)):
-        if count := int(some.sum()):
-            metrics.mean(f"rewards/{name}", float(rewards[some].sum()), count)
-            metrics.mean(f"logps/{name}", float(own.detach().double()[some].sum()), count)
+    for name, examples in (("chosen", labels), ("rejected", ~labels)):
+        if count := int(examples.sum()):
+            metrics.mean(f"rewards/{name}", float(rewards[examples].sum()), count)
+            metrics.mean(f"logps/{name}", float(response_logp.detach().double()[examples].sum()), count)
     if counts.desirable and counts.undesirable:  # the margin is a difference of means over the whole mini-batch
         shares = rewards.new_tensor([-counts.all / counts.undesirable, counts.all / counts.desirable])
         metrics.mean("rewards/margins", float((rewards * shares[labels.long()]).sum()), len(rewards))

@@ -1,7 +1,6 @@
 """The objective of the policy update: from the inputs of a mini-batch's tokens to the loss of each micro-batch.
 
     objective = Objective.of(config.algorithm, correction)
-    objective = Objective.of(config.algorithm, correction)
     tokens, weights = objective.weigh(inputs, all_sum)   # this rank's part of the mini-batch; counts over all ranks
     prepared = objective.prepare(inputs, keys, all_sum)  # keyword arguments of the policy loss, for the mini-batch
     loss, metrics = objective.loss(logp, entropy, part, tokens)     # of a micro-batch; the parts add up
@@ -72,9 +71,8 @@ class Objective:
 
     In bypass mode with rejection, the trained tokens are known only after the last micro-batch, and so is the mean
     importance weight. The micro-batches are then computed without these global numbers, and the summed gradient is
-    divided
-    by them: the loss is linear in both. (A KL term or an entropy bonus is not linear in the mean weight; the checks
-    refuse this combination.)
+    divided by them: the loss is linear in both. (A KL term or an entropy bonus is not linear in the mean weight; the
+    checks refuse this combination.)
     """
 
     algorithm: AlgorithmConfig
@@ -178,7 +176,10 @@ class Objective:
             policy: [N, K + 1], the policy's log-probs of the teacher's most likely tokens, and of all others together,
                 differentiable; or [N], the divergence over the vocabulary. Only with a `divergence`.
         """
-        mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, self._old_logp(logp, inputs)
+        mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, inputs.old_logp
+        if old_logp is None:
+            old_logp, drawn = logp.detach(), inputs.drawn_logp
+            old_logp = old_logp if drawn is None else drawn.where(~drawn.isnan(), old_logp)
         correction = self._correct(logp, inputs) if self.measures(inputs) else None
         if correction is not None and self.correction.bypass:
             assert inputs.rollout_logp is not None, "correction compares with it"
@@ -214,8 +215,7 @@ class Objective:
         return loss, metrics
 
     def settle(self, metrics: Metrics, inputs: TokenInputs) -> None:
-        """Divide the merged metrics of all micro-batches that are still sums by their divisor, and drop the raw
-        ones."""
+        """Divide the sums in the merged metrics of all micro-batches by their divisor, and drop the raw metrics."""
         if not self.divides_late(inputs) and not self.counts_late(inputs):
             return
         if "actor/pg_loss" in metrics:
@@ -228,13 +228,6 @@ class Objective:
             metrics.mean("rollout_corr/is_batch_norm", mean_weight(*weights), 1)
         if DIVISOR in metrics:
             metrics.pop(DIVISOR)
-
-    def _old_logp(self, logp: Tensor, inputs: TokenInputs) -> Tensor:
-        """Return the ratio's denominator: `old_logp`, or of waiting samples `drawn_logp`, or current log-probs."""
-        if inputs.old_logp is not None:
-            return inputs.old_logp
-        stored = inputs.drawn_logp
-        return logp.detach() if stored is None else stored.where(~stored.isnan(), logp.detach())
 
     def _correct(self, logp: Tensor, inputs: TokenInputs) -> Correction:
         """Apply rollout correction from pi_theta / pi_rollout to a micro-batch; without bypass only measure the gap.

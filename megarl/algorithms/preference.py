@@ -8,8 +8,7 @@
 | sigmoid | (1 - s) f(m) + s f(-m), f(m) = -log sigmoid(beta m) | DPO, arXiv 2305.18290; s: conservative DPO |
 | robust | ((1 - s) f(m) - s f(-m)) / (1 - 2 s) | arXiv 2403.00409 |
 | hinge | max(0, 1 - beta m) | SLiC, arXiv 2305.10425 |
-| ipo | (m - 1 / (2 beta))^2 | IPO, arXiv 2310.12036, equation 17; with log-ratios averaged over tokens, as its authors
-advise |
+| ipo | (m - 1 / (2 beta))^2 | IPO, arXiv 2310.12036, equation 17; log-ratios are means over tokens |
 
 A log-ratio is the sum over a response's tokens, or their mean. The implied reward is beta times the sum; metrics are
 named as in TRL.
@@ -51,8 +50,8 @@ def log_ratios(logp: Tensor, responses: Responses) -> tuple[Tensor, Tensor]:
     """Return the policy's log-prob of each whole response, and its log-ratio to the reference; both [B],
     differentiable."""
     rows, mask = Rows.of(responses.mask, responses.offsets), responses.mask
-    own = rows.sum(torch.where(mask, at_least_float32(logp), 0))
-    return own, own - rows.sum(torch.where(mask, at_least_float32(responses.ref_logp), 0))
+    response_logp = rows.sum(torch.where(mask, at_least_float32(logp), 0))
+    return response_logp, response_logp - rows.sum(torch.where(mask, at_least_float32(responses.ref_logp), 0))
 
 
 def rounding(logp: Tensor, responses: Responses, dtype: torch.dtype) -> Tensor:
@@ -109,7 +108,7 @@ def preference_loss(
             term a mean over the tokens of chosen responses.
         dtype: of the model; a margin within its rounding is a tie.
     """
-    own, ratios = log_ratios(logp, responses)
+    response_logp, ratios = log_ratios(logp, responses)
     lengths = Rows.of(responses.mask, responses.offsets).counts(responses.mask)
     chosen, rejected = (ratios / lengths if settings.means else ratios).view(-1, 2).unbind(1)
     pairs, tokens = (float(count) for count in counts)
@@ -118,11 +117,13 @@ def preference_loss(
     metrics = Metrics()
     metrics.mean("preference/loss", float(losses.detach().double().sum()), len(losses))
     if settings.sft_coef:
-        nll = -own.view(-1, 2)[:, 0].sum()
+        nll = -response_logp.view(-1, 2)[:, 0].sum()
         loss = loss + settings.sft_coef * nll / tokens
         metrics.mean("preference/sft_loss", float(nll.detach()), int(lengths.view(-1, 2)[:, 0].sum()))
     ties = settings.beta * rounding(logp, responses, dtype).view(-1, 2).amax(1)
-    _measure(metrics, own.detach(), settings.beta * ratios.detach(), ties)
+    _measure_rewards(metrics, settings.beta * ratios.detach(), ties)
+    for name, values in zip(("chosen", "rejected"), response_logp.detach().view(-1, 2).unbind(1), strict=True):
+        metrics.mean(f"logps/{name}", float(values.double().sum()), len(values))
     return loss, metrics
 
 
@@ -163,14 +164,8 @@ def local_pair_counts(mask: Tensor, offsets: Tensor) -> Tensor:
     return torch.tensor([len(lengths), int(lengths[:, 0].sum())], dtype=torch.float64)
 
 
-def _measure(metrics: Metrics, logp: Tensor, rewards: Tensor, ties: Tensor) -> None:
-    """Record TRL's metrics of a batch of pairs from log-probs and rewards [2P]; margins up to `ties` [P] are ties."""
-    _measure_rewards(metrics, rewards, ties)
-    for name, values in zip(("logps/chosen", "logps/rejected"), logp.view(-1, 2).unbind(1), strict=True):
-        metrics.mean(name, float(values.double().sum()), len(values))
-
-
 def _measure_rewards(metrics: Metrics, rewards: Tensor, ties: Tensor) -> None:
+    """Record TRL's metrics of the rewards [2P] of pairs; margins up to `ties` [P] are ties."""
     chosen, rejected = rewards.view(-1, 2).unbind(1)
     for name, values in {
         "rewards/chosen": chosen,

@@ -2,9 +2,9 @@
 
     embeddings [B, E]   success [B]   task [B]                 of the whole global batch, on every rank
         |
-                +-- for each task: standardise and cluster (DBSCAN) its successes and those in the bank
-                +-- distance of each failure to the nearest cluster centre, Euclidean, in the space of the embeddings
-                +-- distances of the task's failures -> scores: below that of a success, higher for nearer failures
+        +-- for each task: standardise and cluster (DBSCAN) its successes and those in the bank
+        +-- distance of each failure to the nearest cluster centre, Euclidean, in the space of the embeddings
+        +-- distances of the task's failures -> scores: below that of a success, higher for nearer failures
 
 Source: SRPO (arXiv 2511.15605). siiRL's code is `radius: fixed` with `mapping: min_max`, except that a success without
 a valid embedding scores 0 there. `mapping: z_score` is the paper's, which siiRL's code lacks: weight 0.8, distances
@@ -101,13 +101,13 @@ class ProgressReport:
         import numpy as np
 
         known = self.shaped & ~progress.isnan()
-        found: dict[Hashable, float] = {}
+        correlations: dict[Hashable, float] = {}
         for name, places in _by_task(self.task if groups is None else groups).items():
             rows = [place for place in places if known[place]]
             scores, truth = self.scores[rows].numpy(), progress[rows].double().numpy()
             if len(rows) > 1 and scores.min() < scores.max() and truth.min() < truth.max():
-                found[name] = float(np.corrcoef(_ranks(scores), _ranks(truth))[0, 1])
-        return found
+                correlations[name] = float(np.corrcoef(_ranks(scores), _ranks(truth))[0, 1])
+        return correlations
 
 
 def progress_scores(
@@ -121,10 +121,9 @@ def progress_scores(
     """Score successes 1 and failures by their distance to the successes of their task.
 
     A failure scores 0 if its embedding is invalid (zero, NaN, or infinite in float32), or if its task has no success
-    with a
-    valid embedding in the batch or in the bank. For an episode that could not be played, pass an embedding of zeros.
-    Everything is computed in float64 on the CPU, so that all ranks get equal scores. The bank is not changed; add the
-    batch to it after the step is scored.
+    with a valid embedding in the batch or in the bank. For an episode that could not be played, pass an embedding of
+    zeros. Everything is computed in float64 on the CPU, so that all ranks get equal scores. The bank is not changed;
+    add the batch to it after the step is scored.
 
     Args:
         embeddings: float [B, E] of all episodes of the global batch.
@@ -138,6 +137,8 @@ def progress_scores(
     >>> report.scores, report.distances, int(report.invalid.sum())
     (tensor([1.0000, 0.5960, 0.0040, 0.0000], dtype=torch.float64), tensor([nan, 1., 3., nan], dtype=torch.float64), 1)
     """
+    import numpy as np
+
     _check(embeddings, success, task)
     points, valid = _valid(embeddings)
     won = success.cpu().numpy()
@@ -145,8 +146,9 @@ def progress_scores(
     clusters: dict[Hashable, int] = {}
     for name, places in _by_task(task).items():
         references = points[[place for place in places if won[place] and valid[place]]]
-        if bank is not None:
-            references = _joined(bank.references(name, points.shape[1]), references)
+        earlier = None if bank is None else bank.references(name, points.shape[1])
+        if earlier is not None:
+            references = np.concatenate([earlier.double().numpy(), references])
         if not len(references):
             continue
         centres, clusters[name] = success_centres(references, settings)
@@ -167,15 +169,15 @@ def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.
     """
     import numpy as np
 
-    found: list[np.ndarray] = []
+    clusters: list[np.ndarray] = []
     if len(points) > 1:
         standardised = _standardised(points)
         apart = _distances(standardised, standardised)
-        found = _clusters(apart <= _radius(apart, points.shape[1], settings))
-    if not found:
+        clusters = _clusters(apart <= _radius(apart, points.shape[1], settings))
+    if not clusters:
         return points.mean(0, keepdims=True), 0
     # Standardisation is affine, so the mean of the original points is the cluster's centre mapped back.
-    return np.stack([points[members].mean(0) for members in found]), len(found)
+    return np.stack([points[members].mean(0) for members in clusters]), len(clusters)
 
 
 def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int) -> Tensor:
@@ -222,19 +224,13 @@ def _valid(embeddings: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return points, ((points != 0).any(1) & ~(abs(points) == math.inf).any(1) & ~(points != points).any(1))
 
 
-def _joined(earlier: Tensor | None, points: np.ndarray) -> np.ndarray:
-    import numpy as np
-
-    return points if earlier is None else np.concatenate([earlier.double().numpy(), points])
-
-
 def _radius(apart: np.ndarray, dims: int, settings: ProgressSettings) -> float:
     """Return DBSCAN's eps for points with pairwise distances `apart`, float64 [n, n], n >= 2.
 
     For `k_distance`, the ascending distances to the nearest other point form a curve. Eps is its knee: the point
-    farthest
-    below the chord from its first to its last point (Kneedle, Satopaa and others 2011). A curve that stays within a
-    tenth of its largest value of the chord has no knee; its last value is used, which gives every point a neighbour.
+    farthest below the chord from its first to its last point (Kneedle, Satopaa and others 2011). A curve that stays
+    within a tenth of its largest value of the chord has no knee; its last value is used, which gives every point a
+    neighbour.
     """
     import numpy as np
 
@@ -273,16 +269,16 @@ def _clusters(near: np.ndarray) -> list[np.ndarray]:
     Args:
         near: bool [n, n], whether two points are neighbours; each point is a neighbour of itself.
     """
-    found: list[np.ndarray] = []
+    clusters: list[np.ndarray] = []
     left = near.sum(1) > 1
     while left.any():
         members = new = near[left.argmax()]
         while new.any():
             new = near[new].any(0) & ~members
             members = members | new
-        found.append(members)
+        clusters.append(members)
         left &= ~members
-    return found
+    return clusters
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
@@ -403,22 +399,18 @@ class SuccessBank:
             success: bool [B].
             task: B names or numbers.
         """
-        taken = (success.cpu() & valid_embeddings(embeddings)).tolist()
+        added = (success.cpu() & valid_embeddings(embeddings)).nonzero()[:, 0].tolist()
         rows = embeddings.detach().float().cpu()
         self._check(rows.shape[1])
-        places: dict[Hashable, list[int]] = {}
-        for place, name in enumerate(task):
-            if taken[place]:
-                places.setdefault(name, []).append(place)
-        for name, rows_of_task in places.items():
-            before = self._held.get(name, rows[:0])
-            self._held[name] = torch.cat([before, rows[rows_of_task]])[-self._size :].clone()
+        for name, numbers in _by_task([task[place] for place in added]).items():
+            before, places = self._held.get(name, rows[:0]), [added[number] for number in numbers]
+            self._held[name] = torch.cat([before, rows[places]])[-self._size :].clone()
 
     def state(self) -> dict[str, Any]:
         """Return a checkpoint's state: `embedding` (float32 [N, E]), `task` (N names or numbers), oldest first."""
-        held = list(self._held.values())
+        embeddings = list(self._held.values())
         names = [name for name, rows in self._held.items() for _ in range(len(rows))]
-        return {"embedding": torch.cat(held) if held else torch.zeros(0, 0), "task": names}
+        return {"embedding": torch.cat(embeddings) if embeddings else torch.zeros(0, 0), "task": names}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Replace the bank's content by `state`, keeping the latest successes of each task that fit."""

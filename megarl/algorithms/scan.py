@@ -76,7 +76,11 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
             block = Rows(rows.offsets[first : last + 1] - tokens.start, rows.width)
             counts = block.offsets.diff() if whole else block.counts(here)
             prefix = torch.arange(int(counts.max()), device=mask.device) < counts[:, None]
-            slot = _slots(counts, prefix.shape[1])
+            # Each token's position in the flat dense block.
+            ends = counts.cumsum(0)
+            shift = torch.arange(len(counts), device=counts.device) * prefix.shape[1] - (ends - counts)
+            slot = torch.repeat_interleave(shift, counts)
+            slot.add_(torch.arange(len(slot), device=slot.device))
             dense = [torch.zeros(prefix.shape, dtype=dtype, device=mask.device) for _ in xs]
             for pad, x in zip(dense, xs, strict=True):
                 pad.view(-1).index_copy_(0, slot, (x if whole else x[here]).to(dtype))
@@ -88,14 +92,6 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
                     target.zero_()
                     target[here] = valid
     return outputs
-
-
-def _slots(counts: Tensor, width: int) -> Tensor:
-    """Return each token's position in a flat [R, width] block, for R packed rows with `counts` tokens."""
-    ends = counts.cumsum(0)
-    shift = torch.arange(len(counts), device=counts.device) * width - (ends - counts)
-    slot = torch.repeat_interleave(shift, counts)
-    return slot.add_(torch.arange(len(slot), device=slot.device))
 
 
 def _is_prefix(mask: Tensor) -> bool:

@@ -75,8 +75,8 @@ def naming_samples(names: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        found = f"{error.found}, in the micro-batch with samples {', '.join(names[:_SHOWN])}, ..."
-        raise ConfigError(error.what, where=error.where, found=found, allowed=error.allowed, fix=error.fix) from error
+        place = f"{error.found}, in the micro-batch with samples {', '.join(names[:_SHOWN])}, ..."
+        raise ConfigError(error.what, where=error.where, found=place, allowed=error.allowed, fix=error.fix) from error
 
 
 def misfit(kind: str, function: Callable[..., Any], problem: str, *, found: str, allowed: str, fix: str) -> ConfigError:

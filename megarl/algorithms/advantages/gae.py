@@ -38,14 +38,12 @@ def gae(
     t + 1 is the next valid token: tokens in a hole of the mask (tool output, other turns) are skipped. The value after
     the last valid token is 0.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
     Args:
         values: float, in the shape of the rewards.
         gamma: discount per valid token.
         whiten: give the advantages mean 0 and variance 1 over all valid tokens of all ranks.
 
-    Source: arXiv 1506.02438.
+    Source: arXiv 1506.02438. Arguments and result: see `advantages.base`.
     """
 
     def dense(r: Tensor, v: Tensor, prefix: Tensor) -> list[Tensor]:

@@ -50,14 +50,12 @@ def gdpo(
 
     Parts of different scale keep their influence: in a sum of raw rewards the largest one dominates.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
     Args:
         reward_parts: float [B, K], one column per part.
         parts: name and weight of each column, in order; None: all 1.
         allow_singleton: accept groups of one sample, which count as 0 in the whitening.
 
-    Source: GDPO (arXiv 2601.05242).
+    Source: GDPO (arXiv 2601.05242). Arguments and result: see `advantages.base`.
     """
     weights = [1.0] * reward_parts.shape[1] if parts is None else list(parts.values())
     rows = Rows.of(mask, offsets)

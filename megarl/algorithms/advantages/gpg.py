@@ -25,9 +25,7 @@ def gpg(
     A group with equal scores has no gradient but counts in the mean over the batch; the division compensates. The share
     is counted over all ranks.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
-    Source: GPG (arXiv 2504.02546), accurate gradient estimation.
+    Source: GPG (arXiv 2504.02546), accurate gradient estimation. Arguments and result: see `advantages.base`.
 
     >>> rewards = torch.tensor([[1.0], [0.0], [1.0], [1.0]])
     >>> gpg(rewards, torch.ones(4, 1, dtype=torch.bool), ["a", "a", "b", "b"]).advantages.flatten()

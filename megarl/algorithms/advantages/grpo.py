@@ -51,14 +51,13 @@ def grpo(
 
     score = sum of the sample's valid token rewards; std is unbiased. A group must not be split over ranks.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
     Args:
         norm_by_std: False omits the division (Dr. GRPO).
         lone_score: give the only (unmasked) sample of a group A = score / (1 + 1e-6), as in siiRL and verl; without
             the division A = score.
 
     Source: DeepSeekMath (arXiv 2402.03300); without std: Understanding R1-Zero-Like Training (arXiv 2503.20783).
+    Arguments and result: see `advantages.base`.
 
     >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
     >>> grpo(rewards, torch.ones(2, 2, dtype=torch.bool), ["a", "a"], norm_by_std=False).advantages

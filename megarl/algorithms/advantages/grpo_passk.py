@@ -24,12 +24,10 @@ def grpo_passk(
 
     If two samples share the best score, all samples get 0.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
     Args:
         norm_by_std: False omits the division.
 
-    Source: arXiv 2503.19595.
+    Source: arXiv 2503.19595. Arguments and result: see `advantages.base`.
 
     >>> rewards = torch.tensor([[1.0], [4.0], [2.0]])
     >>> grpo_passk(rewards, torch.ones(3, 1, dtype=torch.bool), ["a"] * 3, norm_by_std=False).advantages.flatten()

@@ -22,9 +22,7 @@ def opo(
 
     This baseline has the least variance when a response's squared gradient norm grows with its length.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
-    Source: On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585).
+    Source: On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585). Arguments and result: see `advantages.base`.
 
     >>> rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     >>> mask = torch.tensor([[True, True, True], [True, False, False]])

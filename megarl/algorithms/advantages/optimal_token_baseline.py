@@ -46,14 +46,13 @@ def optimal_token_baseline(
     Rollout correction multiplies a token's loss, and so its gradient, by an importance weight. `is_weighted`
     multiplies w by the square of this weight, so that B_t has the least variance for the corrected gradient.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
     Args:
         old_logp: same shape, log pi(y) of the sampled tokens.
         sum_pi_squared: same shape, sum over the vocabulary of pi(v)^2.
         is_weights: same shape as the mask, factors of the policy loss; needed with `is_weighted`.
 
     Source: Weaver and Tao's optimal baseline (UAI 2001) per position, with the gradient proxy of arXiv 2602.07078.
+    Arguments and result: see `advantages.base`.
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     start = rows.expand(rows.offsets[:-1])

@@ -32,13 +32,11 @@ def reinforce_pp(
 ) -> Estimate:
     """Compute R_t = r_t + gamma R_{t+1} over valid tokens; A = R whitened over all valid tokens of all ranks.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
     Args:
         mask: bool, same shape; tokens in a hole are skipped.
         gamma: discount per valid token.
 
-    Source: REINFORCE++ (arXiv 2501.03262).
+    Source: REINFORCE++ (arXiv 2501.03262). Arguments and result: see `advantages.base`.
     """
     rows = Rows.of(mask, offsets)
     (returns,) = over_valid(lambda rewards, _: [suffix_sum(rewards, gamma)], rows, mask, [token_rewards], 1)
@@ -58,12 +56,10 @@ def reinforce_pp_baseline(
 ) -> Estimate:
     """Compute A = score - group mean, whitened over all valid tokens of all ranks.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
     Args:
         allow_singleton: accept groups of one sample, which count as 0 in the whitening.
 
-    Source: REINFORCE++ (arXiv 2501.03262).
+    Source: REINFORCE++ (arXiv 2501.03262). Arguments and result: see `advantages.base`.
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     advantages = whiten_(for_all_tokens(groups.centred, rows, mask, token_rewards).advantages, mask, rows, all_sum)

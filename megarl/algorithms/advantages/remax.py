@@ -12,12 +12,10 @@ from megarl.algorithms.rows import Rows
 def remax(token_rewards: Tensor, mask: Tensor, greedy_score: Tensor, *, offsets: Tensor | None = None) -> Estimate:
     """Compute A = score - score of a greedy rollout of the same prompt.
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
     Args:
         greedy_score: float [B], score of the prompt's greedy response.
 
-    Source: ReMax (arXiv 2310.10505).
+    Source: ReMax (arXiv 2310.10505). Arguments and result: see `advantages.base`.
     """
     rows = Rows.of(mask, offsets)
     score, live = rows.masked_sum(token_rewards, mask)

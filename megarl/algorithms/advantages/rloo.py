@@ -20,9 +20,7 @@ def rloo(
 ) -> Estimate:
     """Compute A = score - mean score of the other samples of the group = n / (n - 1) (score - group mean).
 
-    Other arguments and the result: see `megarl.algorithms.advantages.base`.
-
-    Source: Back to Basics (arXiv 2402.14740).
+    Source: Back to Basics (arXiv 2402.14740). Arguments and result: see `advantages.base`.
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     return for_all_tokens(groups.centred * groups.count / (groups.count - 1).clamp(min=1), rows, mask, token_rewards)

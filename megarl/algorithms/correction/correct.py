@@ -88,7 +88,9 @@ def correct(
             weights[tokens] = items if is_level == "token" else block.expand(items)
     bag = moments.bag()
     if is_level != "none" and is_batch_normalize:
-        weights.div_(_factor(bag, normaliser, all_sum))
+        factor = mean_weight(*all_sum(normaliser.cpu()).tolist())
+        bag.mean("rollout_corr/is_batch_norm", factor, 1)
+        weights.div_(factor)
     weights.masked_fill_(~accepted, 0)  # a product would keep the NaN of rejected tokens
     return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag, normaliser)
 
@@ -123,13 +125,6 @@ def _weighing(ratios: Ratios, trained: Tensor, level: str, threshold: Threshold)
         return weights, trained, is_truncated(ratios.rho, threshold)
     ratio = ratios.total.clamp(-LIMIT, LIMIT).exp()
     return weights, ratios.rows.counts(trained) > 0, is_truncated(ratio, threshold)
-
-
-def _factor(bag: Metrics, normaliser: Tensor, all_sum: AllSum) -> float:
-    """Return the mean importance weight over all ranks, and record it as a metric."""
-    factor = mean_weight(*all_sum(normaliser.cpu()).tolist())
-    bag.mean("rollout_corr/is_batch_norm", factor, 1)
-    return factor
 
 
 def mean_weight(total: float, count: float) -> float:

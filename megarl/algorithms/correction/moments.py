@@ -38,12 +38,12 @@ class Moments:
     def bag(self) -> Metrics:
         """Return all sums, minima and maxima as `Metrics`, with one transfer from the device."""
         parts: list[Tensor] = []
-        for kept, reduce in ((self._sums, torch.sum), (self._lows, torch.amin), (self._highs, torch.amax)):
-            parts += [reduce(torch.stack(values).double(), 0) for values in kept.values()]
+        for scalars, reduce in ((self._sums, torch.sum), (self._lows, torch.amin), (self._highs, torch.amax)):
+            parts += [reduce(torch.stack(values).double(), 0) for values in scalars.values()]
         numbers = iter(torch.stack(parts).tolist() if parts else [])
         metrics = Metrics()
-        for kind, kept in (("sum", self._sums), ("min", self._lows), ("max", self._highs)):
-            for name in kept:
+        for kind, scalars in (("sum", self._sums), ("min", self._lows), ("max", self._highs)):
+            for name in scalars:
                 getattr(metrics, kind)(f"{RAW}{kind}/{name}", next(numbers))
         return metrics
 

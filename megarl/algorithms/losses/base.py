@@ -201,7 +201,6 @@ def capped_ratio(p: LossInputs, cap: float | None) -> tuple[Tensor, Tensor]:
 
     This is the truncated importance weight of a token, written as a loss. A token beyond the cap still learns, with
     weight `cap`; a constant beyond the cap would give no gradient to tokens that a negative advantage should push back.
-    `cap`. A constant beyond it would give no gradient to tokens that a negative advantage should push back.
 
     Returns:
         The ratio, differentiable, in the shape of the mask; and which tokens are beyond the cap (none if it is None).

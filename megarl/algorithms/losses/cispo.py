@@ -21,9 +21,7 @@ def cispo(
 
     The clip bounds the weight r; no token loses its gradient. `clip_low` of 1 or more means no lower bound.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
-    Source: MiniMax-M1 (arXiv 2506.13585).
+    Source: MiniMax-M1 (arXiv 2506.13585). Arguments and result: see `losses.base`.
 
     >>> import torch
     >>> from types import SimpleNamespace

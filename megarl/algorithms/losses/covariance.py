@@ -110,8 +110,6 @@ def clip_cov(
     Covariances use old_logp, so the selection does not depend on the split of the mini-batch into micro-batches; the
     paper uses the current policy.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
     Args:
         cfg: clip_low, clip_high, dual_clip; `choose_between` uses cov_fraction, cov_low, cov_high.
         selected: bool, same shape, from `choose_between`.
@@ -119,7 +117,8 @@ def clip_cov(
     Returns:
         Token loss, zero where the mask hides, and metrics; pg_clipfrac also counts selected tokens.
 
-    Source: The Entropy Mechanism of RL for Reasoning LLMs (arXiv 2505.22617), Clip-Cov.
+    Source: The Entropy Mechanism of RL for Reasoning LLMs (arXiv 2505.22617), Clip-Cov. Arguments and result: see
+    `losses.base`.
     """
     p = LossInputs.of(logp, old_logp, advantages, mask)
     loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)

@@ -35,9 +35,8 @@ def cpgd(
     does not affect. The drift term's gradient is that of the k3 estimate of KL(old || pi), r - 1 - d, with r limited to
     1 + drift_clip: limiting the estimate itself would release the tokens that drifted most. Its value has no meaning.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
     Source: CPGD (arXiv 2505.12504), equation 2 with one clip range for all tokens, and equation 5 for the drift.
+    Arguments and result: see `losses.base`.
 
     >>> from types import SimpleNamespace
     >>> cfg = SimpleNamespace(clip_low=0.5, clip_high=1.0, drift_coef=0.0, drift_clip=0.2)

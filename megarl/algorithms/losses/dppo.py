@@ -35,13 +35,12 @@ def dppo_tv(
     rare tokens early and common ones late; this region bounds the probability mass that moves. The ratio of a nearly
     impossible token can be millions while hardly any mass moves, so r is truncated at ratio_cap: see `capped_ratio`.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
     Returns:
         Token loss, zero where masked or outside the region, and metrics; pg_clipfrac_lower is the share of tokens
         whose ratio was truncated.
 
     Source: Rethinking the Trust Region in LLM RL (arXiv 2602.04879), binary divergence; truncation: section 5.4.
+    Arguments and result: see `losses.base`.
 
     >>> from types import SimpleNamespace
     >>> cfg, ones = SimpleNamespace(trust_region=0.2, ratio_cap=20.0), torch.ones(2)

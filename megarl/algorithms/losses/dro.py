@@ -31,10 +31,8 @@ def dro(
     This off-policy objective has no ratio; its optimum moves the log-prob by A / quadratic_coef. The papers define it
     for whole responses, with the square of the summed log-ratio; here, as in Tinker, it applies per token.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
     Source: Offline Regularised RL for LLM Alignment (arXiv 2405.19107) and Kimi k1.5 (arXiv 2501.12599); per token:
-    tinker-docs.thinkingmachines.ai/tinker/losses/dro.
+    tinker-docs.thinkingmachines.ai/tinker/losses/dro. Arguments and result: see `losses.base`.
     """
     p = LossInputs.of(logp, old_logp, advantages, mask)
     return 0.5 * cfg.quadratic_coef * p.difference.square() - p.advantages * p.logp, p.metrics()

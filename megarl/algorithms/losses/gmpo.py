@@ -25,12 +25,10 @@ def gmpo(
     sequence's loss, so aggregation seq-mean-token-mean gives the paper's mean over sequences; its clip range is 0.4.
     For A < 0 only `dual_clip` bounds s from above.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
     Args:
         cfg: clip_low, clip_high (of the log-ratio); dual_clip (of s).
 
-    Source: Geometric-Mean Policy Optimization (arXiv 2507.20673).
+    Source: Geometric-Mean Policy Optimization (arXiv 2507.20673). Arguments and result: see `losses.base`.
 
     >>> from types import SimpleNamespace
     >>> cfg = SimpleNamespace(clip_low=0.4, clip_high=0.4, dual_clip=None)

@@ -19,9 +19,7 @@ def gpg(
 ) -> tuple[Tensor, Metrics]:
     """Compute -A logp: no ratio, no clip; only correct for samples of the current policy.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
-    Source: GPG (arXiv 2504.02546); Williams (1992).
+    Source: GPG (arXiv 2504.02546); Williams (1992). Arguments and result: see `losses.base`.
     """
     p = LossInputs.of(logp, old_logp, advantages, mask)
     return -p.advantages * p.logp, p.metrics()

@@ -25,9 +25,7 @@ def gspo(
     sg(pi_t), so token-level advantages work as well. The paper averages within sequences (aggregation
     seq-mean-token-mean), with clip ranges of about 3e-4 and 4e-4. For A < 0 only `dual_clip` bounds s from above.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
-    Source: GSPO (arXiv 2507.18071), GSPO-token.
+    Source: GSPO (arXiv 2507.18071), GSPO-token. Arguments and result: see `losses.base`.
 
     >>> import torch
     >>> from types import SimpleNamespace

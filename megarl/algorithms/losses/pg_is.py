@@ -36,15 +36,13 @@ def pg_is(
     By `is_level`, w is min(prod rho, C) per sequence, min(rho, C) per token, or 1. Only the weight is clipped, so a
     token's gradient never vanishes.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
     Args:
         old_logp: same shape, log-probs of the policy that sampled the tokens.
         cfg: is_level (sequence, token, or none: then the caller applies weights) and is_threshold, as in
             `importance_weights`.
 
     Source: off-policy REINFORCE with truncated weights, e.g. IMPALA (arXiv 1802.01561), and the mismatch analysis of
-    Liu et al. 2025 ("When Speed Kills Stability").
+    Liu et al. 2025 ("When Speed Kills Stability"). Arguments and result: see `losses.base`.
 
     >>> import torch
     >>> from types import SimpleNamespace

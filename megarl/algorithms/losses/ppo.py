@@ -25,12 +25,11 @@ def ppo(
     """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), and at most -A c where A < 0; r = exp(clamp(logp - old_logp,
     +-20)).
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
     Args:
         cfg: clip_low, clip_high (0 is legal), dual_clip (c > 1, or None).
 
-    Source: PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729), clip-higher (arXiv 2503.14476).
+    Source: PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729), clip-higher (arXiv 2503.14476). Arguments and result:
+    see `losses.base`.
 
     >>> from types import SimpleNamespace
     >>> cfg = SimpleNamespace(clip_low=0.2, clip_high=0.2, dual_clip=3.0)

@@ -31,9 +31,7 @@ def sapo(
 
     At r = 1 the gradient is that of the policy gradient; it fades on both sides, faster for larger tau.
 
-    Shapes of arguments and result: see `megarl.algorithms.losses.base`.
-
-    Source: Soft Adaptive Policy Optimization (arXiv 2511.20347).
+    Source: Soft Adaptive Policy Optimization (arXiv 2511.20347). Arguments and result: see `losses.base`.
 
     >>> from types import SimpleNamespace
     >>> cfg, ones = SimpleNamespace(tau_pos=1.0, tau_neg=1.05), torch.ones(1)
