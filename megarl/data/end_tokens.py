@@ -73,8 +73,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: Dat
 def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int | None, str | None]:
     """Return the special token that the chat template writes after the assistant's turn, and the text that begins with
     it. (None, text): the text begins with no special token. (None, None): the template cannot write the example
-    conversation, or changes its text.
-    """
+    conversation, or changes its text."""
     render = chat_renderer(tokenizer, data.override_chat_template, more=data.chat_template_kwargs, date=data.date)
     try:
         text = after_turn(lambda messages: render(messages, Row({}, "an example", 0)))

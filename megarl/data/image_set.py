@@ -62,8 +62,7 @@ class ImageSet:
 
     def between(self, first: int, end: int) -> ImageSet | None:
         """Return the images that begin at tokens `first` to `end` - 1, with places counted from `first`; None: none
-        begins there.
-        """
+        begins there."""
         kept = [number for number, (start, *_) in enumerate(self.places) if first <= start < end]
         if not kept:
             return None

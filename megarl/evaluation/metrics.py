@@ -51,8 +51,7 @@ def from_reward(
 ) -> Scored:
     """Return the sample of a reward result: value from part `acc` or `accuracy`, else `overall`; vote from `extracted`.
     Without an extracted answer the whole response, stripped, is the vote. Raise ConfigError if the result has no such
-    part.
-    """
+    part."""
     if select_by is not None and select_by not in result:
         raise ConfigError(
             "the reward did not return this part, so it cannot select among the samples of a prompt",
@@ -131,8 +130,7 @@ def subset_sizes(n: int) -> list[int]:
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Return the probability that k of n samples, chosen without replacement, hold one of the `correct` correct ones.
-    Unbiased estimator of Chen et al. 2021, in exact integer arithmetic. Requires 1 <= k <= n and 0 <= correct <= n.
-    """
+    Unbiased estimator of Chen et al. 2021, in exact integer arithmetic. Requires 1 <= k <= n and 0 <= correct <= n."""
     if not (1 <= k <= n and 0 <= correct <= n):
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= correct <= n, not n={n}, correct={correct}, k={k}")
     total = comb(n, k)

@@ -26,8 +26,7 @@ ANSWERS: Any = Field(
 
 def answer_texts(value: Any, answers: Answers) -> list[str]:
     """Return the reference answers of a row as text: exactly one, or with `any` one or more. Raise ValueError if an
-    answer is neither non-blank text nor a finite number.
-    """
+    answer is neither non-blank text nor a finite number."""
     if isinstance(value, list) and answers == "any" and value:
         return [text for item in value for text in answer_texts(item, "one")]
     if isinstance(value, str):
@@ -44,8 +43,7 @@ def answer_texts(value: Any, answers: Answers) -> list[str]:
 
 def meeting_any(function: F) -> F:
     """Decorate the reward `function(sample, *, ...)` with the setting `answers`: the best result over the answers
-    counts.
-    """
+    counts."""
     signature = inspect.signature(function)
     setting = inspect.Parameter("answers", inspect.Parameter.KEYWORD_ONLY, default="one")
 

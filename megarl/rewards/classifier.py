@@ -46,8 +46,7 @@ class ClassifierSettings(Settings):
 @REWARDS.register("classifier", settings=ClassifierSettings, batch=True, process=True)
 def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
     """Return the classifier's logit of each sample, or the failure of the sample. Raise ConfigError if the classifier,
-    the label or the chat template does not exist.
-    """
+    the label or the chat template does not exist."""
     import torch
 
     options = ClassifierSettings(**settings)
@@ -121,8 +120,7 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
 
 def shown_text(sample: Sample, tokenizer: Any, *, form: str, end: bool) -> str:
     """Return the text of a sample as a reward model reads it, in the form text or chat; `end` appends a missing end
-    token.
-    """
+    token."""
     if form == "text":
         text = f"{sample['prompt']}{sample['response']}"
     else:

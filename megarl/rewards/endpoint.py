@@ -64,8 +64,7 @@ class EndpointSettings(Settings):
 
     def posts_to_url(self) -> bool:
         """Return whether requests go to `url` itself, which may then have a query; otherwise a path is appended
-        to it.
-        """
+        to it."""
         return False
 
     def server(self, url: str) -> ScoreServer:
@@ -99,8 +98,7 @@ class ScoreServer:
     def ask(self, body: Any, read: Callable[[Any], T], deadline: float, before: Callable[[], None] = lambda: None) -> T:
         """Post `body` and return the result of `read` for the reply, which raises ValueError, KeyError, IndexError or
         TypeError for an unusable one. Raise NoAnswer if every attempt failed, `before` refused it, or the deadline
-        (monotonic clock) passed.
-        """
+        (monotonic clock) passed."""
         data, wait, last = json.dumps(body).encode(), _FIRST_WAIT_S, "the deadline passed before the first request"
         attempts = 0
         while attempts <= self.retries and (left := deadline - time.monotonic()) > 0:
@@ -167,8 +165,7 @@ def ask_all(
     requests: Sequence[T], ask: Callable[[T], list[Any]], count: Callable[[T], int], concurrency: int
 ) -> list[Any]:
     """Return the results of all samples in order, of requests with one or more samples each, with `concurrency`
-    requests at a time. Samples of a request without a reply get a `ScoringFailure` each.
-    """
+    requests at a time. Samples of a request without a reply get a `ScoringFailure` each."""
 
     def one(request: T) -> list[Any]:
         try:

@@ -47,8 +47,7 @@ class HttpSettings(EndpointSettings):
 )
 def http(samples: list[Sample], **settings: Any) -> list[Any]:
     """Return the server's score of each sample, or the failure of the sample. Raise ConfigError if samples lack a
-    field, or the environment variable of the key is not set.
-    """
+    field, or the environment variable of the key is not set."""
     options = HttpSettings(**settings)
     url = options.url.rstrip("/")
     if options.protocol == "sglang" and not url.endswith("/classify"):

@@ -82,8 +82,7 @@ class JudgeSettings(EndpointSettings):
 
     def sample_names(self) -> set[str]:
         """Return the names that the prompt needs in every sample; names that it tests with `is defined` may be
-        missing.
-        """
+        missing."""
         import jinja2
         from jinja2 import meta, nodes
 
@@ -106,8 +105,7 @@ class JudgeSettings(EndpointSettings):
 )
 def judge(samples: list[Sample], **settings: Any) -> list[Any]:
     """Return the judge's score of each sample, from 0 to 1, or the failure of the sample. Raise ConfigError if the
-    prompt uses a field that a sample lacks, or the environment variable of the key is not set.
-    """
+    prompt uses a field that a sample lacks, or the environment variable of the key is not set."""
     options = JudgeSettings(**settings)
     server = options.server(f"{options.url.rstrip('/')}/chat/completions")
     render, deadline = _template(options.prompt or _PROMPT), time.monotonic() + options.deadline_s
@@ -164,8 +162,7 @@ def _count_call(options: JudgeSettings) -> None:
 
 def _append(calls: Path, budget: int) -> bool:
     """Count one call, and return whether it is within the budget. Several ranks may read the same file size. Appending
-    is atomic, so the positions of their bytes decide who may call.
-    """
+    is atomic, so the positions of their bytes decide who may call."""
     calls.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:

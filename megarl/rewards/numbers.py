@@ -18,16 +18,14 @@ _FRAC = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 def parse_number(text: str) -> Fraction | None:
     """Return the number that `text` as a whole denotes, or None. Understands `24`, `24.0`, `.5`, `-3`, `1,000`, `1/2`,
-    `\\frac{1}{2}`, `$18`, `1e3`; `50%` is 1/2.
-    """
+    `\\frac{1}{2}`, `$18`, `1e3`; `50%` is 1/2."""
     match = _NUMBER.fullmatch(_plain(text).rstrip(".").strip())
     return _value(match) if match else None
 
 
 def find_numbers(text: str) -> list[str]:
     """Return all numbers in `text` from left to right, as written (a trailing full stop is not part of one). Linear in
-    the length of `text`: digits are found first, then sign and dollar in the gap before them.
-    """
+    the length of `text`: digits are found first, then sign and dollar in the gap before them."""
     found, plain = [], _plain(text)
     end, last = 0, ""  # end and last character of the previous number
     for match in _WITHOUT_SIGN.finditer(plain):

@@ -121,8 +121,7 @@ class Rewards:
 
 def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequence[float]) -> list[Result]:
     """Return the samples' results (empty dicts when there are none) with the scores of the role `reward_model` added.
-    NaN marks a failed sample, which gets `reward.on_error`.
-    """
+    NaN marks a failed sample, which gets `reward.on_error`."""
     label = cfg.of_model
     assert label is not None, "the recipe must name the reward reward_model"
     found = []
@@ -143,8 +142,7 @@ def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequ
 
 def raise_part_problems(cfg: RewardConfig) -> None:
     """Refuse names of parts that metrics cannot have, and a recipe with both a single reward and parts. Raise
-    ConfigError, which names the key.
-    """
+    ConfigError, which names the key."""
     for label in cfg.parts:
         if not _LABEL.fullmatch(label) or label in RESERVED_PARTS | _MEANINGS:
             raise ConfigError(

@@ -109,8 +109,7 @@ class ScorerPool:
 
     def score(self, samples: list[Sample], timeout_s: float, stop_at_failure: bool) -> dict[int, Outcome]:
         """Return the outcomes by position. Every position has one, unless `stop_at_failure` stopped after a failure.
-        Raise ConfigError if an included reward cannot score with its configuration.
-        """
+        Raise ConfigError if an included reward cannot score with its configuration."""
         deadline = time.monotonic() + timeout_s
         batch = _Batch(samples)
         batch.pending.extend(self._chunks(batch))
@@ -182,8 +181,7 @@ class ScorerPool:
 
     def _on_message(self, worker: PoolProcess, message: dict[str, Any], outcomes: dict[int, Outcome]) -> None:
         """Handle a message of a process. Raise ConfigError if an included reward cannot score with its configuration,
-        or the process could not load the function; raise Malformed if the message is invalid in this state.
-        """
+        or the process could not load the function; raise Malformed if the message is invalid in this state."""
         kind = message.get("kind")
         if kind == "scored" and worker.chunk:
             index = whole(message.get("index"), range(len(worker.chunk)), "an answer for the sample")

@@ -93,8 +93,7 @@ class PoolProcess:
 
     def flush(self) -> None:
         """Send as much as the process can receive now. If the process is gone, a later read reports that and
-        its cause.
-        """
+        its cause."""
         try:
             while self._outbox:
                 del self._outbox[: self._socket.send(self._outbox[: 1 << 20])]

@@ -32,8 +32,7 @@ def main() -> None:
 
 def run(load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
     """Score until the parent closes the connection, with the function that `load` returns for the parent's setup.
-    `load` also returns whether the function uses images.
-    """
+    `load` also returns whether the function uses images."""
     handle = int(sys.argv[1])
     guarded(handle)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the parent decides when it ends
@@ -45,8 +44,7 @@ def run(load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
 
 def serve(parent: socket.socket, load: Callable[[dict[str, Any]], tuple[Work, bool]]) -> None:
     """Load the function, report that, then score chunk after chunk with one message per sample until the parent hangs
-    up.
-    """
+    up."""
     from megarl.rewards.images import unpacked
     from megarl.rewards.scoring import plain_outcome
     from megarl.system.errors import UserError

@@ -37,8 +37,7 @@ _PARTS = ("what", "where", "found", "allowed", "fix")
 
 def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S, *, images: bool = True) -> None:
     """Import the functions of the reward, each within `limit_s`, and bind their arguments; raise ConfigError as a
-    worker would. Included rewards are not checked.
-    """
+    worker would. Included rewards are not checked."""
     for label, one in reward.functions.items():
         if ":" in one.name:
             request = {"name": one.name, "mode": one.mode, "kwargs": one.kwargs, "images": images}
@@ -52,8 +51,7 @@ def _load(name: str, mode: Mode, kwargs: dict[str, Any], images: bool) -> None:
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
     """Return the keys that a reward accepts in `reward.kwargs`; None if it accepts any, or if its import takes too
-    long. Raise UserError if the reward cannot be found.
-    """
+    long. Raise UserError if the reward cannot be found."""
     if name in REWARDS.names() or ":" not in name:
         return own_keys(name)
     return cast("list[str] | None", ask(own_keys, {"name": name}, limit_s, where=REWARDS.key))
@@ -61,8 +59,7 @@ def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
 
 def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: float, *, where: str) -> object:
     """Return `work(**request)`, plain JSON, as run in another process; None if there was no result in time. Raise
-    ConfigError if `work` raised it, or the process died while it loaded the file that the key `where` names.
-    """
+    ConfigError if `work` raised it, or the process died while it loaded the file that the key `where` names."""
     environment = os.environ | as_parent() | {"PYTHONSAFEPATH": "1"}  # PYTHONSAFEPATH as in workers
     command = [sys.executable, "-m", __name__, f"{work.__module__}:{work.__name__}"]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL

@@ -38,8 +38,7 @@ def reads_answers(config: RunConfig) -> bool:
 @contextlib.contextmanager
 def explained_scoring(config: RunConfig) -> Iterator[None]:
     """Within the block add to errors what scoring needs: a run that learns from preferences may lack rows with answers.
-    Raise DataError if a column is missing, in a recipe that learns from preferences.
-    """
+    Raise DataError if a column is missing, in a recipe that learns from preferences."""
     try:
         yield
     except MissingColumnError as error:
@@ -57,8 +56,7 @@ def explained_scoring(config: RunConfig) -> Iterator[None]:
 
 def uses_reward(config: RunConfig) -> bool:
     """Return whether `reward` scores the samples. With a user's environment it does, unless the environment's class
-    says otherwise.
-    """
+    says otherwise."""
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
     file = source_file(environment) if environment != _TOOLS else None
     return environment == _TOOLS or (
@@ -74,8 +72,7 @@ def gives_images(config: RunConfig) -> bool:
 
 def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
     """Refuse a row whose reference answer an included reward cannot use; users' functions are not checked. Raise
-    DataError, which names the row, the value and the accepted form.
-    """
+    DataError, which names the row, the value and the accepted form."""
     pairs = list(answers)
     for one in reward.functions.values():
         _check_answers_of(one, key, pairs)

@@ -88,8 +88,7 @@ def mode_of(name: str, mode: Mode) -> Mode:
 
 def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Settings:
     """Return `reward.kwargs` as the settings of the reward that declares `spec`. Raise ConfigError if a key is unknown,
-    or a value is invalid.
-    """
+    or a value is invalid."""
     settings, problems = settle(KWARGS, name, kwargs, spec.settings, lambda key: {}, name_key=REWARDS.key)
     raise_problems(problems)
     assert settings is not None
@@ -99,16 +98,14 @@ def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Sett
 
 def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
     """Return the CPU seconds per sample of an included reward that needs its own process; None for others. Raise
-    ConfigError if `kwargs` are invalid.
-    """
+    ConfigError if `kwargs` are invalid."""
     spec = REWARDS.spec(name) if name in REWARDS.names() else RewardSpec()
     return None if spec.limit is None else float(getattr(reward_settings(name, kwargs, spec), spec.limit))
 
 
 def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool = True) -> Scorer:
     """Find the function (an included reward, `path/to/file.py:function` or `package.module:function`), and give it its
-    settings. Raise UserError if it cannot be loaded or called with them, or requires images that the run lacks.
-    """
+    settings. Raise UserError if it cannot be loaded or called with them, or requires images that the run lacks."""
     function = REWARDS.get(name)
     spec = REWARDS.declared(function)
     source = getattr(inspect.getmodule(function), "__file__", None)
@@ -131,8 +128,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool =
 
 def refuse_images(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
     """Refuse a function that requires images, in a run that has none. Raise ConfigError, which names the function, and
-    the missing key.
-    """
+    the missing key."""
     if signatures.requires_images(signature, kwargs):
         raise ConfigError(
             f"{name} requires images, but the recipe names no column of images",
@@ -144,8 +140,7 @@ def refuse_images(name: str, signature: inspect.Signature, kwargs: Mapping[str, 
 
 def own_keys(name: str) -> list[str] | None:
     """Return the keys that a reward accepts in `reward.kwargs`; None when it accepts any. A user's function is
-    imported. Raise UserError if the reward cannot be found.
-    """
+    imported. Raise UserError if the reward cannot be found."""
     function = REWARDS.get(name)
     spec = REWARDS.declared(function)
     if spec is not None:
@@ -158,8 +153,7 @@ def kwargs_error(
     name: str, kwargs: dict[str, object], signature: inspect.Signature, text: str, error: TypeError
 ) -> ConfigError:
     """Return the error for a reward that cannot be called with its keyword arguments. Values of defaults may be missing
-    in its signature; `text` is the function and its parameters as the user writes them, `error` Python's reason.
-    """
+    in its signature; `text` is the function and its parameters as the user writes them, `error` Python's reason."""
     named = signatures.settings_of(signature)
     form = signatures.form_of(signature)
     own = form is signatures.OWN

@@ -110,8 +110,7 @@ class RewardRunner:
     def result(self, handle: RewardHandle) -> list[Result]:
         """Wait for a batch; return one dict per sample with finite `overall` and parts, and possibly text `extracted`.
         Raise RewardError for a failed sample with `reward.on_error=raise` or a call past its deadline, and ConfigError
-        for a reserved part name.
-        """
+        for a reserved part name."""
         while True:
             try:
                 outcomes = handle.outcomes.result(timeout=_POLL_S)
@@ -189,8 +188,7 @@ class RewardRunner:
 
 def reward_processes(cfg: RewardConfig) -> int:
     """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores. An included reward
-    without an alarm cannot change its process, and costs less in a thread.
-    """
+    without an alarm cannot change its process, and costs less in a thread."""
     if cfg.parts:
         return sum(map(reward_processes, cfg.functions.values()))
     if cfg.name == BY_MODEL:

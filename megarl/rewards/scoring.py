@@ -43,8 +43,7 @@ Outcome = Result | ScoringFailure
 
 def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Iterator[tuple[int, Outcome]]:
     """Score `samples`; yield (index, outcome) as soon as known, each index once, or fewer after a stop at a failure.
-    Raise ConfigError if an included reward cannot score with its configuration.
-    """
+    Raise ConfigError if an included reward cannot score with its configuration."""
     if scorer.mode == "batch":
         yield from _score_batch(scorer, list(range(len(samples))), samples, stop_at_failure)
         return
@@ -184,8 +183,7 @@ def outcome_of(message: dict[str, Any], read: Reading) -> Outcome:
 
 def read_reward(value: Any) -> Result:
     """Return a reward: finite numbers by name, including `overall`, and text under `extracted`. Raise Malformed if the
-    value is not a reward.
-    """
+    value is not a reward."""
     if not isinstance(value, dict) or "overall" not in value or len(value) > MAX_PARTS:
         raise Malformed(f"an invalid reward: {short(value)}")
     found: Result = {}

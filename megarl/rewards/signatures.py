@@ -59,8 +59,7 @@ def form_of(signature: inspect.Signature) -> Convention:
 
 def settings_of(signature: inspect.Signature) -> list[inspect.Parameter]:
     """Return the parameters that `reward.kwargs` fills: those after the samples, or all that the convention does not
-    fill.
-    """
+    fill."""
     form, parameters = form_of(signature), list(signature.parameters.values())
     taken = set(form.given) | set(form.unknown) if form is not OWN else {p.name for p in parameters[:1]}
     taken.add(IMAGES)

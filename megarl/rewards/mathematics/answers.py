@@ -63,8 +63,7 @@ def unboxed(text: str) -> list[str]:
 
 def equal(reference: str, answer: str) -> bool:
     """Return whether an answer equals the reference (without boxes) as mathematics, or as text if one is not fully
-    parsed.
-    """
+    parsed."""
     if len(reference) > _MAX_LENGTH or len(answer) > _MAX_LENGTH:
         return reference.split() == answer.split()
     if reference.split() == answer.split():

@@ -19,8 +19,7 @@ _SYMMETRIC = frozenset({"=", "!=", "\\approx", "\\sim", "\\simeq", "\\cong", "\\
 
 def same(reference: Node, answer: Node) -> bool:
     """Return whether two answers are the same, whatever their form. Raise UnreadError if a value in one of them has no
-    bound.
-    """
+    bound."""
     return _same(normal(reference), normal(answer))
 
 

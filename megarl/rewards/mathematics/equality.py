@@ -28,8 +28,7 @@ _ENOUGH = 2  # number of points at which both expressions must be defined
 
 def equal_expressions(reference: Node, answer: Node) -> bool:
     """Return whether both have the same value; a unit, a percent or a degree sign may be missing in one of them. Raise
-    UnreadError if a value has no bound, or a part has no value.
-    """
+    UnreadError if a value has no bound, or a part has no value."""
     if reference == answer:
         return True
     if _has_base(reference) or _has_base(answer):
@@ -225,8 +224,7 @@ def _values(reference: Node, answer: Node, names: list[str], base: float | None)
 
 def proportional(first: Node, second: Node, positive: bool) -> bool:
     """Return whether `first = 0` and `second = 0` are the same up to a constant factor, which must be `positive`
-    between inequalities.
-    """
+    between inequalities."""
     if any(isinstance(found, Compound) for found in walk(first, second)):
         return False
     names = unknowns(first, second)

@@ -427,8 +427,7 @@ class ExpressionReader(TokenReader):
 
     def _function_arguments(self, divided: bool) -> tuple[Node, ...]:
         """Read a function's arguments. `divided` means that a quotient may follow: `\\sin x/2` is the sine of a half of
-        x, but `\\ln x/2` is half a logarithm.
-        """
+        x, but `\\ln x/2` is half a logarithm."""
         if self.next_is("(", "[", "{", "\\{"):
             inner = self._enclosed(self.step().text)
             if isinstance(inner, Compound) and inner.kind in ("tuple", "list", "set"):

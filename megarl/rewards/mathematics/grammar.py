@@ -13,8 +13,7 @@ _SETS = {"\\cup": "cup", "\\cap": "cap", "\\setminus": "\\"}
 
 def read(tokens: list[Token]) -> Node:
     """Return the tree of an answer, with all of its tokens in it. Raise UnreadError if it is not mathematics, or a part
-    of it is not.
-    """
+    of it is not."""
     if len(tokens) > _MAX_TOKENS:
         raise UnreadError("too long")
     reader = AnswerReader(list(tokens))

@@ -78,8 +78,7 @@ class TokenReader:
 
     def multiplies(self, name: str) -> bool:
         """Return whether the bracket after h, H or P is a factor (a height times a sum, `P(1+r)^t`) and not an
-        argument.
-        """
+        argument."""
         if name not in ("h", "H", "P") or not self.next_is("("):
             return False
         depth, at, sum_ = 0, 0, False

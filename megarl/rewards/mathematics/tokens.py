@@ -181,8 +181,7 @@ def _interval(found: re.Match[str]) -> str:
 
 def tokenize(text: str, grouping: bool = True) -> list[Token]:
     """Split a cleaned answer into tokens; with `grouping`, commas between groups of three digits belong to one number.
-    Raise UnreadError if a number is too long.
-    """
+    Raise UnreadError if a number is too long."""
     return _Scanner(text, grouping).scan()
 
 

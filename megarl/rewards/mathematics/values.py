@@ -116,8 +116,7 @@ class Evaluation:
 
     def value(self, node: Node) -> Any:
         """Return the value of an expression. Raise OutsideError if it has none here, and UnreadError if it has none
-        anywhere, or one that is too large.
-        """
+        anywhere, or one that is too large."""
         if isinstance(node, Number):
             if node.base is not None:
                 raise UnreadError("a number with a base has no other value")
@@ -280,8 +279,7 @@ def evaluate(
     nodes: tuple[Node, Node], values: Mapping[str, Any], real: bool, base: float | None
 ) -> tuple[Any, Any, int]:
     """Return two values at one point, and their number of digits. Raise OutsideError if one is undefined there, and
-    UnreadError if it has no value of bounded size anywhere.
-    """
+    UnreadError if it has no value of bounded size anywhere."""
     digits = DIGITS
     while True:
         evaluations = [Evaluation(values, real, base, digits) for _ in nodes]
@@ -309,8 +307,7 @@ def unknowns(*nodes: Node) -> list[str]:
 
 def points(names: list[str], wide: bool = False) -> list[dict[str, Any]]:
     """Return values of the unknowns at some generic points, with `wide` also far from zero; units are positive
-    everywhere.
-    """
+    everywhere."""
     ctx = context(DIGITS)
     made = []
     for index, scale in enumerate(_SCALES + (_WIDE if wide else ())):
