@@ -49,7 +49,11 @@ def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[i
         starts = [_longest_first(sizes, k)]
         if len(sizes) * k <= _DIFFERENCING_LIMIT:
             starts.append(_differencing(sizes, k))
-        table = _as_table(min(starts, key=lambda parts: max(int(sizes[part].sum()) for part in parts)))
+        parts = min(starts, key=lambda parts: max(int(sizes[part].sum()) for part in parts))
+        # Every part has a free place, so that an exchange can also move one item.
+        table = np.full((k, max(map(len, parts)) + 1), -1, dtype=np.int64)
+        for part, items in enumerate(parts):
+            table[part, : len(items)] = items
     _exchange(table, sizes, fixed_counts=equal_counts)
     return [sorted(row[row >= 0].tolist()) for row in table]
 
@@ -94,16 +98,6 @@ def _rows(sizes: np.ndarray, k: int) -> np.ndarray:
         lightest_first = np.argsort(totals, kind="stable")
         table[lightest_first, column] = row
         totals[lightest_first] += padded[row]
-    return table
-
-
-def _as_table(parts: list[list[int]]) -> np.ndarray:
-    """Return the parts as an array [k, most items + 1], padded with -1. Every part has a free place, so that an
-    exchange
-    can also move one item."""
-    table = np.full((len(parts), max(map(len, parts)) + 1), -1, dtype=np.int64)
-    for part, items in enumerate(parts):
-        table[part, : len(items)] = items
     return table
 
 
@@ -208,8 +202,8 @@ def _mini_batches(count: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _evened(parts: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
-    """Exchange two items between the fullest part and any other until no exchange makes it smaller, or it is near the
-    mean. `_exchange` compares the fullest part with the lightest only, since hundreds of parts cost too much."""
+    """Exchange items between the fullest part and any other until no exchange makes it smaller, or it is near the mean.
+    `_exchange` compares the fullest part with the lightest only, since hundreds of parts cost too much."""
     owner = np.zeros(len(sizes), dtype=np.int64)
     for part, items in enumerate(parts):
         owner[items] = part

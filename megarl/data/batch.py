@@ -283,13 +283,13 @@ def _joined(every: Sequence[Parts]) -> Batch:
 
 
 def _check_alike(first: Parts, other: Parts, number: int) -> None:
-    mine, theirs = ({**fields, **columns} for fields, columns, _ in (first, other))
-    if mine.keys() != theirs.keys():
+    values, others = ({**fields, **columns} for fields, columns, _ in (first, other))
+    if values.keys() != others.keys():
         raise ValueError(
-            f"batches 0 and {number} do not have the same names: only in 0: {sorted(mine.keys() - theirs.keys())}, "
-            f"only in {number}: {sorted(theirs.keys() - mine.keys())}"
+            f"batches 0 and {number} do not have the same names: only in 0: {sorted(values.keys() - others.keys())}, "
+            f"only in {number}: {sorted(others.keys() - values.keys())}"
         )
-    for name in mine:
-        kinds = _kind(mine[name]), _kind(theirs[name])
+    for name in values:
+        kinds = _kind(values[name]), _kind(others[name])
         if kinds[0] != kinds[1]:
             raise ValueError(f"{name!r} is {kinds[0]} in batch 0 and {kinds[1]} in batch {number}")

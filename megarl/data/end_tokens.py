@@ -49,25 +49,24 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: Dat
     A token of generation_config.json counts if the tokenizer is the model's own or the token is special in it: in
     another tokenizer the number may mean a letter.
     """
-    found = EndTokens({int(tokenizer.eos_token_id): [_TOKENIZER]})
-    notes: list[str] = []
-    own = model.tokenizer in (None, model.path)
+    sources, notes = {int(tokenizer.eos_token_id): [_TOKENIZER]}, list[str]()
+    models_own = model.tokenizer in (None, model.path)
     for number in _of_generation_config(model.path):
-        if number < len(tokenizer) and (own or is_special(tokenizer, number)):
-            found.sources.setdefault(number, []).append(GENERATION_CONFIG)
+        if number < len(tokenizer) and (models_own or is_special(tokenizer, number)):
+            sources.setdefault(number, []).append(GENERATION_CONFIG)
         else:
-            what = "is no special token of model.tokenizer" if number < len(tokenizer) else "is none of the tokenizer's"
-            notes.append(f"{GENERATION_CONFIG} ends a response at token {number}, which {what}: it is not used")
+            why = "is no special token of model.tokenizer" if number < len(tokenizer) else "is none of the tokenizer's"
+            notes.append(f"{GENERATION_CONFIG} ends a response at token {number}, which {why}: it is not used")
     if uses_chat(data, bool(tokenizer.chat_template)):
         turn, text = turn_end(tokenizer, data)
         if turn is not None:
-            found.sources.setdefault(turn, []).append(_TEMPLATE)
+            sources.setdefault(turn, []).append(_TEMPLATE)
         elif text is not None:
             notes.append(
                 f"WARNING: the chat template ends a turn with {text[:40]!r}, which begins with no special token: no "
                 "response ends there. rollout.sampling.stop_token_ids names tokens that do"
             )
-    return EndTokens(found.sources, tuple(notes))
+    return EndTokens(sources, tuple(notes))
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int | None, str | None]:

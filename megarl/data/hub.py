@@ -89,15 +89,15 @@ def problem_of(source: HubSource, why: str | None) -> ConfigError:
     switch = offline()
     download = f"download it where there is a network (hf download {source.name}), and name its folder"
     if switch is not None:
-        what = f"{switch} is set, and this is not in the local cache"
+        problem = f"{switch} is set, and this is not in the local cache"
         fix = f"unset {switch}, or {download}"
     elif why is not None:
-        what = f"this is not in the local cache, and the hub at {_endpoint()} cannot be reached ({why})"
+        problem = f"this is not in the local cache, and the hub at {_endpoint()} cannot be reached ({why})"
         fix = f"check the network, HTTPS_PROXY and HF_ENDPOINT, or {download}"
     else:
-        what = f"the hub at {_endpoint()} has no such public repository of {source.kind}"
+        problem = f"the hub at {_endpoint()} has no such public repository of {source.kind}"
         fix = "check the name; for a private one log in (hf auth login) or set HF_TOKEN"
-    return ConfigError(what, where=source.key, found=source.name, allowed="a local folder, or a hub name", fix=fix)
+    return ConfigError(problem, where=source.key, found=source.name, allowed="a local folder, or a hub name", fix=fix)
 
 
 def ask(sources: list[HubSource]) -> tuple[dict[HubSource, Answer], str | None]:
@@ -114,7 +114,9 @@ def ask(sources: list[HubSource]) -> tuple[dict[HubSource, Answer], str | None]:
                 answers[source] = "there"
         except urllib.error.HTTPError as error:
             # Without a token the hub hides what is private; the token itself is left to the hub's own packages.
-            if error.code in (401, 403, 404) and not _has_token():
+            names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+            has_token = any(os.environ.get(name) for name in names) or hub_paths().token.is_file()
+            if error.code in (401, 403, 404) and not has_token:
                 answers[source] = "not there"
         except (OSError, ValueError) as error:
             reasons[source] = str(getattr(error, "reason", None) or error)
@@ -135,8 +137,3 @@ def ask(sources: list[HubSource]) -> tuple[dict[HubSource, Answer], str | None]:
 
 def _endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-
-
-def _has_token() -> bool:
-    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    return any(os.environ.get(name) for name in names) or hub_paths().token.is_file()

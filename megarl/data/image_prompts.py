@@ -1,5 +1,4 @@
-"""Prompts with images: `<image>` in a prompt is replaced by the model's image tokens, one for each feature of the
-image.
+"""Prompts with images: `<image>` in a prompt becomes the model's image tokens, one for each feature of the image.
 
     "<image> How many circles?"  ->  <|vision_start|> <|image_pad|> x features <|vision_end|> How many circles?
 The sizes of images are read with the prompts, because lengths depend on them; pixels are read when a prompt is used.
@@ -87,17 +86,15 @@ class ImagePrompts:
                 allowed=f"{MARK} for each image",
                 fix=row.way_out,
             )
-        features = iter(values)
-        found: list[int] = []
+        images, tokens, unit = iter(values), list[int](), self.settings.patch * self.settings.merge
         for token in ids:
-            found += [token] * (self._features(next(features), row) if token == self.token else 1)
-        return found
-
-    def _features(self, value: Any, row: Row) -> int:
-        size = image_size(value, self.folder, self._where(row))
-        height, width = fitting_size(*size, self.settings)
-        unit = self.settings.patch * self.settings.merge
-        return height // unit * (width // unit)
+            features = 1
+            if token == self.token:
+                size = image_size(next(images), self.folder, self._where(row))
+                height, width = fitting_size(*size, self.settings)
+                features = height // unit * (width // unit)
+            tokens += [token] * features
+        return tokens
 
     def read(self, value: Any, where: str) -> ImageSet:
         """Read an image; raises DataError as `patches_of`, with `where`."""
@@ -119,14 +116,12 @@ class ImagePrompts:
                 found=f"{ids.count(self.token)} tokens, {count(len(images), 'image')}",
                 allowed="images as parts, and no such token in text",
             )
-        left, found, starts = iter(images), list[int](), list[int]()
+        left, tokens, starts = iter(images), list[int](), list[int]()
         for token in ids:
             if token == self.token:
-                starts.append(len(found))
-                found += [token] * next(left).features
-            else:
-                found.append(token)
-        return found, ImageSet.joined(images, starts)
+                starts.append(len(tokens))
+            tokens += [token] * (next(left).features if token == self.token else 1)
+        return tokens, ImageSet.joined(images, starts)
 
     def _where(self, row: Row) -> str:
         return f"{row.where}: column {self.key!r}"

@@ -63,17 +63,17 @@ class ImageSet:
     def between(self, first: int, end: int) -> ImageSet | None:
         """Return the images that begin at tokens `first` to `end` - 1, with places counted from `first`; None: none
         begins there."""
-        kept = [number for number, (start, *_) in enumerate(self.places) if first <= start < end]
-        if not kept:
+        numbers = [number for number, (start, *_) in enumerate(self.places) if first <= start < end]
+        if not numbers:
             return None
-        if len(kept) == len(self.places):
+        if len(numbers) == len(self.places):
             return self.shifted(-first)
         parts = self.parts()
         return ImageSet(
-            torch.cat([parts[number] for number in kept]),
-            tuple(self.places[number] for number in kept),
-            tuple(self.sizes[number] for number in kept),
-            tuple(self.digests[number] for number in kept),
+            torch.cat([parts[number] for number in numbers]),
+            tuple(self.places[number] for number in numbers),
+            tuple(self.sizes[number] for number in numbers),
+            tuple(self.digests[number] for number in numbers),
         ).shifted(-first)
 
     def parts(self) -> tuple[Tensor, ...]:
@@ -86,20 +86,25 @@ class ImageSet:
         return {"patches": encoded, "places": self.places, "sizes": self.sizes, "digests": self.digests}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> ImageSet:
+    def from_json(cls, values: Mapping[str, Any]) -> ImageSet:
         """Return the images from the values that `to_json` returned."""
-        places = tuple((start, rows, columns) for start, rows, columns in told["places"])
-        patches = torch.frombuffer(bytearray(base64.b64decode(told["patches"])), dtype=torch.uint8)
-        return cls(patches.view(sum(told["sizes"]), -1), places, tuple(told["sizes"]), tuple(told["digests"]))
+        places = tuple((start, rows, columns) for start, rows, columns in values["places"])
+        patches = torch.frombuffer(bytearray(base64.b64decode(values["patches"])), dtype=torch.uint8)
+        return cls(patches.view(sum(values["sizes"]), -1), places, tuple(values["sizes"]), tuple(values["digests"]))
 
 
 def image_sets(samples: Batch) -> list[ImageSet | None]:
     """Return each sample's images from the image fields of a batch; None for a sample without images."""
-    parts = zip(*(samples[name].to("cpu").unbind() for name in (PATCHES, GRIDS, DIGESTS)), strict=True)
-    return [
-        _image_set(patches, grids.tolist(), digests.tolist()) if len(grids) else None
-        for patches, grids, digests in parts
-    ]
+    sets = list[ImageSet | None]()
+    for patches, grids, digests in zip(
+        *(samples[name].to("cpu").unbind() for name in (PATCHES, GRIDS, DIGESTS)), strict=True
+    ):
+        places = tuple((start, rows, columns) for start, rows, columns in grids.tolist())
+        features = [rows * columns for _, rows, columns in places]
+        merge = math.isqrt(len(patches) // sum(features)) if places else 0
+        sizes = tuple(merge**2 * count for count in features)
+        sets.append(ImageSet(patches, places, sizes, tuple(digests.tolist())) if places else None)
+    return sets
 
 
 def image_features(samples: Batch) -> dict[int, int]:
@@ -110,21 +115,15 @@ def image_features(samples: Batch) -> dict[int, int]:
     return dict(zip(samples[DIGESTS].values.tolist(), counts, strict=True))
 
 
-def _image_set(patches: Tensor, grids: list[list[int]], digests: list[int]) -> ImageSet:
-    merge = math.isqrt(len(patches) // sum(rows * columns for _, rows, columns in grids))
-    places = tuple((start, rows, columns) for start, rows, columns in grids)
-    return ImageSet(patches, places, tuple(merge**2 * rows * columns for _, rows, columns in grids), tuple(digests))
-
-
 def pixels_of(images: ImageSet) -> list[tuple[int, npt.NDArray[np.uint8]]]:
     """Return the hash and the pixels, uint8 [height, width, 3], of each image in the size that the model sees."""
-    found, start = [], 0
+    pixels, start = [], 0
     for (_, rows, columns), size, digest in zip(images.places, images.sizes, images.digests, strict=True):
         merge = math.isqrt(size // (rows * columns))
         values = images.patches[start : start + size].numpy()
-        found.append((digest, unpatchify(values, rows * merge, columns * merge, merge)))
+        pixels.append((digest, unpatchify(values, rows * merge, columns * merge, merge)))
         start += size
-    return found
+    return pixels
 
 
 def pil_images(images: ImageSet) -> list[Image]:
@@ -142,19 +141,19 @@ def image_fields(
     Args:
         starts: for each image the position of its first feature among the tokens of its sample.
     """
-    sets = [ImageSet.joined(own, places) for own, places in zip(images, starts, strict=True)]
+    sets = [ImageSet.joined(parts, places) for parts, places in zip(images, starts, strict=True)]
     return fields_of_sets(sets, 3 * settings.patch**2)
 
 
 def fields_of_sets(sets: Sequence[ImageSet | None], patch_values: int) -> dict[str, Jagged]:
     """Return the image fields of a batch from one `ImageSet` per sample; `patch_values`: values per patch."""
-    given = [one for one in sets if one is not None]
-    numbers = [0 if one is None else len(one.places) for one in sets]
-    whole = torch.cat([torch.zeros(0, patch_values, dtype=torch.uint8), *(one.patches for one in given)])
-    grids = [place for one in given for place in one.places]
-    digests = [digest for one in given for digest in one.digests]
+    given = [images for images in sets if images is not None]
+    numbers = [0 if images is None else len(images.places) for images in sets]
+    whole = torch.cat([torch.zeros(0, patch_values, dtype=torch.uint8), *(images.patches for images in given)])
+    grids = [place for images in given for place in images.places]
+    digests = [digest for images in given for digest in images.digests]
     return {
-        PATCHES: Jagged.from_lengths(whole, [0 if one is None else len(one.patches) for one in sets]),
+        PATCHES: Jagged.from_lengths(whole, [0 if images is None else len(images.patches) for images in sets]),
         GRIDS: Jagged.from_lengths(torch.tensor(grids, dtype=torch.int64).view(-1, 3), numbers),
         DIGESTS: Jagged.from_lengths(torch.tensor(digests, dtype=torch.int64), numbers),
     }

@@ -108,8 +108,8 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
             image = Image.open(source, formats=_FORMATS)
         except UnidentifiedImageError as error:
             source.seek(0)
-            found = source.read(16)
-            raise DataError("not an image", where=where, found=found, allowed=", ".join(_FORMATS)) from error
+            head = source.read(16)
+            raise DataError("not an image", where=where, found=head, allowed=", ".join(_FORMATS)) from error
         except Image.DecompressionBombError as error:
             raise _too_large(str(error), where) from error
     _check_size(image, where)
@@ -168,7 +168,10 @@ def _as_rgb(image: Image, where: str) -> Image:
     from PIL import Image
 
     _check_size(image, where)
-    image = _upright(image)
+    # `ImageOps.exif_transpose` would write all entries again, and raises if one has a type that PIL does not expect.
+    turn = _orientation(image.getexif())
+    if turn >= _FIRST_TURN:
+        image = image.transpose(Image.Transpose[_TURNS[turn - _FIRST_TURN]])
     if image.mode in ("I;16", "I;16B", "I;16L", "I;16N"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
@@ -183,15 +186,6 @@ def _as_rgb(image: Image, where: str) -> Image:
         clear = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB")
     return image.convert("RGB")
-
-
-def _upright(image: Image) -> Image:
-    """Apply the Exif orientation. `ImageOps.exif_transpose` would write all entries again, and raises if one has a type
-    that PIL does not expect."""
-    from PIL.Image import Transpose
-
-    turn = _orientation(image.getexif())
-    return image if turn < _FIRST_TURN else image.transpose(Transpose[_TURNS[turn - _FIRST_TURN]])
 
 
 def _decoded(url: str, where: str) -> bytes:

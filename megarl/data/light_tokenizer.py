@@ -49,8 +49,8 @@ class FileTokenizer:
 
     def _id(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token
-        found: int | None = self._backend.token_to_id(text) if isinstance(text, str) else None
-        return found
+        number: int | None = self._backend.token_to_id(text) if isinstance(text, str) else None
+        return number
 
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, **settings: Any

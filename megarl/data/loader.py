@@ -46,10 +46,9 @@ class PromptLoader:
     Epochs follow each other without a gap, each in an order drawn from (seed, epoch), and are cut into global batches
     of `batch_size`. So every sample comes exactly once per epoch, every batch is full, and none is dropped; a batch may
     hold the last samples of an epoch and the first of the next. Rank r of d takes samples r, r + d, r + 2 d, ... of
-    each
-    global batch, so that the first k samples of all ranks are the first k * d of the batch: a mini-batch holds the same
-    samples whatever the number of ranks.
-    The state contains the next sample and no rank, so a run resumes on another number of ranks with the same batches.
+    each global batch, so that the first k samples of all ranks are the first k * d of the batch: a mini-batch holds the
+    same samples whatever the number of ranks. The state contains the next sample and no rank, so a run resumes on
+    another number of ranks with the same batches.
     """
 
     def __init__(

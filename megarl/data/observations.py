@@ -88,5 +88,5 @@ def _cleaned(value: Any, plain: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, list):
-        return [_cleaned(one, plain) for one in value]
-    return {plain(name): _cleaned(one, plain) for name, one in value.items()} if isinstance(value, dict) else value
+        return [_cleaned(item, plain) for item in value]
+    return {plain(name): _cleaned(item, plain) for name, item in value.items()} if isinstance(value, dict) else value

@@ -132,7 +132,8 @@ def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chose
     talks = isinstance(chosen, list)
     if row.has(config.prompt_key):
         prompt = row.column(config.prompt_key, "data.prompt_key")
-        if not (talks and isinstance(prompt, str) and _begins_with_others(chosen, row, settings.chosen_key)):
+        repeats = talks and isinstance(prompt, str)
+        if not repeats or read_messages(chosen, row, settings.chosen_key)[0]["role"] == ASSISTANT:
             return row
     if talks:
         chosen = read_messages(chosen, row, settings.chosen_key)
@@ -155,7 +156,3 @@ def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chose
         settings.rejected_key: rejected[shared:],
     }
     return Row({**row, **values}, row.source, row.number, row.unit)
-
-
-def _begins_with_others(messages: list[Any], row: Row, column: str) -> bool:
-    return read_messages(messages, row, column)[0]["role"] != ASSISTANT

@@ -69,17 +69,17 @@ class PromptDataset:
         ids = tokenize(tokenizer, texts, rows, special=self.chat is None)
         if images is not None:
             ids = [images.expanded(prompt, row) for prompt, row in zip(ids, rows, strict=True)]
-        kept = within_limit(config, split, rows, ids)
+        indices = within_limit(config, split, rows, ids)
         if split == "val" and config.max_val_samples is not None:
-            kept = kept[: config.max_val_samples]
+            indices = indices[: config.max_val_samples]
         self._template = (
             " in the chat template" if self.chat else " without the tokenizer's chat template" * has_template
         )
         self.overlong = sum(len(prompt) > config.max_prompt_tokens for prompt in ids)
-        self.rows = [rows[i] for i in kept]
-        self.texts = [texts[i] for i in kept]
-        self.given = [given[i] for i in kept]
-        self.prompt_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)
+        self.rows = [rows[i] for i in indices]
+        self.texts = [texts[i] for i in indices]
+        self.given = [given[i] for i in indices]
+        self.prompt_ids = Jagged.from_list([ids[i] for i in indices], dtype=torch.int64)
         self.answers = [reference_of(row, config.answer_key, demanded=answered) for row in self.rows]
         self.fingerprint = fingerprint(self.prompt_ids.offsets, self.prompt_ids.values)
         hidden = (hidden_columns(row, config.prompt_key, config.answer_key) for row in self.rows)
@@ -99,8 +99,7 @@ class PromptDataset:
         """Return the prompts at `indices`: prompt_ids, images, columns uid, prompt_text, answer, data_source, row.
 
         `row` has the columns of the data row whose value no other column of the batch has; the prompt stays in it if
-        templates changed it.
-        uid is `<split>-<epoch>-<index>`, so that a prompt is another group in a later epoch.
+        templates changed it. uid is `<split>-<epoch>-<index>`, so that a prompt is another group in a later epoch.
         """
         picked = [self.rows[i] for i in indices]
         prompts = self.prompt_ids.select(torch.tensor(indices, dtype=torch.int64))

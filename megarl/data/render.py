@@ -83,10 +83,11 @@ def given_prompts(
             fix="set data.chat_template: true, or write the text into data.format_prompt",
         )
     render = prompt_formatter(config.format_prompt)
+    texts = (config.prompt_key, config.answer_key, "data_source")  # no media, even if a value is an image file's name
     prompts: list[str | list[Message]] = []
     for row in rows:
         content = row.column(config.prompt_key, "data.prompt_key")
-        refuse_media(row, _read_as_text(config, row), config.image_key)
+        refuse_media(row, [name for name in texts if isinstance(row.get(name), str)], config.image_key)
         if isinstance(content, str) and not chat:
             text = render(content, row)
             prompts.append(text if mark is None else mark(text, row))
@@ -105,21 +106,11 @@ def given_prompts(
             messages[last] = {**messages[last], "content": render(messages[last]["content"], row)}
         if config.system_prompt is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
             messages = [{"role": SYSTEM_ROLES[0], "content": config.system_prompt}, *messages]
-        prompts.append(messages if mark is None else _marked(messages, mark, row))
+        if mark is not None:  # the row's images are counted over all messages
+            contents = mark(_BETWEEN.join(message["content"] for message in messages), row).split(_BETWEEN)
+            messages = [{**message, "content": text} for message, text in zip(messages, contents, strict=True)]
+        prompts.append(messages)
     return prompts
-
-
-def _marked(messages: list[Message], mark: Mark, row: Row) -> list[Message]:
-    """Replace `<image>` in all messages by the model's image tokens; the row's images are counted over all messages."""
-    whole = _BETWEEN.join(message["content"] for message in messages)
-    contents = mark(whole, row).split(_BETWEEN)
-    return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
-
-
-def _read_as_text(config: DataConfig, row: Row) -> list[str]:
-    """Return the text columns that are never taken for media, even if their value is the name of an image file."""
-    columns = (config.prompt_key, config.answer_key, "data_source")
-    return [name for name in columns if name is not None and isinstance(row.get(name), str)]
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *, special: bool) -> list[list[int]]:

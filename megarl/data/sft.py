@@ -92,15 +92,14 @@ class SFTDataset(PromptDataset):
             max_tokens: the most tokens of an example: prompt, response and end token. None: no limit.
             overlong: how to treat longer examples: `filter` drops them, `cut` drops the end of the response, `error`
                 raises an error. None: as data.overlong.
-            tools: as in PromptDataset.
-            images: as in PromptDataset.
-            rows: as in PromptDataset.
+            tools, images, rows: as in PromptDataset.
             stop_ids: tokens that end a turn, in addition to the tokenizer's end token. A response ends with the one
                 that the chat template writes.
         """
         whole = response_key == config.prompt_key
         super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images, rows=rows)
-        talks = [self._response(number, response_key) for number in range(len(self.rows))]
+        shown = config.image_key is not None
+        talks = [response_of(row, config.prompt_key, response_key, images=shown) for row in self.rows]
         examples = self._tokens(talks, tokenizer, _end(tokenizer, config, stop_ids), stop_ids)
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens
@@ -110,16 +109,16 @@ class SFTDataset(PromptDataset):
         if overlong == "cut" and max_tokens is not None:
             self.cut = _cut_ends(ids, learnt, [max_tokens - len(prompt) for prompt in prompts])
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, ids, strict=True)]
-        kept = within_tokens(max_tokens, lengths, self.rows, config, self.limit_key, overlong)
-        self.too_long = len(ids) - len(kept)
-        self.rows = [self.rows[i] for i in kept]
-        self.texts = [self.texts[i] for i in kept]
-        self.given = [self.given[i] for i in kept]
-        self.answers = [self.answers[i] for i in kept]
-        self.prompt_ids = Jagged.from_list([prompts[i] for i in kept], dtype=torch.int64)
-        self.responses = [responses[i] for i in kept]
-        self.response_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)
-        self._learnt = Jagged.from_list([learnt[i] for i in kept], dtype=torch.bool)
+        indices = within_tokens(max_tokens, lengths, self.rows, config, self.limit_key, overlong)
+        self.too_long = len(ids) - len(indices)
+        self.rows = [self.rows[i] for i in indices]
+        self.texts = [self.texts[i] for i in indices]
+        self.given = [self.given[i] for i in indices]
+        self.answers = [self.answers[i] for i in indices]
+        self.prompt_ids = Jagged.from_list([prompts[i] for i in indices], dtype=torch.int64)
+        self.responses = [responses[i] for i in indices]
+        self.response_ids = Jagged.from_list([ids[i] for i in indices], dtype=torch.int64)
+        self._learnt = Jagged.from_list([learnt[i] for i in indices], dtype=torch.bool)
         self.fingerprint = fingerprint(self.response_ids.values, self.response_ids.offsets, self.fingerprint)
 
     def describe(self) -> str:
@@ -143,11 +142,6 @@ class SFTDataset(PromptDataset):
         batch.set("response_mask", responses.like(self._learnt.select(places).values))
         batch.set("response_text", [self.responses[i] for i in indices])
         return batch
-
-    def _response(self, number: int, key: str) -> list[Message]:
-        """Return the response of row `number` as messages."""
-        images = self.config.image_key is not None
-        return response_of(self.rows[number], self.config.prompt_key, key, images=images)
 
     def _tokens(
         self, talks: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase, end: int, stops: Sequence[int]

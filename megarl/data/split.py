@@ -24,7 +24,14 @@ def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Ro
     hashes below that share of the range, so that added rows move no other row; for a count, the smallest hashes.
     """
     assert config.val_split is not None, "split_rows needs data.val_split"
-    numbers = [_number(row, config) for row in rows]
+    numbers = []
+    for row in rows:
+        content = _content(row, config)
+        with readable(row.where if config.image_key is None else f"{row.where}: column {config.image_key!r}"):
+            text = json.dumps(content, sort_keys=True, default=_plain)
+        # The same number in every process, unlike Python's own hash.
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BITS // 8).digest()
+        numbers.append(int.from_bytes(digest))
     different = sorted(set(numbers))
     if config.val_split < 1:
         limit = config.val_split * 2**_BITS
@@ -50,14 +57,6 @@ def _content(row: Row, config: DataConfig) -> Any:
     image_key = config.image_key
     images = row.column(image_key, "data.image_key") if image_key is not None and row.has(image_key) else None
     return [row.column(config.prompt_key, "data.prompt_key"), images]
-
-
-def _number(row: Row, config: DataConfig) -> int:
-    """Hash a row's prompt and images to an integer from 0 to 2^64 - 1, the same in every process."""
-    content = _content(row, config)
-    with readable(row.where if config.image_key is None else f"{row.where}: column {config.image_key!r}"):
-        text = json.dumps(content, sort_keys=True, default=_plain)
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BITS // 8).digest())
 
 
 def _plain(value: Any) -> Any:
