@@ -41,15 +41,14 @@ def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = T
         thoughts, _, rest = rest.lstrip().partition("</think>")
         if not thoughts.startswith("<think>") or not thoughts.removeprefix("<think>").strip():
             return 0.0
-    if answer and not _is_answer(rest.strip()):
-        return 0.0
+    if answer:
+        whole = rest.strip()
+        inside = whole.removeprefix("<answer>").removesuffix("</answer>")
+        if len(whole) - len(inside) != len("<answer></answer>") or not inside.strip():
+            return 0.0
+        if "<answer>" in inside or "</answer>" in inside:
+            return 0.0
     return float(not boxed or bool((last_boxed(rest) or "").strip()))
-
-
-def _is_answer(text: str) -> bool:
-    inside = text.removeprefix("<answer>").removesuffix("</answer>")
-    whole = len(text) - len(inside) == len("<answer></answer>")
-    return whole and bool(inside.strip()) and "<answer>" not in inside and "</answer>" not in inside
 
 
 def last_boxed(text: str) -> str | None:

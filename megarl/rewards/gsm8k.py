@@ -49,11 +49,15 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method must be strict or flexible, not {method!r}")
-    reference = read_reference(str(sample["answer"]))
-    answer_text = _read(_marked(sample["response"]) if method == "strict" else _last(sample["response"]))
-    if answer_text is None:
+    expected, expects_percentage = read_reference(str(sample["answer"]))
+    number = _read(_marked(sample["response"]) if method == "strict" else _last(sample["response"]))
+    if number is None:
         return {"overall": 0.0, "extracted": ""}
-    return {"overall": float(_equal(answer_text, reference)), "extracted": str(answer_text[0])}
+    value, is_percentage = number
+    equal = value == expected
+    if is_percentage != expects_percentage:  # 20% also equals 0.2
+        equal = equal or (value == expected * 100 if is_percentage else value * 100 == expected)
+    return {"overall": float(equal), "extracted": str(value)}
 
 
 def _marked(text: str) -> str | None:
@@ -89,10 +93,3 @@ def _read(written: str | None) -> tuple[Fraction, bool] | None:
     bare = written.removesuffix("%").removesuffix("\\").rstrip()
     value = parse_number(bare)
     return None if value is None else (value, bare != written)
-
-
-def _equal(found: tuple[Fraction, bool], reference: tuple[Fraction, bool]) -> bool:
-    if found[0] == reference[0]:
-        return True
-    scale = {True: 100, False: 1}  # one of them is a percentage: 20% also equals 0.2
-    return found[1] != reference[1] and found[0] * scale[reference[1]] == reference[0] * scale[found[1]]

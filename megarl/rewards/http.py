@@ -77,8 +77,8 @@ def _field(sample: Sample, name: str) -> Any:
 def _scores(answer: Any, count: int) -> list[Any]:
     scores = answer.get("scores") if isinstance(answer, dict) else answer
     if not isinstance(scores, list) or len(scores) != count:
-        found = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer!r:.200}"
-        raise ValueError(f"{found} for {count} samples")
+        reply = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer!r:.200}"
+        raise ValueError(f"{reply} for {count} samples")
     return scores
 
 

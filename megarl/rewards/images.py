@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.rewards.signatures import IMAGES
@@ -30,20 +30,18 @@ def encoded(images: Sequence[Sequence[tuple[int, npt.NDArray[np.uint8]]]]) -> li
 def packed(samples: Sequence[Any]) -> dict[str, Any]:
     """Return a message with the samples in which each distinct image is stored once; `unpacked` inverts it."""
     table: dict[str, int] = {}
-    numbered = [
-        {**one, IMAGES: [table.setdefault(text, len(table)) for text in one[IMAGES]]} if IMAGES in one else one
-        for one in samples
-    ]
+    numbered = _with(samples, lambda text: table.setdefault(text, len(table)))
     return {"samples": numbered, IMAGES: list(table)}
 
 
 def unpacked(message: dict[str, Any]) -> list[Any]:
     """Return the samples of a message that `packed` returned."""
-    table = message[IMAGES]
-    return [
-        {**one, IMAGES: [table[number] for number in one[IMAGES]]} if IMAGES in one else one
-        for one in message["samples"]
-    ]
+    return _with(message["samples"], message[IMAGES].__getitem__)
+
+
+def _with(samples: Sequence[Any], image: Callable[[Any], Any]) -> list[Any]:
+    """Return the samples with `image` applied to each of their images."""
+    return [{**sample, IMAGES: list(map(image, sample[IMAGES]))} if IMAGES in sample else sample for sample in samples]
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
@@ -58,15 +56,13 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
 def with_images(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with PIL images in place of base64 text; equal texts become the same image."""
     known: dict[str, Any] = {}
-    return [
-        {**one, IMAGES: [_decoded(text, known) for text in one[IMAGES]]} if IMAGES in one else one for one in samples
-    ]
 
+    def decoded(text: str) -> Any:
+        from PIL import Image
 
-def _decoded(text: str, known: dict[str, Any]) -> Any:
-    from PIL import Image
+        if text not in known:
+            known[text] = Image.open(io.BytesIO(base64.b64decode(text)))
+            known[text].load()
+        return known[text]
 
-    if text not in known:
-        known[text] = Image.open(io.BytesIO(base64.b64decode(text)))
-        known[text].load()
-    return known[text]
+    return _with(samples, decoded)

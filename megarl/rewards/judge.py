@@ -72,8 +72,8 @@ class JudgeSettings(EndpointSettings):
         if not self.low < self.high:
             errors.append(ConfigError("the scale is empty", where=f"{path}.high", found=self.high, allowed="above low"))
         if self.budget is not None and self.cache is None:
-            what = "calls are counted in the cache, and reward.kwargs.cache is not set"
-            errors.append(ConfigError(what, where=f"{path}.budget", found=self.budget, fix=f"set {path}.cache"))
+            problem = "calls are counted in the cache, and reward.kwargs.cache is not set"
+            errors.append(ConfigError(problem, where=f"{path}.budget", found=self.budget, fix=f"set {path}.cache"))
         try:
             _template(self.prompt or _PROMPT)
         except ValueError as error:
@@ -88,11 +88,9 @@ class JudgeSettings(EndpointSettings):
 
         environment = jinja2.Environment()
         tree = environment.parse(self.prompt or _PROMPT)
-        tests: list[nodes.Expr | None] = [
-            one.node for one in tree.find_all(nodes.Test) if one.name in ("defined", "undefined")
-        ]
-        tests += [one.node for one in tree.find_all(nodes.Filter) if one.name in ("default", "d")]
-        tested = {one.name for one in tests if isinstance(one, nodes.Name)}
+        tests = ((nodes.Test, ("defined", "undefined")), (nodes.Filter, ("default", "d")))
+        checks = [check for kind, names in tests for check in tree.find_all(kind) if check.name in names]
+        tested = {check.node.name for check in checks if isinstance(check.node, nodes.Name)}
         return meta.find_undeclared_variables(tree) - tested - {"conversation", "low", "high", *environment.globals}
 
 
@@ -110,7 +108,10 @@ def judge(samples: list[Sample], **settings: Any) -> list[Any]:
     server = options.server(f"{options.url.rstrip('/')}/chat/completions")
     render, deadline = _template(options.prompt or _PROMPT), time.monotonic() + options.deadline_s
     bodies = [_body(options, _rendered(render, sample, options)) for sample in samples]
-    keys = [_key(server.url, options, body) for body in bodies]
+    # The name of a verdict in the cache: a hash of server, scale and request.
+    requests = (json.dumps([server.url, options.low, options.high, body], sort_keys=True) for body in bodies)
+    digests = (hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16) for text in requests)
+    keys = [digest.hexdigest() for digest in digests]
     scores = ask_all(
         list(dict(zip(keys, bodies, strict=True)).items()),
         lambda item: [_verdict(item, server, options, deadline)],
@@ -222,12 +223,6 @@ def _body(options: JudgeSettings, question: str) -> dict[str, Any]:
     return body
 
 
-def _key(url: str, options: JudgeSettings, body: dict[str, Any]) -> str:
-    """Return the name of a verdict in the cache: a hash of server, model, request and scale."""
-    request = json.dumps([url, options.low, options.high, body], sort_keys=True)
-    return hashlib.blake2b(request.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
 def _template(text: str) -> Any:
     """Return the compiled template; raise ValueError if it is invalid."""
     import jinja2
@@ -243,7 +238,7 @@ def _rendered(template: Any, sample: Sample, options: JudgeSettings) -> str:
     import jinja2
 
     text = sample.get("messages")
-    turns = [f"{one['role']}: {one['content']}" for one in text] if text else [str(sample["prompt"])]
+    turns = [f"{turn['role']}: {turn['content']}" for turn in text] if text else [str(sample["prompt"])]
     scale = {"low": f"{options.low:g}", "high": f"{options.high:g}"}
     try:
         return str(template.render({**sample, "conversation": "\n".join(turns), **scale}))

@@ -41,10 +41,6 @@ class MathSettings(Settings):
     answers: Answers = ANSWERS
 
 
-def _import(_: MathSettings) -> None:
-    context(DIGITS)
-
-
 def read_reference(answer: str) -> str:
     """Return the reference without its box, in the form that is compared; raise ValueError when it is empty."""
     gold = (boxed(answer) or answer).strip()
@@ -57,7 +53,7 @@ def read_reference(answer: str) -> str:
     "math",
     settings=MathSettings,
     package="mpmath",
-    prepare=_import,
+    prepare=lambda settings: context(DIGITS),  # imports mpmath before the first sample
     limit="timeout_s",
     reference=read_reference,
 )

@@ -26,7 +26,7 @@ def parse_number(text: str) -> Fraction | None:
 def find_numbers(text: str) -> list[str]:
     """Return all numbers in `text` from left to right, as written (a trailing full stop is not part of one). Linear in
     the length of `text`: digits are found first, then sign and dollar in the gap before them."""
-    found, plain = [], _plain(text)
+    numbers, plain = [], _plain(text)
     end, last = 0, ""  # end and last character of the previous number
     for match in _WITHOUT_SIGN.finditer(plain):
         gap = plain[end : match.start()].rstrip()
@@ -39,15 +39,13 @@ def find_numbers(text: str) -> list[str]:
         written = plain[start : match.end()].strip()
         # In "7-3", "7 -3", "n-3" and "n - 3" the sign is an operator, in "and -3" it is part of the number.
         before = gap[:-1].rstrip()[-1:] or last
-        if signed and (plain[max(0, start - 1) : start].isalnum() or _is_operand(before) or written[1:2] == " "):
+        if signed and (
+            plain[max(0, start - 1) : start].isalnum() or (before and before in "0123456789)") or written[1:2] == " "
+        ):
             written = written[1:].strip()
-        found.append(written.rstrip("."))
+        numbers.append(written.rstrip("."))
         end, last = match.end(), match.group().rstrip()[-1]
-    return found
-
-
-def _is_operand(character: str) -> bool:
-    return character != "" and character in "0123456789)"
+    return numbers
 
 
 def _plain(text: str) -> str:

@@ -60,11 +60,11 @@ class Rewards:
         self._cfg = cfg
         self._runners: dict[str, RewardRunner] = {}
         try:
-            for label, one in cfg.functions.items():
+            for label, function in cfg.functions.items():
                 if label == cfg.of_model:
                     continue
                 with located(label):
-                    self._runners[label] = RewardRunner(one)
+                    self._runners[label] = RewardRunner(function)
         except BaseException:
             self.close()
             raise
@@ -76,11 +76,12 @@ class Rewards:
 
     def submit(self, samples: list[Sample], images: Sequence[list[str]] | None = None) -> Submitted:
         """Start scoring a batch, as `RewardRunner.submit`."""
-        seen = samples if images is None else [{**one, IMAGES: own} for one, own in zip(samples, images, strict=True)]
-        return Submitted(
-            {label: one.submit(seen if one.asks_images else samples) for label, one in self._runners.items()},
-            len(samples),
-        )
+        seen = samples
+        if images is not None:
+            seen = [{**sample, IMAGES: pictures} for sample, pictures in zip(samples, images, strict=True)]
+        runners = self._runners.items()
+        handles = {label: runner.submit(seen if runner.asks_images else samples) for label, runner in runners}
+        return Submitted(handles, len(samples))
 
     def result(self, handle: Submitted) -> list[Result]:
         """Wait for a batch; return one dict per sample with the weighted sum as `overall`, and the parts.
@@ -109,8 +110,8 @@ class Rewards:
             total[EXTRACTED_KEY] = first[EXTRACTED_KEY]
         for label, result in results.items():
             total[label] = result["overall"]
-            own = {name: value for name, value in result.items() if name not in ("overall", EXTRACTED_KEY)}
-            total |= {f"{label}/{name}": value for name, value in own.items()}
+            names = [name for name in result if name not in ("overall", EXTRACTED_KEY)]
+            total |= {f"{label}/{name}": result[name] for name in names}
         return total
 
     def close(self) -> None:
@@ -124,20 +125,20 @@ def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequ
     NaN marks a failed sample, which gets `reward.on_error`."""
     label = cfg.of_model
     assert label is not None, "the recipe must name the reward reward_model"
-    found = []
+    totals = []
     for result, score in zip(results, scores, strict=True):
         if ERROR_KEY in result:
-            found.append(result)
+            totals.append(result)
         elif math.isnan(score):
             assert cfg.on_error != "raise", "the reward model cannot score the sample"
-            found.append({"overall": float(cfg.on_error), ERROR_KEY: 1.0})
+            totals.append({"overall": float(cfg.on_error), ERROR_KEY: 1.0})
         elif not label:
-            found.append({"overall": score})
+            totals.append({"overall": score})
         else:
             total = result.get("overall", 0.0) + cfg.parts[label].weight * score
             first = {"acc": score} if label == next(iter(cfg.parts)) else {}
-            found.append({**result, **first, "overall": total, label: score})
-    return found
+            totals.append({**result, **first, "overall": total, label: score})
+    return totals
 
 
 def raise_part_problems(cfg: RewardConfig) -> None:
@@ -153,7 +154,7 @@ def raise_part_problems(cfg: RewardConfig) -> None:
                 f"{', '.join(sorted(RESERVED_PARTS | _MEANINGS))}",
                 fix="name it for what it measures, such as accuracy",
             )
-    models = [label for label, one in cfg.functions.items() if one.name == BY_MODEL]
+    models = [label for label, function in cfg.functions.items() if function.name == BY_MODEL]
     if len(models) > 1:
         raise ConfigError(
             "several parts name the reward model, but a run has only one",
@@ -188,7 +189,7 @@ def _relocated(error: UserError, label: str) -> ConfigError:
     if isinstance(error, ConfigErrors):
         return ConfigErrors([_relocated(problem, label) for problem in error.problems])
     parts = (error.what, error.where, error.allowed, error.fix)
-    what, where, allowed, fix = (
+    problem, where, allowed, fix = (
         text and re.sub(r"\breward\.(name|kwargs|mode)\b", rf"reward.parts.{label}.\1", text) for text in parts
     )
-    return ConfigError(what or "", where=where, found=error.found, allowed=allowed, fix=fix)
+    return ConfigError(problem or "", where=where, found=error.found, allowed=allowed, fix=fix)

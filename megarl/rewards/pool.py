@@ -1,6 +1,8 @@
 """A supervised pool of reward processes: dead processes are replaced, hanging ones killed, and the sample is named.
 
-(With `concurrent.futures` a killed worker breaks the whole pool, and a running call cannot be stopped.)
+Packages do part of this. With `concurrent.futures` a killed worker breaks the whole pool, and a running call cannot be
+stopped. `pebble.ProcessPool` replaces killed workers and stops calls at a deadline, but it unpickles the workers'
+results, and it does not limit their output, end their children, or score the samples of a killed worker again.
 
 A process that the kernel kills for lack of memory (SIGKILL) may be the victim of another process. Its samples are
 scored again before they are blamed: prompt group by prompt group, while no other process scores.
@@ -170,7 +172,9 @@ class ScorerPool:
                 late = ScoringFailure(f"did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}")
                 for blamed in left[:1]:
                     batch.outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
-                self._requeue(worker, left[1:], batch)
+                self._drop(worker)
+                batch.pending.extendleft([left[1:]] if left[1:] else [])
+                self._start_missing()
 
     def _with_news(self, wait_s: float) -> list[PoolProcess]:
         """Return the processes that wrote, ended or can receive more; an empty list after `wait_s` seconds."""
@@ -187,7 +191,9 @@ class ScorerPool:
             index = whole(message.get("index"), range(len(worker.chunk)), "an answer for the sample")
             position = worker.chunk[index]
             if position in worker.done and self._mode == "sequential":
-                self._take_back(worker, index, outcomes)
+                for taken_over in worker.chunk[index:]:  # this sample's code sent replies in the name of its process
+                    outcomes.pop(taken_over, None)
+                    worker.done.discard(taken_over)
                 raise Malformed(f"a second answer for sample {index} of its {len(worker.chunk)}")
             if position in worker.done or (self._mode == "sequential" and position != worker.left[0]):
                 raise Malformed(f"an answer for sample {index} of its {len(worker.chunk)}, which is not in work")
@@ -203,12 +209,6 @@ class ScorerPool:
             raise ConfigError(cut(str(message.get("text")), _REFUSAL))
         else:
             raise Malformed(f"a message {short(kind)} where none is due")
-
-    def _take_back(self, worker: PoolProcess, index: int, outcomes: dict[int, Outcome]) -> None:
-        """Drop the outcomes from sample `index` on, whose code sent replies in the name of its process."""
-        for position in worker.chunk[index:]:
-            outcomes.pop(position, None)
-            worker.done.discard(position)
 
     def _stopped(self, worker: PoolProcess, outcomes: dict[int, Outcome]) -> bool:
         return worker.stops and any(isinstance(outcomes[i], ScoringFailure) for i in worker.done)
@@ -241,12 +241,6 @@ class ScorerPool:
         reason += f"while it scored a batch of {len(left)}" if self._mode == "batch" else ""
         fix = f"{_LESS_MEMORY}, or set reward.on_error to a score for such samples" if killed else None
         batch.outcomes.update({i: ScoringFailure(reason, None, k > 0, fix) for k, i in enumerate(at_work)})
-
-    def _requeue(self, worker: PoolProcess, rest: list[int], batch: _Batch) -> None:
-        self._drop(worker)
-        if rest:
-            batch.pending.appendleft(rest)
-        self._start_missing()
 
     def _expire(self, batch: _Batch, timeout_s: float) -> None:
         """Fail the samples that are being scored when the deadline passes; waiting samples are not blamed."""

@@ -38,11 +38,11 @@ _PARTS = ("what", "where", "found", "allowed", "fix")
 def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S, *, images: bool = True) -> None:
     """Import the functions of the reward, each within `limit_s`, and bind their arguments; raise ConfigError as a
     worker would. Included rewards are not checked."""
-    for label, one in reward.functions.items():
-        if ":" in one.name:
-            request = {"name": one.name, "mode": one.mode, "kwargs": one.kwargs, "images": images}
+    for label, function in reward.functions.items():
+        if ":" in function.name:
+            keys = {"name": function.name, "mode": function.mode, "kwargs": function.kwargs, "images": images}
             with located(label):
-                ask(_load, request, limit_s, where=REWARDS.key)
+                ask(_load, keys, limit_s, where=REWARDS.key)
 
 
 def _load(name: str, mode: Mode, kwargs: dict[str, Any], images: bool) -> None:
@@ -110,8 +110,9 @@ def main() -> None:
         value = getattr(importlib.import_module(module), name)(**json.load(sys.stdin))
     except UserError as error:
         parts = {name: getattr(error, name) for name in _PARTS}
-        found = parts["found"]
-        parts["found"] = found if found is None or isinstance(found, str | int | float | dict) else repr(found)
+        value_found = parts["found"]
+        if value_found is not None and not isinstance(value_found, str | int | float | dict):
+            parts["found"] = repr(value_found)
     print("\n" + json.dumps({"error": parts, "value": value}), end="", flush=True)
 
 

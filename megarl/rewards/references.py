@@ -29,8 +29,8 @@ def reads_answers(config: RunConfig) -> bool:
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
     scored = uses_reward(config)
     read = any(
-        REWARDS.spec(one.name).reference is not None if one.name in REWARDS.names() else _mentions(one.name)
-        for one in config.reward.functions.values()
+        REWARDS.spec(name).reference is not None if name in REWARDS.names() else _mentions(name)
+        for name in (function.name for function in config.reward.functions.values())
     )
     return (environment != _TOOLS and _mentions(environment)) or (scored and read)
 
@@ -74,8 +74,8 @@ def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple
     """Refuse a row whose reference answer an included reward cannot use; users' functions are not checked. Raise
     DataError, which names the row, the value and the accepted form."""
     pairs = list(answers)
-    for one in reward.functions.values():
-        _check_answers_of(one, key, pairs)
+    for function in reward.functions.values():
+        _check_answers_of(function, key, pairs)
 
 
 def _check_answers_of(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:

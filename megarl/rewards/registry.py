@@ -156,8 +156,8 @@ def kwargs_error(
     in its signature; `text` is the function and its parameters as the user writes them, `error` Python's reason."""
     named = signatures.settings_of(signature)
     form = signatures.form_of(signature)
-    own = form is signatures.OWN
-    missing = [p.name for p in named if own and p.default is p.empty and p.name not in kwargs]
+    is_own = form is signatures.OWN
+    missing = [p.name for p in named if is_own and p.default is p.empty and p.name not in kwargs]
     known = {p.name for p in named}
     unknown = [] if _takes_any(signature) else [key for key in kwargs if key not in known]
     fixes = []
@@ -173,7 +173,7 @@ def kwargs_error(
         where=KWARGS,
         found=kwargs,
         allowed=f"{text}, whose first argument is the sample or the list of samples"
-        if own
+        if is_own
         else f"{text}, called as {form.owner} does: with columns of the data by name",
         fix=", and ".join(fixes)
         or "write its parameters so that one may be given by position and the others by name, or as TRL's and verl's: "

@@ -120,7 +120,10 @@ class RewardRunner:
                 if self._scorer is not None and (
                     handle.started is not None and time.monotonic() > handle.started + self._cfg.timeout_s
                 ):
-                    self._stuck = self._describe_stuck(handle)
+                    index = min(handle.progress, len(handle.samples) - 1)
+                    failure = ScoringFailure(f"did not finish within reward.timeout_s = {self._cfg.timeout_s:g}")
+                    fix = "raise reward.timeout_s, or set reward.workers: 2 for processes that score at the same time"
+                    self._stuck = _describe(self._cfg.name, handle.samples, index, failure, fix)
                     raise RewardError(self._stuck) from None
         return self._settle(handle.samples, outcomes)
 
@@ -179,12 +182,6 @@ class RewardRunner:
             )
         return outcome
 
-    def _describe_stuck(self, handle: RewardHandle) -> str:
-        at = min(handle.progress, len(handle.samples) - 1)
-        failure = ScoringFailure(f"did not finish within reward.timeout_s = {self._cfg.timeout_s:g}")
-        fix = "raise reward.timeout_s, or set reward.workers: 2 for processes that score at the same time"
-        return _describe(self._cfg.name, handle.samples, at, failure, fix)
-
 
 def reward_processes(cfg: RewardConfig) -> int:
     """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores. An included reward
@@ -210,9 +207,11 @@ def reward_metrics(results: list[Result]) -> Metrics:
 
 
 def _describe(name: str, samples: list[Sample], index: int, failure: ScoringFailure, fix: str | None = None) -> str:
-    sample = samples[index]
+    sample, reason = samples[index], failure.reason
+    if reason.startswith(("raised", "returned", "did not")):
+        reason = f"failed: the function {reason}"
     lines = [
-        f"reward {name!r}: sample {index} of {len(samples)} {_verb(failure.reason)}",
+        f"reward {name!r}: sample {index} of {len(samples)} {reason}",
         f"  uid:      {sample.get('uid')!r}",
         f"  prompt:   {shortened(repr(sample.get('prompt')))}",
         f"  response: {shortened(repr(sample.get('response')))}",
@@ -223,7 +222,3 @@ def _describe(name: str, samples: list[Sample], index: int, failure: ScoringFail
     usual = "correct the function or the data, or set reward.on_error to a score for such samples"
     lines.append(f"  fix:      {fix or failure.fix or usual}")
     return printable("\n".join(lines))
-
-
-def _verb(reason: str) -> str:
-    return f"failed: the function {reason}" if reason.startswith(("raised", "returned", "did not")) else reason

@@ -186,10 +186,10 @@ def read_reward(value: Any) -> Result:
     value is not a reward."""
     if not isinstance(value, dict) or "overall" not in value or len(value) > MAX_PARTS:
         raise Malformed(f"an invalid reward: {short(value)}")
-    found: Result = {}
+    reward: Result = {}
     for name, part in value.items():
         if name == EXTRACTED_KEY:
-            found[name] = text(part, MAX_EXTRACTED, f"the part {name!r}")
+            reward[name] = text(part, MAX_EXTRACTED, f"the part {name!r}")
         else:
-            found[text(name, MAX_NAME, "the name of a part")] = number(part, f"the part {name!r}")
-    return found
+            reward[text(name, MAX_NAME, "the name of a part")] = number(part, f"the part {name!r}")
+    return reward

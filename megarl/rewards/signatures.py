@@ -61,10 +61,9 @@ def settings_of(signature: inspect.Signature) -> list[inspect.Parameter]:
     """Return the parameters that `reward.kwargs` fills: those after the samples, or all that the convention does not
     fill."""
     form, parameters = form_of(signature), list(signature.parameters.values())
-    taken = set(form.given) | set(form.unknown) if form is not OWN else {p.name for p in parameters[:1]}
-    taken.add(IMAGES)
+    filled = set(form.given) | set(form.unknown) if form is not OWN else {p.name for p in parameters[:1]}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p for p in parameters if p.kind in named and p.name not in taken]
+    return [p for p in parameters if p.kind in named and p.name not in filled | {IMAGES}]
 
 
 def columns_of(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> list[str]:
@@ -108,7 +107,11 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
     if not form.batch:
 
         def one(sample: Sample, **kwargs: Any) -> Any:
-            return _result_of_verl(_awaited(function(**_arguments(form, signature, [sample], kwargs))))
+            result = _awaited(function(**_arguments(form, signature, [sample], kwargs)))
+            if not isinstance(result, dict) or "score" not in result or "overall" in result:
+                return result
+            names = {"score": "overall", "pred": "extracted"}  # verl's names of parts, and ours
+            return {names.get(name, name): value for name, value in result.items()}
 
         return one if mode == "sequential" else lambda samples, **kwargs: [one(sample, **kwargs) for sample in samples]
 
@@ -118,18 +121,15 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
             return _awaited(function(**arguments))
         except (AttributeError, TypeError) as error:
             if any(kind in str(error) for kind in ("'list'", "'dict'", "list indices", "string ind", "'str'")):
-                error.add_note(_completions_are(samples))
+                talks = any(sample.get("messages") is not None for sample in samples)
+                error.add_note(
+                    'prompts are messages here, so each completion is a list of messages: c[0]["content"] is its text'
+                    if talks
+                    else "prompts are text here, so that each completion is text, not a list of messages"
+                )
             raise
 
     return call if mode == "batch" else lambda sample, **kwargs: call([sample], **kwargs)[0]
-
-
-def _result_of_verl(result: Any) -> Any:
-    """Return the result of a verl function with the names of parts used here; verl's are `score` and `pred`."""
-    if not isinstance(result, dict) or "score" not in result or "overall" in result:
-        return result
-    names = {"score": "overall", "pred": "extracted"}
-    return {names.get(name, name): value for name, value in result.items()}
 
 
 def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) -> Callable[..., Any]:
@@ -138,9 +138,9 @@ def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) 
 
     def call(first: Any, **kwargs: Any) -> Any:
         images = {}
-        there = IMAGES in (first[0] if isinstance(first, list) else first)
-        if asks_images(signature, kwargs) and (there or requires_images(signature, kwargs)):
-            images = {IMAGES: [_images(one) for one in first] if isinstance(first, list) else _images(first)}
+        has_images = IMAGES in (first[0] if isinstance(first, list) else first)
+        if asks_images(signature, kwargs) and (has_images or requires_images(signature, kwargs)):
+            images = {IMAGES: list(map(_images, first)) if isinstance(first, list) else _images(first)}
         return _awaited(function(first, **images, **kwargs))
 
     if single and mode == "batch":
@@ -153,13 +153,6 @@ def _images(sample: Sample) -> list[Any]:
     if IMAGES not in sample:
         raise ValueError(_NO_IMAGES)
     return list(sample[IMAGES])
-
-
-def _completions_are(samples: Sequence[Sample]) -> str:
-    """Describe the form of TRL's completions here, for a function whose error suggests that it expects another form."""
-    if any(sample.get("messages") is not None for sample in samples):
-        return 'prompts are messages here, so each completion is a list of messages: c[0]["content"] is its text'
-    return "prompts are text here, so that each completion is text, not a list of messages"
 
 
 def _arguments(
@@ -199,8 +192,8 @@ def _value(form: Convention, name: str, sample: Sample) -> Any:
     if form is TRL and name == "completions":
         return sample["response"] if messages is None else [{"role": "assistant", "content": sample["response"]}]
     if form is TRL and name == "prompts":
-        own = sample.get("row", {}).get("prompt")
-        return messages or (own if isinstance(own, str) else sample["prompt"])
+        column = sample.get("row", {}).get("prompt")
+        return messages or (column if isinstance(column, str) else sample["prompt"])
     if form is VERL and name == "solution_str":
         return sample["response"]
     if form is VERL and name == "ground_truth":
