@@ -39,8 +39,8 @@ def boxed(text: str) -> str | None:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    found = deque(pattern.finditer(text), maxlen=1)
-    return found[0] if found else None
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0] if matches else None
 
 
 def unboxed(text: str) -> list[str]:
@@ -53,12 +53,12 @@ def unboxed(text: str) -> list[str]:
     rest = text[introduction.end() :].strip() if introduction is not None else text.strip()
     lines = rest.split("\n")
     formula, number = _last(_FORMULA, rest), _last(_NUMBER, rest)
-    found = [(lines[0] if introduction is not None else lines[-1]).strip().rstrip(" .")]
+    readings = [(lines[0] if introduction is not None else lines[-1]).strip().rstrip(" .")]
     if formula is not None and (number is None or number.start() < formula.end()):
-        found.append(next(group for group in formula.groups() if group is not None))
+        readings.append(next(group for group in formula.groups() if group is not None))
     elif number is not None:
-        found.append(number.group())
-    return found
+        readings.append(number.group())
+    return readings
 
 
 def equal(reference: str, answer: str) -> bool:

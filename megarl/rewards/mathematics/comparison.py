@@ -29,8 +29,10 @@ def normal(node: Node) -> Node:
         return _both_signs(node)
     if isinstance(node, Compound):
         items = [normal(item) for item in node.items]
-        if node.kind == "rows" and node.marks in ("cases", "array", "matrix") and _are_lines(items):
-            return normal(Compound("list", tuple(_only(item) for item in items), ","))
+        if node.kind == "rows" and node.marks in ("cases", "array", "matrix"):
+            cells = [row.items[0] for row in items if isinstance(row, Compound) and len(row.items) == 1]
+            if len(cells) == len(items) and all(isinstance(cell, Relation) for cell in cells):
+                return normal(Compound("list", tuple(cells), ","))
         if node.kind in ("list", "set"):
             return Compound(node.kind, tuple(_spread(node, items)), node.marks)
         made: Node = Compound(node.kind, tuple(items), node.marks)
@@ -88,20 +90,11 @@ def _scaled(node: Node) -> Node:
 
 
 def _has_signs(node: Node) -> bool:
-    return any(isinstance(found, Apply) and found.name in ("pm", "mp") for found in walk(node))
+    return any(isinstance(part, Apply) and part.name in ("pm", "mp") for part in walk(node))
 
 
 def _both_signs(node: Node) -> Node:
     return Compound("list", (_signed(node, "pm"), _signed(node, "mp")), "or")
-
-
-def _are_lines(rows: list[Node]) -> bool:
-    return all(isinstance(row, Compound) and len(row.items) == 1 and isinstance(row.items[0], Relation) for row in rows)
-
-
-def _only(node: Node) -> Node:
-    assert isinstance(node, Compound)
-    return node.items[0]
 
 
 def _signed(node: Node, plus: str) -> Node:
@@ -159,7 +152,7 @@ def _expressions(a: Node, b: Node) -> bool:
     if isinstance(a, Apply) and isinstance(b, Apply) and a.name == b.name and len(a.args) == len(b.args):
         if a.name in ("cup", "cap", "gcd", "lcm", "max", "min"):
             return _in_any_order(a.args, b.args)
-        structured = any(isinstance(found, Compound) for found in walk(a, b))
+        structured = any(isinstance(part, Compound) for part in walk(a, b))
         return (structured or a.name == "\\") and all(map(_same, a.args, b.args))
     return False
 
@@ -193,26 +186,20 @@ def _groups(a: Compound, b: Compound) -> bool:
 
 def _may_be_marked(a: Compound, b: Compound) -> bool:
     """Return whether lists separated by a comma, `and` or `or` may be the same: `2 and 5` and `2 or 5` are."""
-    if "or" in (a.marks, b.marks) and any(_names_many(one) or _is_bounded(one) for one in (a, b)):
+    items = (*a.items, *b.items)
+    bounded = any(isinstance(item, Relation) and item.ops != ("=",) for item in items)  # `region` compares inequalities
+    if "or" in (a.marks, b.marks) and (bounded or _names_many(a) or _names_many(b)):
         return False
     if {a.marks, b.marks} != {"and", "or"}:
         return True
-    return not any(isinstance(item, Relation | Symbol) for item in (*a.items, *b.items))
-
-
-def _is_bounded(group: Compound) -> bool:
-    """Return whether inequalities are among the items; `region` computes their common solution."""
-    return any(isinstance(item, Relation) and item.ops != ("=",) for item in group.items)
+    return not any(isinstance(item, Relation | Symbol) for item in items)
 
 
 def _names_many(group: Compound) -> bool:
     sides = [item.sides[0] for item in group.items if isinstance(item, Relation) and item.ops == ("=",)]
-    return len(sides) == len(group.items) > 1 and len(set(sides)) > 1 and not _is_numbered(sides)
-
-
-def _is_numbered(sides: list[Node]) -> bool:
-    """Return whether the sides are numbered solutions: `x_1` and `x_2` are two solutions for x."""
-    return len({side.name.partition("_")[0] if isinstance(side, Symbol) else "" for side in sides}) == 1
+    letters = {side.name.partition("_")[0] if isinstance(side, Symbol) else "" for side in sides}
+    # `x_1` and `x_2` are two solutions for x.
+    return len(sides) == len(group.items) > 1 and len(set(sides)) > 1 and len(letters) > 1
 
 
 def _matrix_kind(node: Compound) -> str:
@@ -244,10 +231,10 @@ def _in_any_order(a: tuple[Node, ...], b: tuple[Node, ...]) -> bool:
         return all(map(_same, a, b))
     left = list(b)
     for item in a:
-        found = next((index for index, other in enumerate(left) if _same(item, other)), None)
-        if found is None:
+        place = next((index for index, other in enumerate(left) if _same(item, other)), None)
+        if place is None:
             return False
-        del left[found]
+        del left[place]
     return True
 
 
@@ -343,18 +330,12 @@ def _is_name(node: Node) -> bool:
     if isinstance(node, Apply) and node.name in ("abs", "norm", "det"):
         inner = node.args[0]  # |AB| and |\\vec{a}| are lengths; |x| = 3 means x is 3 or -3
         return isinstance(inner, Symbol) and (inner.kind == "word" or not inner.name.islower() or " " in inner.name)
-    return (
-        isinstance(node, Compound)
-        and node.kind == "tuple"
-        and all(isinstance(item, Symbol) and _is_name(item) for item in node.items)
-        and not _is_turned(node)
-    )
-
-
-def _is_turned(names: Compound) -> bool:
-    """Return whether the names, as in `(y, x)`, are in another order than the values."""
-    letters = [item.name for item in names.items if isinstance(item, Symbol)]
-    return all(len(name) == 1 for name in letters) and letters != sorted(letters)
+    if not isinstance(node, Compound) or node.kind != "tuple":
+        return False
+    letters = [item.name for item in node.items if isinstance(item, Symbol) and _is_name(item)]
+    # (y, x) has the values in another order.
+    ordered = any(len(name) != 1 for name in letters) or letters == sorted(letters)
+    return len(letters) == len(node.items) and ordered
 
 
 def _same_name(a: Node, b: Node) -> bool:

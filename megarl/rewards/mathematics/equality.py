@@ -42,7 +42,10 @@ def equal_expressions(reference: Node, answer: Node) -> bool:
     if with_units == (False, False):
         return _values_equal(reference, answer)
     if with_units == (True, True):
-        return _quantities(reference, answer)
+        first, second = _without_units(reference), _without_units(answer)
+        if first is not None and second is not None and _values_equal(_only_units(reference), _only_units(answer)):
+            return _values_equal(first, second)
+        return _values_equal(reference, answer)
     quantity, number = (reference, answer) if with_units[0] else (answer, reference)
     stripped = _without_units(quantity)
     if stripped is not None and _values_equal(stripped, number):
@@ -54,7 +57,7 @@ def equal_expressions(reference: Node, answer: Node) -> bool:
 
 
 def _has_base(node: Node) -> bool:
-    return any(isinstance(found, Number) and found.base is not None for found in walk(node))
+    return any(isinstance(part, Number) and part.base is not None for part in walk(node))
 
 
 def _sign(node: Node) -> str:
@@ -94,30 +97,23 @@ def _without_units(node: Node) -> Node | None:
         return None if inner is None else Apply("+", (*node.args[:-1], inner))
     if not isinstance(node, Apply) or node.name != "*":
         return None
-    kept: list[Node] = []
+    factors: list[Node] = []
     for arg in node.args:
         if _is_pure_unit(arg):
             continue
         inner = _without_units(arg) if _has_units(arg) else arg
         if inner is None:
             return None
-        kept.append(inner)
-    return None if not kept else kept[0] if len(kept) == 1 else Apply("*", tuple(kept))
+        factors.append(inner)
+    return None if not factors else factors[0] if len(factors) == 1 else Apply("*", tuple(factors))
 
 
 def _only_units(node: Node) -> Node:
     if isinstance(node, Apply) and node.name in ("neg", "+"):
         return _only_units(node.args[-1])
     assert isinstance(node, Apply)
-    kept = [arg if _is_pure_unit(arg) else _only_units(arg) for arg in node.args if _has_units(arg)]
-    return Apply("*", tuple(kept))
-
-
-def _quantities(reference: Node, answer: Node) -> bool:
-    first, second = _without_units(reference), _without_units(answer)
-    if first is not None and second is not None and _values_equal(_only_units(reference), _only_units(answer)):
-        return _values_equal(first, second)
-    return _values_equal(reference, answer)
+    units = [arg if _is_pure_unit(arg) else _only_units(arg) for arg in node.args if _has_units(arg)]
+    return Apply("*", tuple(units))
 
 
 def _units_as_letters(node: Node) -> Node:
@@ -150,14 +146,12 @@ def _step(node: Node) -> Fraction | None:
         step = _step(node.args[0])
         return step / 100 if step is not None and node.name == "%" else step
     if node.name == "*" and len(node.args) == 2:
-        step, scale = _step(node.args[0]), exact(node.args[1])
-        if step is not None and scale is not None and _is_power_of_ten(node.args[1]):
+        power, ten = node.args[1], Number(Fraction(10))
+        step, scale = _step(node.args[0]), exact(power)
+        is_power_of_ten = isinstance(power, Apply) and power.name == "^" and power.args[0] == ten
+        if step is not None and scale is not None and is_power_of_ten:
             return step * abs(scale)
     return None
-
-
-def _is_power_of_ten(node: Node) -> bool:
-    return isinstance(node, Apply) and node.name == "^" and node.args[0] == Number(Fraction(10))
 
 
 def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
@@ -211,21 +205,21 @@ def _values(reference: Node, answer: Node, names: list[str], base: float | None)
     if not complex_:
         attempts += [(whole_points(names), True), (points(names), False)]
     for at, real in attempts:
-        found = []
+        values = []
         for point in at:
             try:
-                found.append(evaluate((reference, answer), point, real, base))
+                values.append(evaluate((reference, answer), point, real, base))
             except OutsideError:
                 continue
-        if len(found) >= _ENOUGH:
-            yield from found
+        if len(values) >= _ENOUGH:
+            yield from values
             return
 
 
 def proportional(first: Node, second: Node, positive: bool) -> bool:
     """Return whether `first = 0` and `second = 0` are the same up to a constant factor, which must be `positive`
     between inequalities."""
-    if any(isinstance(found, Compound) for found in walk(first, second)):
+    if any(isinstance(part, Compound) for part in walk(first, second)):
         return False
     names = unknowns(first, second)
     if not any(not name.startswith("unit") for name in names) or unknowns(first) != unknowns(second):

@@ -64,12 +64,12 @@ class ExpressionReader(TokenReader):
         return terms[0] if len(terms) == 1 else Apply("+", tuple(terms))
 
     def _signs(self) -> list[str]:
-        found = []
+        signs = []
         while self.next_is("+", "-", "\\pm", "\\mp"):
-            found.append(self.step().text)
-            if len(found) > 3:
+            signs.append(self.step().text)
+            if len(signs) > 3:
                 raise UnreadError("many signs")
-        return found
+        return signs
 
     def _signed_term(self) -> Node:
         signs = self._signs()

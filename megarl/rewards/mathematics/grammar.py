@@ -35,18 +35,18 @@ class AnswerReader(ExpressionReader):
         return _joined(items, marks)
 
     def _separator(self) -> str | None:
-        found: list[str] = []
+        marks: list[str] = []
         while self.next_is(",", ";", "and", "or", "quad", "\\\\"):
-            if len(found) > 2:
+            if len(marks) > 2:
                 raise UnreadError("more than two separators in a row")
             mark = self.step().text
-            found.append(mark if mark in ("and", "or") else ",")
-        if not found:
+            marks.append(mark if mark in ("and", "or") else ",")
+        if not marks:
             return None
-        if self.peek() is None and found == [","]:
+        if self.peek() is None and marks == [","]:
             raise UnreadError("a list without its last item")
-        named = [mark for mark in found if mark != ","]
-        return f",{named[0]}" if named and "," in found else named[0] if named else ","
+        named = [mark for mark in marks if mark != ","]
+        return f",{named[0]}" if named and "," in marks else named[0] if named else ","
 
     def statement(self) -> Node:
         """Read an expression or a set, or a chain of relations between them."""
@@ -114,11 +114,11 @@ class AnswerReader(ExpressionReader):
         return token is not None and token.kind == "end" and token.text == name
 
     def _ended(self, name: str) -> bool:
-        found = self._at_end(name)
-        self.at += found
-        if not found and self.peek() is None:
+        at_end = self._at_end(name)
+        self.at += at_end
+        if not at_end and self.peek() is None:
             raise UnreadError("an environment does not end")
-        return found
+        return at_end
 
     def _row(self, environment: str) -> Node:
         if environment in words.LINES:

@@ -78,8 +78,8 @@ def product(factors: list[Node]) -> Node:
 
 def is_unit(node: Node) -> bool:
     """Return whether a factor is a unit, or ends in one."""
-    return any(isinstance(found, Symbol) and found.kind == "unit" for found in walk(node)) and not any(
-        isinstance(found, Symbol) and found.kind == "variable" for found in walk(node)
+    return any(isinstance(part, Symbol) and part.kind == "unit" for part in walk(node)) and not any(
+        isinstance(part, Symbol) and part.kind == "variable" for part in walk(node)
     )
 
 
@@ -91,7 +91,7 @@ def is_proper(top: Number, bottom: Number) -> bool:
 
 def is_differential(tokens: list[Token]) -> bool:
     """Return whether a part of a fraction belongs to a derivative: `dy`, `d^2y`, `\\partial x`."""
-    kept = [token for token in tokens if token.text not in ("{", "}")]
-    if len(kept) > 7 or not kept or kept[0].text not in ("d", "\\partial") or kept[0].kind not in ("letter", "command"):
+    bare = [token for token in tokens if token.text not in ("{", "}")]
+    if len(bare) > 7 or not bare or bare[0].text not in ("d", "\\partial") or bare[0].kind not in ("letter", "command"):
         return False
-    return all(token.kind in ("letter", "number") or token.text == "^" or token.text[0] == "\\" for token in kept)
+    return all(token.kind in ("letter", "number") or token.text == "^" or token.text[0] == "\\" for token in bare)

@@ -39,9 +39,9 @@ class TokenReader:
 
     def take(self, *texts: str) -> bool:
         """Step over the next token if it is one of `texts`; return whether it was."""
-        found = self.next_is(*texts)
-        self.at += found
-        return found
+        is_next = self.next_is(*texts)
+        self.at += is_next
+        return is_next
 
     def expect(self, *texts: str) -> None:
         """Step over the next token, which must be one of `texts`."""

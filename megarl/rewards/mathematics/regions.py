@@ -112,7 +112,8 @@ def _group(node: Compound) -> Region:
             raise UnreadError("no interval")
         return Region((RealInterval(low, high, node.marks[0] == "[", node.marks[1] == "]"),))
     if node.kind == "set":
-        return _union([_point(item) for item in node.items])
+        points = map(_end, node.items)
+        return _union([Region((RealInterval(point, point, True, True),)) for point in points])
     if node.kind == "builder":
         return _builder(node)
     if node.kind == "list" and node.items:
@@ -141,10 +142,10 @@ def _builder(node: Compound) -> Region:
         bound = bound.sides[0]
     if not isinstance(bound, Symbol):
         raise UnreadError("a set-builder without a variable")
-    found = _region(condition)
-    if found.variable != bound.name:
+    solutions = _region(condition)
+    if solutions.variable != bound.name:
         raise UnreadError("a set-builder of another variable")
-    return Region(_intersection(limited, found).spans)
+    return Region(_intersection(limited, solutions).spans)
 
 
 def _relation(node: Relation) -> Region:
@@ -177,10 +178,10 @@ def _inequality(left: Node, op: str, right: Node) -> Region:
     difference = Apply("+", (left, Apply("neg", (right,))))
     start, slope = _exact_at(difference, name, Fraction(0)), Fraction(0)
     for x in _TRIED:
-        found = (_exact_at(difference, name, x) - start) / x
-        if found == 0 or slope not in (0, found):
+        rise = (_exact_at(difference, name, x) - start) / x
+        if rise == 0 or slope not in (0, rise):
             raise UnreadError("the inequality is not linear")
-        slope = found
+        slope = rise
     return _half(_end(Number(-start / slope)), op if slope > 0 else _FLIPPED[op], name)
 
 
@@ -216,11 +217,6 @@ def _half(end: Endpoint, op: str, variable: str) -> Region:
     if op == "!=":
         return Region((below, above), variable)
     return Region((below if op[0] == "<" else above,), variable)
-
-
-def _point(node: Node) -> Region:
-    end = _end(node)
-    return Region((RealInterval(end, end, True, True),))
 
 
 def _operation(node: Apply) -> Region:

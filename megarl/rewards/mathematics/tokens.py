@@ -102,8 +102,8 @@ def clean(text: str) -> str:
     """Return an answer as ASCII LaTeX, without marks around it (dollars, asterisks, a full stop)."""
     text = _cases(text)
     text = _LINE_END.sub(r"\\\\", text)
-    text = _RAISED.sub(lambda found: "^{" + found.group().translate(words.RAISED) + "}", text)
-    text = _LOWERED.sub(lambda found: "_{" + found.group().translate(words.LOWERED) + "}", text)
+    text = _RAISED.sub(lambda match: "^{" + match.group().translate(words.RAISED) + "}", text)
+    text = _LOWERED.sub(lambda match: "_{" + match.group().translate(words.LOWERED) + "}", text)
     text = unicodedata.normalize("NFKC", text.translate(words.CHARACTERS)).translate(words.CHARACTERS).strip()
     for _ in range(8):
         bare = _unwrapped(text)
@@ -113,7 +113,7 @@ def clean(text: str) -> str:
     text = _dollars(text)
     text = _cases(text)
     text = _NUMERALS.sub(_numerals, text)
-    text = _DAYTIME.sub(lambda found: found.group(1).lower() + "m", _ABBREVIATED.sub(r"\1", text))
+    text = _DAYTIME.sub(lambda match: match.group(1).lower() + "m", _ABBREVIATED.sub(r"\1", text))
     return _REVERSED.sub(_interval, text)
 
 
@@ -123,12 +123,12 @@ def _cases(text: str) -> str:
     return _END_OF_ROWS.sub(r"\\end{cases}", _BRACE_OF_ROWS.sub(r"\\begin{cases}", text))
 
 
-def _numerals(found: re.Match[str]) -> str:
+def _numerals(match: re.Match[str]) -> str:
     """Return digits for a numeral: `twenty-five` is 25."""
     total = value = 0
-    spelled = re.split(r"[\s-]+", found.group().lower())
+    spelled = re.split(r"[\s-]+", match.group().lower())
     if len(spelled) == 1:
-        return found.group()
+        return match.group()
     for word in spelled:
         scale = words.MULTIPLIERS.get(word, 0)
         if scale == 100:
@@ -172,10 +172,10 @@ def _dollars(text: str) -> str:
     return re.sub(r"(?<!\\)\$(?=\s*[\d.])", r"\\$", text)
 
 
-def _interval(found: re.Match[str]) -> str:
-    left, inside, right = found.groups()
+def _interval(match: re.Match[str]) -> str:
+    left, inside, right = match.groups()
     if (left, right) == ("[", "]") or "," not in inside:
-        return found.group()
+        return match.group()
     return {"[": "[", "]": "("}[left] + inside + {"[": ")", "]": "]"}[right]
 
 
@@ -200,14 +200,13 @@ class _Scanner:
         while position < len(text):
             match = _TOKEN.match(text, position)
             assert match is not None, "the last alternative matches every character"
-            kind = match.lastgroup if match.lastgroup in _READERS else self._outer(match)
+            kind = match.lastgroup
+            if kind not in _READERS:  # the last group is inside the group of the token
+                kind = next(name for name in _READERS if match.group(name) is not None)
             position = _READERS[kind](self, match) or match.end()
         if self.braces:
             raise UnreadError("a brace does not close")
         return self.made
-
-    def _outer(self, match: re.Match[str]) -> str:
-        return next(name for name in _READERS if match.group(name) is not None)
 
     def add(
         self, kind: Kind, text: str, value: Fraction = Fraction(0), places: int | None = None, base: int | None = None
@@ -440,11 +439,11 @@ def canonical(tokens: list[Token]) -> str:
     >>> canonical(tokenize(r"\\text{May } 5")), canonical(tokenize("May  5"))
     ('may 5', 'may 5')
     """
-    kept, spaced = _without_braces(tokens)
-    prose = all(token.kind == "word" or token.text in _PROSE for token in kept)
+    bare, spaced = _without_braces(tokens)
+    prose = all(token.kind == "word" or token.text in _PROSE for token in bare)
     parts: list[str] = []
     before: Token | None = None
-    for token, space in zip(kept, spaced, strict=True):
+    for token, space in zip(bare, spaced, strict=True):
         text = _spelled(token, prose)
         joined = before is not None and _alphanumeric(before) and _alphanumeric(token)
         if parts and ((before is not None and before.kind == "command" and text[:1].isalnum()) or (joined and space)):
@@ -463,7 +462,7 @@ def _without_braces(tokens: list[Token]) -> tuple[list[Token], list[bool]]:
             start = opened.pop()
             if index - start <= 1 or (index - start == 2 and (tokens[start + 1].kind != "word")):
                 dropped |= {start, index}  # not around a word: \\overline{CD} is no \\overline{C}D
-    kept: list[Token] = []
+    bare: list[Token] = []
     spaced: list[bool] = []
     space = apart = False  # apart: a brace stood between two numbers
     for index, token in enumerate(tokens):
@@ -471,11 +470,11 @@ def _without_braces(tokens: list[Token]) -> tuple[list[Token], list[bool]]:
         if index in dropped or token.text == "quad":
             apart = True
             continue
-        numbers = bool(kept) and kept[-1].kind == token.kind == "number"
-        kept.append(token)
+        numbers = bool(bare) and bare[-1].kind == token.kind == "number"
+        bare.append(token)
         spaced.append(space or (apart and numbers))
         space = apart = False
-    return kept, spaced
+    return bare, spaced
 
 
 def _alphanumeric(token: Token) -> bool:
@@ -490,6 +489,6 @@ def _spelled(token: Token, prose: bool) -> str:
         return token.text if padded or token.value.denominator != 1 else str(token.value)
     if token.kind == "word":
         short = len(token.text) <= 4 and token.text.isupper() and token.text.lower() not in _CHOSEN
-        kept = short or (not prose and len(token.text) < 3 and token.text.lower() not in _CHOSEN)
-        return token.text if kept else token.text.lower()
+        as_written = short or (not prose and len(token.text) < 3 and token.text.lower() not in _CHOSEN)
+        return token.text if as_written else token.text.lower()
     return token.text

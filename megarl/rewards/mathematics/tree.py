@@ -102,11 +102,11 @@ def walk(*nodes: Node) -> Iterator[Node]:
     """Yield the nodes and all nodes below them."""
     pending = list(nodes)
     while pending:
-        found = pending.pop()
-        yield found
-        pending.extend(children(found))
+        node = pending.pop()
+        yield node
+        pending.extend(children(node))
 
 
 def symbols(node: Node, kind: str) -> set[str]:
     """Return the names of the symbols of a kind in a tree."""
-    return {found.name for found in walk(node) if isinstance(found, Symbol) and found.kind == kind}
+    return {part.name for part in walk(node) if isinstance(part, Symbol) and part.kind == kind}

@@ -296,13 +296,13 @@ def evaluate(
 def unknowns(*nodes: Node) -> list[str]:
     """Return the keys of the values that an evaluation needs: variables, words of the text that stand
     for a value, and dimensions of units."""
-    found = set()
+    names = set()
     for node in nodes:
-        found |= {f"variable {name}" for name in symbols(node, "variable")}
-        found |= {f"word {name}" for name in symbols(node, "word")}
+        names |= {f"variable {name}" for name in symbols(node, "variable")}
+        names |= {f"word {name}" for name in symbols(node, "word")}
         for name in symbols(node, "unit"):
-            found.add(f"unit {words.UNITS[name][1]}" if name in words.UNITS else f"unit {name}")
-    return sorted(found)
+            names.add(f"unit {words.UNITS[name][1]}" if name in words.UNITS else f"unit {name}")
+    return sorted(names)
 
 
 def points(names: list[str], wide: bool = False) -> list[dict[str, Any]]:
@@ -329,7 +329,7 @@ def _is_negative(name: str, index: int) -> bool:
 
 def has_steps(*nodes: Node) -> bool:
     """Return whether a value jumps: one of the trees has a floor, a ceiling, a sign or an absolute value."""
-    return any(isinstance(found, Apply) and found.name in ("floor", "ceil", "sgn", "abs") for found in walk(*nodes))
+    return any(isinstance(part, Apply) and part.name in ("floor", "ceil", "sgn", "abs") for part in walk(*nodes))
 
 
 def whole_points(names: list[str]) -> list[dict[str, Any]]:
@@ -344,13 +344,13 @@ def whole_points(names: list[str]) -> list[dict[str, Any]]:
 def is_complex(*nodes: Node) -> bool:
     """Return whether the imaginary unit is in one of the trees."""
     return any(
-        found == Symbol("i", "constant") or (isinstance(found, Apply) and found.name == "cis") for found in walk(*nodes)
+        part == Symbol("i", "constant") or (isinstance(part, Apply) and part.name == "cis") for part in walk(*nodes)
     )
 
 
 def log_bases(*nodes: Node) -> tuple[float | None, ...]:
     """Return the possible bases of `\\log` in these trees: None (natural logarithm) or 10."""
-    bare = any(isinstance(found, Apply) and found.name == "log" and len(found.args) == 1 for found in walk(*nodes))
+    bare = any(isinstance(part, Apply) and part.name == "log" and len(part.args) == 1 for part in walk(*nodes))
     return (None, 10) if bare else (None,)
 
 

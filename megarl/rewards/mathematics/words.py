@@ -41,7 +41,7 @@ for _prefix, _word, _power in (
         ("mol", "amount", ("mole",)),
         ("eV", "electron energy", ("electronvolt",)),
     ):
-        _names = [f"{_word}{one}{ending}" for one in _long for ending in ("", "s")]
+        _names = [f"{_word}{_noun}{ending}" for _noun in _long for ending in ("", "s")]
         _unit(_prefix + _short, _scale, _base, *_names, *(["sec", "secs"] if _prefix + _short == "s" else []))
 for _spelling in ("l", "ml", "cl", "dl"):
     UNIT_SPELLINGS[_spelling] = _spelling[:-1] + "L"
