@@ -93,12 +93,14 @@ FIELDS: dict[str, Field] = {
     "image_digests": Field(
         "int64", "[B, images]", "loader; rollout with an environment", "hash of each image's pixels", "[-8132]"
     ),
-    "margin": Field("float32", "[B]", "loader of pairs", "how much larger a chosen score is to be", "0.5"),
+    "margin": Field("float32", "[B]", "loader of pairs", "by how much the chosen score should be larger", "0.5"),
     "label": Field("bool", "[B]", "loader of examples (KTO)", "the response is desirable", "true"),
     "mismatched_ids": Field(
         "int64", "[B, mismatched]", "loader of examples (KTO)", "response of the example before it", "[25, 2]"
     ),
-    "mismatched_mask": Field("bool", "[B, mismatched]", "loader of examples (KTO)", "its tokens that count", "[1, 1]"),
+    "mismatched_mask": Field(
+        "bool", "[B, mismatched]", "loader of examples (KTO)", "tokens of mismatched_ids that count", "[1, 1]"
+    ),
     # -- what generation adds
     "response_ids": Field(
         "int64", "[B, response]", "rollout; loader of pairs", "all tokens after the prompt", "[21, 23, 2]"
@@ -127,35 +129,37 @@ FIELDS: dict[str, Field] = {
         "where each turn begins in response_ids; of a policy that acts: each call",
         "[0, 7]",
     ),
-    "turn_ends": Field("int64", "[B, turns]", "rollout", "where it ends", "[4, 9]"),
+    "turn_ends": Field("int64", "[B, turns]", "rollout", "where each turn ends", "[4, 9]"),
     "turn_rewards": Field("float32", "[B, turns]", "rollout", "the environment's rewards", "[0.0, 1.0]"),
     "ended_by": Field("str", "[B]", "rollout", "done, turns, tokens, images, seconds, image_token or error", '"done"'),
     "env_info": Field("dict", "[B]", "rollout", "numbers of the environment, over all turns", '{"calls": 2}'),
-    "env_error": Field("str", "[B]", "rollout", "how the environment failed; empty: it did not", '""'),
+    "env_error": Field("str", "[B]", "rollout", "text of the environment's failure; empty: none", '""'),
     "transcript": Field("str", "[B]", "rollout", "text of all turns and observations", '"<call>..."'),
     "data_prompt_ids": Field(
         "int64", "[B, prompt]", "rollout", "the data's prompt, before the first observation", "[5, 9]"
     ),
-    "data_prompt_text": Field("str", "[B]", "rollout", "the same as text", '"47+85="'),
-    "data_image_patches": Field("uint8", "[B, patches]", "rollout", "its images, as image_patches", "[[12, 40, ...]]"),
+    "data_prompt_text": Field("str", "[B]", "rollout", "the data's prompt as text", '"47+85="'),
+    "data_image_patches": Field(
+        "uint8", "[B, patches]", "rollout", "images of the data's prompt, as image_patches", "[[12, 40, ...]]"
+    ),
     "data_image_grids": Field("int64", "[B, images]", "rollout", "as image_grids", "[[1, 2, 3]]"),
     "data_image_digests": Field("int64", "[B, images]", "rollout", "as image_digests", "[-8132]"),
     # -- what episodes of robots have
     "task": Field("str", "[B]", "rollout", "task of the simulator", '"reach"'),
-    "trial": Field("int64", "[B]", "rollout", "its start state", "4"),
+    "trial": Field("int64", "[B]", "rollout", "number of the task's start state", "4"),
     "success": Field("bool", "[B]", "rollout", "the task was done", "1"),
     "finish_step": Field("int64", "[B]", "rollout", "environment steps that were executed", "118"),
-    "max_steps": Field("int64", "[B]", "rollout", "the task's limit of them", "400"),
-    "progress": Field("float32", "[B]", "rollout", "how far the task is done, 0 to 1", "0.8"),
+    "max_steps": Field("int64", "[B]", "rollout", "the task's limit of environment steps", "400"),
+    "progress": Field("float32", "[B]", "rollout", "share of the task that is done, 0 to 1", "0.8"),
     "states": Field("float32", "[B, calls, D]", "rollout", "the state before each policy call", "[[0.1]]"),
-    "end_state": Field("float32", "[B, D]", "rollout", "its state after the last one", "[0.3]"),
+    "end_state": Field("float32", "[B, D]", "rollout", "the state after the last policy call", "[0.3]"),
     "frames/": Field("uint8", "[B, calls, H, W, 3]", "rollout", "a camera's pictures before each call", "..."),
-    "end_frames/": Field("uint8", "[B, H, W, 3]", "rollout", "its picture after the last call", "..."),
+    "end_frames/": Field("uint8", "[B, H, W, 3]", "rollout", "a camera's picture after the last call", "..."),
     "clip/": Field(
         "uint8",
         "[B, frames, H, W, 3]",
         "rollout",
-        "its pictures of every environment step as the simulator rendered them, for rewards; never for the policy",
+        "a camera's pictures of every environment step, for rewards; the policy never gets them",
         "...",
     ),
     # -- rewards
@@ -166,9 +170,7 @@ FIELDS: dict[str, Field] = {
     "rule_rewards": Field(
         "dict", "[B]", "rule_rewards", "results of the rewards beside a reward model's", '{"overall": 1.0}'
     ),
-    "score": Field(
-        "float32", "[B]", "reward, total_reward, episode_reward", "what the reward says of the sample", "1.0"
-    ),
+    "score": Field("float32", "[B]", "reward, total_reward, episode_reward", "score of the sample", "1.0"),
     "token_rewards": Field(
         "float32",
         "[B, response]",
@@ -176,31 +178,25 @@ FIELDS: dict[str, Field] = {
         "the score on the last token (or each turn's reward on the turn's last one), and penalties",
         "[0.0, 0.0, 1.0]",
     ),
-    "reward_parts": Field("float32", "[B, K]", "reward, total_reward", "algorithm.advantage.parts of it", "[1.0, 0.5]"),
-    # -- what models say of the samples
+    "reward_parts": Field(
+        "float32", "[B, K]", "reward, total_reward", "parts of the score that the advantage uses", "[1.0, 0.5]"
+    ),
+    # -- what models compute for the samples
     "old_logp": Field(
-        "float32",
-        "[B, response]",
-        "old_logp, rollout_as_old",
-        "log-probs before the update",
-        "[-0.1, -0.7, 0.0]",
+        "float32", "[B, response]", "old_logp, rollout_as_old", "log-probs before the update", "[-0.1, -0.7, 0.0]"
     ),
     "drawn_logp": Field(
         "float32",
         "[B, response]",
         "dynamic_sampling",
-        "log-probs of the policy of its own step, of a sample that waited for this one; NaN: a fresh sample",
+        "log-probs at the step that generated the sample, if it waited for this step; NaN: a fresh sample",
         "[nan, nan, nan]",
     ),
     "sum_pi_squared": Field(
-        "float32",
-        "[B, response]",
-        "sum_pi_squared",
-        "sum of pi(v)^2 over the vocabulary",
-        "[0.8, 0.4, 1]",
+        "float32", "[B, response]", "sum_pi_squared", "sum of pi(v)^2 over the vocabulary", "[0.8, 0.4, 1]"
     ),
     "drawn_sum_pi_squared": Field(
-        "float32", "[B, response]", "dynamic_sampling", "the same, as drawn_logp", "[nan, nan, nan]"
+        "float32", "[B, response]", "dynamic_sampling", "sum_pi_squared, as drawn_logp", "[nan, nan, nan]"
     ),
     "ref_logp": Field("float32", "[B, response]", "ref_logp", "log-probs of the reference", "[-0.2, -0.9, 0.0]"),
     "mismatched_ref_logp": Field(
@@ -227,15 +223,11 @@ FIELDS: dict[str, Field] = {
         "bool", "[B, response]", "rollout_correction", "response_mask without rejected tokens", "[1, 1, 0]"
     ),
     "is_weights": Field(
-        "float32",
-        "[B, response]",
-        "rollout_correction",
-        "importance weights pi_old / pi_rollout",
-        "[1, 0.9, 1]",
+        "float32", "[B, response]", "rollout_correction", "importance weights pi_old / pi_rollout", "[1, 0.9, 1]"
     ),
     "keep": Field("bool", "[B]", "rollout_correction", "the sample counts in its group's baseline", "1"),
-    "advantages": Field("float32", "[B, response]", "advantage", "of each token", "[0.7, 0.7, 0.7]"),
-    "returns": Field("float32", "[B, response]", "advantage", "which the critic learns", "[1.0, 1.0, 1.0]"),
+    "advantages": Field("float32", "[B, response]", "advantage", "advantage of each token", "[0.7, 0.7, 0.7]"),
+    "returns": Field("float32", "[B, response]", "advantage", "the critic's targets", "[1.0, 1.0, 1.0]"),
     "ordinal": Field(
         "int",
         "[B]",
@@ -245,10 +237,10 @@ FIELDS: dict[str, Field] = {
     ),
     "copies": Field("int64", "[B]", "resample", "how often the sample is trained on", "2"),
     "loss_weights": Field(
-        "float32", "[B, response]", "actor_train", "of a mini-batch: each token's share", "[0.1, 0.1, 0.1]"
+        "float32", "[B, response]", "actor_train", "each token's share in the loss of its mini-batch", "[0.1, 0.1, 0.1]"
     ),
     "value_weights": Field(
-        "float32", "[B, response]", "critic_train", "the same for the value loss", "[0.1, 0.1, 0.1]"
+        "float32", "[B, response]", "critic_train", "each token's share in the value loss", "[0.1, 0.1, 0.1]"
     ),
 }
 
