@@ -44,25 +44,19 @@ class HostError(MegarlError):
 
 @dataclass
 class Reply:
-    """The reply of an environment, as plain data.
+    """The reply of an environment, as plain data."""
 
-    Attributes:
-        observation: text, chat messages or token ids; None: the prompt of the data (after `reset`), or nothing more.
-        images: images of the observation, in which the model's image text stands for each.
-        error: why it could not reply.
-        repeats: whether the same error would occur again: the environment's own code raised it, or its reply is
-            invalid.
-        before: if turns were replayed, its earlier replies: the first observation and the reply to each turn but the
-            last.
-    """
-
+    # text, chat messages or token ids; None: the prompt of the data (after `reset`), or nothing more
     observation: Any = None
     reward: float = 0.0
     done: bool = False
     info: dict[str, float] = field(default_factory=dict)
-    error: str = ""
+    error: str = ""  # why it could not reply
+    # whether the same error would occur again: the environment's own code raised it, or its reply is invalid
     repeats: bool = False
+    # images of the observation, in which the model's image text stands for each
     images: list[ImageSet] = field(default_factory=list)
+    # if turns were replayed, its earlier replies: the first observation and the reply to each turn but the last
     before: list[Reply] = field(default_factory=list)
 
     def refuse(self, error: str) -> None:

@@ -35,19 +35,13 @@ _PUSH = "timing_s/weight_sync"
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measurements of a run.
-
-    Attributes:
-        system: the system on which the run was measured.
-        prompt_tokens: mean tokens of its prompts.
-        step_s: mean seconds of its steps.
-    """
+    """The measurements of a run."""
 
     seconds: Table
     lengths: Lengths
-    system: System
-    prompt_tokens: int
-    step_s: float
+    system: System  # the system on which the run was measured
+    prompt_tokens: int  # mean tokens of its prompts
+    step_s: float  # mean seconds of its steps
 
 
 def calibrate(run_dir: Path) -> Calibration:

@@ -31,19 +31,12 @@ _BALANCED = 1.02  # tokens of the fullest replica over the mean, if groups are s
 
 @dataclass(frozen=True)
 class Faults:
-    """How often devices fail, and how long each failure lasts.
+    """How often devices fail, and how long each failure lasts."""
 
-    Attributes:
-        device_hours: mean hours that a device runs until it fails; None: no failures.
-        server_s: seconds until a server is back; its in-flight samples begin again.
-        train_s: seconds until the actor's team is back; it continues from its newest checkpoint.
-        save_every: steps between checkpoints.
-    """
-
-    device_hours: float | None = None
-    server_s: float = 120.0
-    train_s: float = 300.0
-    save_every: int = 20
+    device_hours: float | None = None  # mean hours that a device runs until it fails; None: no failures
+    server_s: float = 120.0  # seconds until a server is back; its in-flight samples begin again
+    train_s: float = 300.0  # seconds until the actor's team is back; it continues from its newest checkpoint
+    save_every: int = 20  # steps between checkpoints
 
 
 class Simulation:

@@ -11,44 +11,27 @@ FIRST, LAST = 4, 2  # first and last steps that are not counted, because queues 
 
 
 class Shares(NamedTuple):
-    """Shares of the time of a whole run. Teams work at the same time, so the shares need not sum to 1.
+    """Shares of the time of a whole run. Teams work at the same time, so the shares need not sum to 1."""
 
-    Attributes:
-        training: the actor's team computes.
-        generating: a replica decodes (mean over replicas).
-        push: weights are being published.
-        coordinator: it replies to calls.
-        samples: the actor's team waits for samples, or for samples that must be generated before new weights are sent.
-    """
-
-    training: float
-    generating: float
-    push: float
-    coordinator: float
+    training: float  # the actor's team computes
+    generating: float  # a replica decodes (mean over replicas)
+    push: float  # weights are being published
+    coordinator: float  # it replies to calls
+    # the actor's team waits for samples, or for samples that must be generated before new weights are sent
     samples: float
 
 
 @dataclass
 class Simulated:
-    """The result of a simulated run.
+    """The result of a simulated run."""
 
-    Attributes:
-        ends: seconds from the start at which steps ended.
-        tokens: tokens of all samples of each step.
-        age: mean off-policy steps of the groups of each step.
-        spent: seconds of the whole run by category, as in `Shares`.
-        calls: number of calls to the coordinator.
-        failures: number of failed servers, and of failed trainers.
-        nodes: seconds of the whole run by node of the actor's team.
-    """
-
-    ends: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    age: list[float] = field(default_factory=list)
-    spent: dict[str, float] = field(default_factory=dict)
-    nodes: dict[str, float] = field(default_factory=dict)
-    calls: int = 0
-    failures: tuple[int, int] = (0, 0)
+    ends: list[float] = field(default_factory=list)  # seconds from the start at which steps ended
+    tokens: list[int] = field(default_factory=list)  # tokens of all samples of each step
+    age: list[float] = field(default_factory=list)  # mean off-policy steps of the groups of each step
+    spent: dict[str, float] = field(default_factory=dict)  # seconds of the whole run by category, as in `Shares`
+    nodes: dict[str, float] = field(default_factory=dict)  # seconds of the whole run by node of the actor's team
+    calls: int = 0  # number of calls to the coordinator
+    failures: tuple[int, int] = (0, 0)  # number of failed servers, and of failed trainers
 
     @property
     def step_s(self) -> float:

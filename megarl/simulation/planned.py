@@ -33,68 +33,40 @@ _SAMPLE_BYTES = 8.0 * 6  # bytes of a token's fields that are sent between teams
 
 @dataclass(frozen=True)
 class Assumptions:
-    """The assumptions of the formulas. By default devices are H100s, eight per machine.
+    """The assumptions of the formulas. By default devices are H100s, eight per machine."""
 
-    Attributes:
-        peak_tflops: dense bf16 peak of a device.
-        train_mfu: share of the peak that training and scoring reach.
-        prefill_mfu: share of the peak that prefill reaches.
-        memory_tb_s: memory bandwidth of a device.
-        read_share: share of the bandwidth that decoding reaches.
-        decode_ms: fixed time of a decoding step, which bytes and FLOPs do not explain.
-        link_gbit: link of a device to other machines, one way.
-        link_times: factor on all times that use links, also measured ones.
-        link_share: share of the link's rate that is reached.
-        hop_us: latency of a hop of a ring between machines.
-        server_push_ms: time of the calls to a server for new weights.
-        push_fixed_s: fixed time of a weight update, whatever its size.
-        call_ms: time of a call to the coordinator.
-        step_s: time of a team and step outside all phases: metrics, files, Python.
-        mean_tokens: mean tokens of a response; 0: a quarter of the longest.
-        sigma: standard deviation of the logarithm of a response's tokens.
-        device_hours: mean hours until a device fails; 0: no failures.
-        server_restart_s: seconds until a failed server is back.
-        train_restart_s: seconds until the actor's team is back after a failure.
-    """
-
-    peak_tflops: float = _H100.bf16_tflops
-    train_mfu: float = 0.35
-    prefill_mfu: float = 0.4
-    memory_tb_s: float = _H100.memory_tb_s
-    read_share: float = 0.6
-    decode_ms: float = 3.0
-    link_gbit: float = _H100.net_gbit
-    link_times: float = 1.0
-    link_share: float = 0.8
-    hop_us: float = 15.0
-    server_push_ms: float = 5.0
-    push_fixed_s: float = 0.5
-    call_ms: float = 1.0
-    step_s: float = 0.5
-    mean_tokens: float = 0.0
-    sigma: float = 0.8
-    device_hours: float = 0.0
-    server_restart_s: float = 120.0
-    train_restart_s: float = 300.0
+    peak_tflops: float = _H100.bf16_tflops  # dense bf16 peak of a device
+    train_mfu: float = 0.35  # share of the peak that training and scoring reach
+    prefill_mfu: float = 0.4  # share of the peak that prefill reaches
+    memory_tb_s: float = _H100.memory_tb_s  # memory bandwidth of a device
+    read_share: float = 0.6  # share of the bandwidth that decoding reaches
+    decode_ms: float = 3.0  # fixed time of a decoding step, which bytes and FLOPs do not explain
+    link_gbit: float = _H100.net_gbit  # link of a device to other machines, one way
+    link_times: float = 1.0  # factor on all times that use links, also measured ones
+    link_share: float = 0.8  # share of the link's rate that is reached
+    hop_us: float = 15.0  # latency of a hop of a ring between machines
+    server_push_ms: float = 5.0  # time of the calls to a server for new weights
+    push_fixed_s: float = 0.5  # fixed time of a weight update, whatever its size
+    call_ms: float = 1.0  # time of a call to the coordinator
+    step_s: float = 0.5  # time of a team and step outside all phases: metrics, files, Python
+    mean_tokens: float = 0.0  # mean tokens of a response; 0: a quarter of the longest
+    sigma: float = 0.8  # standard deviation of the logarithm of a response's tokens
+    device_hours: float = 0.0  # mean hours until a device fails; 0: no failures
+    server_restart_s: float = 120.0  # seconds until a failed server is back
+    train_restart_s: float = 300.0  # seconds until the actor's team is back after a failure
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The seconds by formulas; see `megarl.simulation.seconds.Seconds`.
-
-    Attributes:
-        model_parallel: ranks of a replica of the actor.
-        trains: for nodes that train: passes over the samples of a step, and updates.
-        scores: nodes that make one forward pass.
-    """
+    """The seconds by formulas; see `megarl.simulation.seconds.Seconds`."""
 
     facts: ModelFacts
     system: System
     lengths: Lengths
     given: Assumptions
-    model_parallel: int
-    trains: Mapping[str, tuple[int, int]]
-    scores: frozenset[str]
+    model_parallel: int  # ranks of a replica of the actor
+    trains: Mapping[str, tuple[int, int]]  # for nodes that train: passes over the samples of a step, and updates
+    scores: frozenset[str]  # nodes that make one forward pass
 
     @property
     def _link(self) -> float:

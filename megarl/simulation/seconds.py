@@ -50,25 +50,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds from a table, measured or planned.
+    """Seconds from a table, measured or planned."""
 
-    Attributes:
-        token_s: seconds of a decoding step, by running samples.
-        prefill_s: seconds by tokens.
-        nodes: seconds by node id; other nodes take no time.
-        push_s: seconds of a weight update.
-        handover_s: seconds by tokens.
-        other_s: seconds by team.
-        call_s: coordinator's seconds per call.
-    """
-
-    token_s: Line
-    prefill_s: Line = field(default_factory=lambda: Line(0.0))
-    nodes: Mapping[str, Line] = field(default_factory=dict)
-    push_s: float = 0.0
-    handover_s: Line = field(default_factory=lambda: Line(0.0))
-    other_s: Mapping[str, float] = field(default_factory=dict)
-    call_s: float = 0.001
+    token_s: Line  # seconds of a decoding step, by running samples
+    prefill_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by tokens
+    nodes: Mapping[str, Line] = field(default_factory=dict)  # seconds by node id; other nodes take no time
+    push_s: float = 0.0  # seconds of a weight update
+    handover_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by tokens
+    other_s: Mapping[str, float] = field(default_factory=dict)  # seconds by team
+    call_s: float = 0.001  # coordinator's seconds per call
 
     def slower_links(self, times: float) -> Table:
         """Return the same table with links that take `times` times as long."""

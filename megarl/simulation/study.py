@@ -30,17 +30,12 @@ RECIPE, WHAT_IF = "unchanged", "--what-if"
 
 @dataclass(frozen=True)
 class StudyRow:
-    """One simulated run.
+    """One simulated run."""
 
-    Attributes:
-        what: the overrides, or `RECIPE`.
-        wall_s: seconds that the simulation took.
-    """
-
-    what: str
+    what: str  # the overrides, or `RECIPE`
     system: System
     outcome: Simulated
-    wall_s: float
+    wall_s: float  # seconds that the simulation took
 
     @property
     def per_device(self) -> float:
@@ -50,30 +45,18 @@ class StudyRow:
 
 @dataclass(frozen=True)
 class Study:
-    """The settings of a simulation.
+    """The settings of a simulation."""
 
-    Attributes:
-        recipe: name or file, or a run folder.
-        overrides: `key.path=value` for all rows.
-        what_if: for each further row: `key.path=value`, and `name=value` of assumptions.
-        assumed: `name=value` for all rows.
-        run_dir: run folder with measurements; None: formulas.
-        devices: numbers of devices; empty: the recipe's.
-        grow: the batch grows with the devices.
-        seed: seed of lengths and failures.
-        refuse: raises what is wrong with a recipe.
-    """
-
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    what_if: tuple[tuple[str, ...], ...] = ()
-    assumed: tuple[str, ...] = ()
-    run_dir: Path | None = None
-    devices: tuple[int, ...] = ()
-    grow: bool = False
+    recipe: str  # name or file, or a run folder
+    overrides: tuple[str, ...] = ()  # `key.path=value` for all rows
+    what_if: tuple[tuple[str, ...], ...] = ()  # for each further row: `key.path=value`, and `name=value` of assumptions
+    assumed: tuple[str, ...] = ()  # `name=value` for all rows
+    run_dir: Path | None = None  # run folder with measurements; None: formulas
+    devices: tuple[int, ...] = ()  # numbers of devices; empty: the recipe's
+    grow: bool = False  # the batch grows with the devices
     steps: int = 100
-    seed: int = 0
-    refuse: Callable[[RunConfig, TaskGraph], None] = lambda config, graph: None
+    seed: int = 0  # seed of lengths and failures
+    refuse: Callable[[RunConfig, TaskGraph], None] = lambda config, graph: None  # raises what is wrong with a recipe
 
     def rows(self) -> list[StudyRow]:
         """Return all rows: the recipe first, with all numbers of devices. Raise UserError for an invalid recipe,

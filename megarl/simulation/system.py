@@ -17,59 +17,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimTeam:
-    """One team.
-
-    Attributes:
-        devices: number of workers, one per device.
-        replicas: data-parallel size.
-        nodes: nodes that it walks, in order, except generation.
-        takes: number of handovers that it receives per step.
-        gives: number of handovers that it sends per step.
-    """
+    """One team."""
 
     name: str
-    devices: int
-    replicas: int
-    nodes: tuple[str, ...]
-    takes: int = 0
-    gives: int = 0
+    devices: int  # number of workers, one per device
+    replicas: int  # data-parallel size
+    nodes: tuple[str, ...]  # nodes that it walks, in order, except generation
+    takes: int = 0  # number of handovers that it receives per step
+    gives: int = 0  # number of handovers that it sends per step
 
 
 @dataclass(frozen=True)
 class System:
-    """The properties of a run on which its time depends.
+    """The properties of a run on which its time depends."""
 
-    Attributes:
-        groups: prompt groups per step, B.
-        samples: samples per group.
-        prompt_tokens: tokens per prompt.
-        max_staleness: k of `async`.
-        order: `async.order`.
-        partial: `async.partial`.
-        shares_tokens: whether `placement.share` is tokens.
-        servers: number of generating replicas: engines or servers.
-        server_devices: devices per replica.
-        slots: most samples that a replica decodes at the same time.
-        train: the actor's team.
-        rollout: the team that generates; None: the actor's team does.
-        others: teams of references, critics and teachers.
-        waits: nodes of other teams that a node waits for, by the node's id.
-    """
-
-    groups: int
-    samples: int
-    prompt_tokens: int
-    max_staleness: int
-    order: str
-    partial: bool
-    shares_tokens: bool
-    servers: int
-    server_devices: int
-    slots: int
-    train: SimTeam
-    rollout: SimTeam | None
-    others: tuple[SimTeam, ...]
-    waits: Mapping[str, tuple[str, ...]]
+    groups: int  # prompt groups per step, B
+    samples: int  # samples per group
+    prompt_tokens: int  # tokens per prompt
+    max_staleness: int  # k of `async`
+    order: str  # `async.order`
+    partial: bool  # `async.partial`
+    shares_tokens: bool  # whether `placement.share` is tokens
+    servers: int  # number of generating replicas: engines or servers
+    server_devices: int  # devices per replica
+    slots: int  # most samples that a replica decodes at the same time
+    train: SimTeam  # the actor's team
+    rollout: SimTeam | None  # the team that generates; None: the actor's team does
+    others: tuple[SimTeam, ...]  # teams of references, critics and teachers
+    waits: Mapping[str, tuple[str, ...]]  # nodes of other teams that a node waits for, by the node's id
     rollout_node: str = "rollout"
 
     @property
