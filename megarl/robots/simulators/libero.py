@@ -74,7 +74,6 @@ class Libero(Simulator):
         self._sensors = {name: _OnDemand(self._env.env, CAMERAS[name]) for name in self.spec.cameras}
         if not chosen["shadows"]:
             self._without_shadows()
-        self._steps, self._over = 0, True
 
     def _place(self) -> None:
         """Put the fixtures where one reset after `seed(0)` puts them; resets of episodes do not rebuild the scene."""
@@ -115,7 +114,7 @@ class Libero(Simulator):
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode in LIBERO's start state `trial`; objects have settled."""
-        self.refuse_trial(trial)
+        self.begin(trial)
         self._render(False)
         self._as_constructed()
         self._render(self._settle == 0)
@@ -123,13 +122,11 @@ class Libero(Simulator):
         for left in reversed(range(self._settle)):
             self._render(left == 0)
             raw = self._env.step(NOTHING)[0]
-        self._steps, self._over = 0, False
         return self._observation(raw)
 
     def step(self, actions: Numbers) -> Outcome:
         """Execute actions [K, 7]: up to K environment steps, fewer at success or the limit."""
-        if self._over:
-            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
+        self.refuse_ended()
         began, before = time.perf_counter(), self._render_seconds()
         chunk = np.clip(np.asarray(actions, np.float64), -1, 1)[: self.spec.max_steps - self._steps]
         executed, success = 0, False

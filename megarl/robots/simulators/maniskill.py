@@ -7,7 +7,6 @@ place) is in no observation.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -51,13 +50,10 @@ class ManiSkill(Simulator):
         ]
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
-        chosen, specs = {**self.settings, **settings}, {spec.name: spec for spec in self.tasks(settings)}
-        if task not in specs:
-            raise ValueError(f"ManiSkill: task {task!r} is not one of `tasks`: {', '.join(specs) or 'none'}")
+        chosen, self.spec = {**self.settings, **settings}, self.find_task(task, settings)
         import gymnasium
         import mani_skill.envs  # noqa: F401, registers the tasks
 
-        self.spec = specs[task]
         made = gymnasium.make(
             task,
             num_envs=1,
@@ -71,33 +67,25 @@ class ManiSkill(Simulator):
         shape = tuple(self._env.single_action_space.shape)
         if shape != (self.spec.action_dim,):
             raise ValueError(f"{task}: an action has shape {shape}, not {(self.spec.action_dim,)}")
-        self._steps, self._over = 0, True
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode with the seed `trial`."""
-        self.refuse_trial(trial)
-        raw, _ = self._env.reset(seed=trial)
-        self._steps, self._over = 0, False
-        return self._observation(raw)
+        self.begin(trial)
+        self._raw, _ = self._env.reset(seed=trial)
+        return self._observation()
 
     def step(self, actions: Numbers) -> Outcome:
         """Execute actions [K, D]. `physics` includes the pictures' seconds, since every step renders."""
-        if self._over:
-            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
-        began, executed, success = time.perf_counter(), 0, False
-        for action in np.clip(np.asarray(actions, np.float32), -1, 1)[: self.spec.max_steps - self._steps]:
-            raw, _, _, _, info = self._env.step(action)
-            executed, success = executed + 1, bool(_unbatched(info["success"]))
-            if success:
-                break
-        self._steps += executed
-        self._over = success or self._steps >= self.spec.max_steps
-        seconds = {"physics": time.perf_counter() - began}
-        return Outcome(self._observation(raw), executed, success, self._over, seconds=seconds)
+        return self.execute(np.clip(np.asarray(actions, np.float32), -1, 1), self._act, self._observation)
 
-    def _observation(self, raw: Mapping[str, Any]) -> Observation:
-        frames = {name: _unbatched(raw["sensor_data"][name]["rgb"]).astype(np.uint8) for name in self.spec.cameras}
-        state = _unbatched(raw["agent"]["qpos"]).astype(np.float32)
+    def _act(self, action: Numbers) -> bool:
+        self._raw, _, _, _, info = self._env.step(action)
+        return bool(_unbatched(info["success"]))
+
+    def _observation(self) -> Observation:
+        sensors = self._raw["sensor_data"]
+        frames = {name: _unbatched(sensors[name]["rgb"]).astype(np.uint8) for name in self.spec.cameras}
+        state = _unbatched(self._raw["agent"]["qpos"]).astype(np.float32)
         if state.shape != (self.spec.state_dim,):
             raise ValueError(f"{self.spec.name}: the arm has joints {state.shape}, not {(self.spec.state_dim,)}")
         return Observation(frames, state)

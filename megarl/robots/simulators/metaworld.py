@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import ctypes.util
 import os
-import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -124,48 +124,36 @@ class MetaWorld(Simulator):
         ]
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
-        chosen, specs = {**self.settings, **settings}, {spec.name: spec for spec in self.tasks(settings)}
-        if task not in specs:
-            raise ValueError(f"Meta-World has no task {task!r}; allowed: {', '.join(specs)}")
-        self.spec = specs[task]
+        chosen, self.spec = {**self.settings, **settings}, self.find_task(task, settings)
         metaworld = _import()
         from metaworld.policies import ENV_POLICY_MAP
 
-        one = metaworld.MT1(task, seed=chosen["seed"])
-        self._blocks, self._seed, self._policy_class = {0: one.train_tasks}, chosen["seed"], ENV_POLICY_MAP[task]
-        self._env = one.train_classes[task]()
+        benchmark = metaworld.MT1(task, seed=chosen["seed"])
+        self._blocks, self._seed, self._policy_class = {0: benchmark.train_tasks}, chosen["seed"], ENV_POLICY_MAP[task]
+        self._env = benchmark.train_classes[task]()
         self._env.max_path_length = 10**9  # replaces its own limit of steps
         self._renderer = _renderer(self._env.model, chosen["size"], chosen["plain"])
         self._seen: Any = None
-        self._steps, self._over = 0, True
+        self._info: Mapping[str, Any] = {}
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode in start state `trial`."""
-        self.refuse_trial(trial)
+        self.begin(trial)
         self._env.set_task(self._start_state(trial))
         self._env._did_see_sim_exception = False
         self._seen, _ = self._env.reset()
         self._policy = self._policy_class()
-        self._steps, self._over = 0, False
         return self._observation()
 
     def step(self, actions: Numbers) -> Outcome:
         """Execute actions [K, 4]: up to K environment steps, fewer at success or the limit."""
-        if self._over:
-            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
-        began, executed, success, info = time.perf_counter(), 0, False, {}
-        for action in np.clip(np.asarray(actions, np.float32), -1, 1)[: self.spec.max_steps - self._steps]:
-            self._seen, _, _, _, info = self._env.step(action)
-            executed, success = executed + 1, bool(info["success"])
-            if success:
-                break
-        self._steps += executed
-        self._over = success or self._steps >= self.spec.max_steps
-        moved = time.perf_counter()
-        observation = self._observation()
-        seconds = {"physics": moved - began, "render": time.perf_counter() - moved}
-        progress = 1.0 if success else float(np.clip(info["in_place_reward"], 0, 1))
-        return Outcome(observation, executed, success, self._over, progress, seconds)
+        outcome = self.execute(np.clip(np.asarray(actions, np.float32), -1, 1), self._act, self._observation)
+        progress = 1.0 if outcome.success else float(np.clip(self._info["in_place_reward"], 0, 1))
+        return replace(outcome, progress=progress)
+
+    def _act(self, action: Numbers) -> bool:
+        self._seen, _, _, _, self._info = self._env.step(action)
+        return bool(self._info["success"])
 
     def expert(self) -> Numbers:
         """Return the action [4] of Meta-World's scripted policy, which knows where everything is."""
@@ -179,18 +167,16 @@ class MetaWorld(Simulator):
     def _start_state(self, trial: int) -> Any:
         block = trial // BLOCK
         if block not in self._blocks:
-            one = _import().MT1(self.spec.name, seed=self._seed + block)
-            self._blocks[block] = one.train_tasks
+            self._blocks[block] = _import().MT1(self.spec.name, seed=self._seed + block).train_tasks
         return self._blocks[block][trial % BLOCK]
 
     def _observation(self) -> Observation:
-        frames = {name: self._picture(name) for name in self.spec.cameras}
+        frames: dict[str, Frame] = {}
+        for camera in self.spec.cameras:
+            self._renderer.update_scene(self._env.data, camera=camera)
+            picture: Frame = self._renderer.render()
+            frames[camera] = np.ascontiguousarray(picture[::-1, ::-1]) if camera.startswith("corner") else picture
         return Observation(frames, np.asarray(self._seen[:4], np.float32))
-
-    def _picture(self, camera: str) -> Frame:
-        self._renderer.update_scene(self._env.data, camera=camera)
-        picture: Frame = self._renderer.render()
-        return np.ascontiguousarray(picture[::-1, ::-1]) if camera.startswith("corner") else picture
 
 
 def _renderer(model: Any, size: int, plain: bool) -> Any:
@@ -214,8 +200,7 @@ def _renderer(model: Any, size: int, plain: bool) -> Any:
 def _import() -> Any:
     """Import the package with a way of rendering chosen: `MUJOCO_GL` if set, else EGL, or OSMesa."""
     if not os.environ.get("MUJOCO_GL"):
-        found = [way for way in ("egl", "osmesa") if not _missing(way)]
-        os.environ["MUJOCO_GL"] = found[0] if found else "egl"
+        os.environ["MUJOCO_GL"] = next((way for way in ("egl", "osmesa") if not _missing(way)), "egl")
     way = os.environ["MUJOCO_GL"].lower()
     if missing := _missing(way):
         raise RuntimeError(

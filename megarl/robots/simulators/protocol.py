@@ -9,7 +9,8 @@ The same task, trial and actions give the same outcomes. An environment step is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -72,6 +73,7 @@ class Simulator:
     spec: TaskSpec  # of this task
     #: Keys of `settings`, with their defaults.
     settings: ClassVar[Mapping[str, Any]] = {}
+    _steps, _over = 0, True  # executed environment steps of the episode, and whether it has ended
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
@@ -82,10 +84,44 @@ class Simulator:
         """Construct the simulator of the task with this name."""
         raise NotImplementedError
 
-    def refuse_trial(self, trial: int) -> None:
-        """Raise ValueError if the task has no start state with this number."""
+    @classmethod
+    def find_task(cls, name: str, settings: Mapping[str, Any]) -> TaskSpec:
+        """Return the task with this name; raise ValueError, with the names of all tasks, if there is none."""
+        specs = {spec.name: spec for spec in cls.tasks(settings)}
+        if name not in specs:
+            raise ValueError(f"{cls.__name__} has no task {name!r}; allowed: {', '.join(specs) or 'none'}")
+        return specs[name]
+
+    def begin(self, trial: int) -> None:
+        """Begin to count an episode's environment steps; raise ValueError if the task has no start state `trial`."""
         if not 0 <= trial < self.spec.trials:
             raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        self._steps, self._over = 0, False
+
+    def refuse_ended(self) -> None:
+        """Raise RuntimeError if no episode has begun since the last one ended."""
+        if self._over:
+            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
+
+    def execute(self, actions: NDArray[Any], act: Callable[[Any], bool], observe: Callable[[], Observation]) -> Outcome:
+        """Execute actions [K, D] until all are done, the task is done, or its limit is reached.
+
+        Args:
+            act: executes one action, and returns whether the task is done.
+            observe: returns the observation after the last executed action.
+        """
+        self.refuse_ended()
+        began, executed, success = time.perf_counter(), 0, False
+        for action in actions[: self.spec.max_steps - self._steps]:
+            executed, success = executed + 1, act(action)
+            if success:
+                break
+        self._steps += executed
+        self._over = success or self._steps >= self.spec.max_steps
+        moved = time.perf_counter()
+        observation = observe()
+        seconds = {"physics": moved - began, "render": time.perf_counter() - moved}
+        return Outcome(observation, executed, success, self._over, seconds=seconds)
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode in start state `trial`, from 0 to `spec.trials` - 1."""

@@ -17,8 +17,8 @@ momentum. The state is the gripper's x and y, and 1 if it is lowered, else -1.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -77,21 +77,18 @@ class Reach(Simulator):
         ]
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
-        specs = {spec.name: spec for spec in self.tasks(settings)}
-        if task not in specs:
-            raise ValueError(f"reach: there is no task {task!r}; allowed: {', '.join(specs)}")
-        self.spec = specs[task]
+        self.spec = self.find_task(task, settings)
         self._speed = float({**self.settings, **settings}["speed"])
         self._kind, _, self._goal = task.partition("_")
         self._canvas = _Canvas(self.spec.cameras["top"][0])
         self._squares: dict[str, Point] = {}
         self._discs: list[list[float]] = []  # the orange one first
         self._x, self._y, self._lowered = 0.0, 0.0, False
-        self._start, self._steps, self._over = 0.0, 0, True
+        self._start = self._left = 0.0  # length of the path at the start, and now
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode in the scene of `trial`."""
-        self.refuse_trial(trial)
+        self.begin(trial)
         numbers = _random_numbers(self._kind, trial)
         if self._kind == "reach":
             *squares, (self._x, self._y) = _separate_places(numbers, len(COLORS) + 1)
@@ -102,28 +99,20 @@ class Reach(Simulator):
             grey = [at + (0.36 + 0.14 * next(numbers)) * (1 if next(numbers) < 0.5 else -1) for at in orange]
             self._discs = [orange, grey]
             self._x, self._y = next(numbers) * 1.6 - 0.8, next(numbers) * 1.6 - 0.8
-        self._lowered, self._steps, self._over = False, 0, False
-        self._start = self._remaining()
+        self._lowered = False
+        self._start = self._left = self._remaining()
         return self._observation()
 
     def step(self, actions: Numbers) -> Outcome:
         """Execute actions [K, 3]: up to K environment steps, fewer at success or the limit."""
-        if self._over:
-            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
-        began, executed, remaining = time.perf_counter(), 0, self._start
-        for dx, dy, lower in np.clip(np.asarray(actions, np.float64), -1, 1).tolist():
-            self._move(dx * self._speed, dy * self._speed, lower > 0)
-            executed += 1
-            self._steps += 1
-            remaining = self._remaining()
-            self._over = remaining == 0 or self._steps >= self.spec.max_steps
-            if self._over:
-                break
-        moved = time.perf_counter()
-        observation = self._observation()
-        seconds = {"physics": moved - began, "render": time.perf_counter() - moved}
-        progress = max(0.0, 1 - remaining / self._start)
-        return Outcome(observation, executed, remaining == 0, self._over, progress, seconds)
+        outcome = self.execute(np.clip(np.asarray(actions, np.float64), -1, 1), self._act, self._observation)
+        return replace(outcome, progress=max(0.0, 1 - self._left / self._start))
+
+    def _act(self, action: NDArray[np.float64]) -> bool:
+        dx, dy, lower = action.tolist()
+        self._move(dx * self._speed, dy * self._speed, lower > 0)
+        self._left = self._remaining()
+        return self._left == 0
 
     def expert(self) -> Numbers:
         """Return the action [3] of an expert that knows where everything is."""

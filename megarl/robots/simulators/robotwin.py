@@ -22,13 +22,13 @@ import importlib
 import json
 import random
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
 
@@ -67,7 +67,7 @@ class RoboTwin(Simulator):
         for task in chosen["tasks"]:
             if task not in limits:
                 raise ValueError(f"RoboTwin has no task {task!r} and `max_steps` no limit for it")
-            measured = _evaluation_seeds(chosen["eval_seeds"], task)
+            measured = _seeds(chosen["eval_seeds"], task) if chosen["eval_seeds"] else []
             described = json.loads((root / f"description/task_instruction/{task}.json").read_text())
             specs.append(
                 TaskSpec(
@@ -84,11 +84,9 @@ class RoboTwin(Simulator):
         return specs
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
-        chosen, specs = {**self.settings, **settings}, {spec.name: spec for spec in self.tasks(settings)}
-        if task not in specs:
-            raise ValueError(f"RoboTwin: task {task!r} is not one of `tasks`: {', '.join(specs) or 'none'}")
-        self.spec = specs[task]
-        self._seeds = [*_seeds(chosen["seeds"], task), *_evaluation_seeds(chosen["eval_seeds"], task)]
+        chosen, self.spec = {**self.settings, **settings}, self.find_task(task, settings)
+        files = [chosen["seeds"], *filter(None, [chosen["eval_seeds"]])]
+        self._seeds = [seed for file in files for seed in _seeds(file, task)]
         self._root = _root(chosen["root"])
         self._arguments = _arguments(self._root, task, chosen["config"])
         if str(self._root) not in sys.path:
@@ -96,19 +94,18 @@ class RoboTwin(Simulator):
         with contextlib.chdir(self._root):
             self._unstable = importlib.import_module("envs.utils.create_actor").UnStableError
             self._env = getattr(importlib.import_module(f"envs.{task}"), task)()
-        self._kind, self._told = chosen["instructions"], dict[int, str]()
-        self._open, self._steps, self._over = False, 0, True
+        self._kind, self._instructions = chosen["instructions"], dict[int, str]()
+        self._open = False
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode with the seed number `trial` of the task's list."""
-        self.refuse_trial(trial)
-        if self._kind != "task" and trial not in self._told:
+        self.begin(trial)
+        if self._kind != "task" and trial not in self._instructions:
             self._set_up(trial)
             with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(self._root):
-                self._told[trial] = self._instruction(self._seeds[trial])
+                self._instructions[trial] = self._instruction(self._seeds[trial])
         self._set_up(trial)
-        self._steps, self._over = 0, False
-        return replace(self._observation(), instruction=self._told.get(trial, ""))
+        return replace(self._observation(), instruction=self._instructions.get(trial, ""))
 
     def _set_up(self, trial: int) -> None:
         """Build the scene of a trial; the previous one is removed."""
@@ -129,31 +126,22 @@ class RoboTwin(Simulator):
         before = random.getstate()
         random.seed(seed)  # it chooses with the module `random`
         try:
-            found = made.generate_episode_descriptions(self.spec.name, [objects], 1)
+            descriptions = made.generate_episode_descriptions(self.spec.name, [objects], 1)
         except SystemExit as error:  # it prints this if a description is missing
             raise ValueError(f"{self.spec.name}, seed {seed}: RoboTwin has no description of {objects}") from error
         finally:
             random.setstate(before)
-        texts = found[0][self._kind] if found else []
+        texts = descriptions[0][self._kind] if descriptions else []
         return str(texts[0]) if texts else ""
 
     def step(self, actions: Numbers) -> Outcome:
         """Execute positions of the joints [K, 14]. `physics` includes all pictures except the last."""
-        if self._over:
-            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
-        began, executed, success = time.perf_counter(), 0, False
-        for action in np.asarray(actions, np.float64)[: self.spec.max_steps - self._steps]:
-            with contextlib.redirect_stdout(sys.stderr):
-                self._env.take_action(action, action_type="qpos")
-            executed, success = executed + 1, bool(self._env.eval_success)
-            if success:
-                break
-        self._steps += executed
-        self._over = success or self._steps >= self.spec.max_steps
-        moved = time.perf_counter()
-        observation = self._observation()
-        seconds = {"physics": moved - began, "render": time.perf_counter() - moved}
-        return Outcome(observation, executed, success, self._over, seconds=seconds)
+        return self.execute(np.asarray(actions, np.float64), self._act, self._observation)
+
+    def _act(self, action: NDArray[np.float64]) -> bool:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._env.take_action(action, action_type="qpos")
+        return bool(self._env.eval_success)
 
     def _observation(self) -> Observation:
         raw = self._env.get_obs()
@@ -178,10 +166,6 @@ def _root(configured: str | None) -> Path:
             "`git clone https://github.com/RoboTwin-Platform/RoboTwin`, then follow its installation"
         )
     return root
-
-
-def _evaluation_seeds(file: str | None, task: str) -> list[int]:
-    return [] if file is None else _seeds(file, task)
 
 
 def _seeds(file: str | None, task: str) -> list[int]:

@@ -219,7 +219,7 @@ def test_shapes_have_their_areas_and_colours(size):
 
 
 def test_what_does_not_exist_is_refused_with_what_does():
-    with pytest.raises(ValueError, match="there is no task 'reach_pink'; allowed: reach_red, reach_green"):
+    with pytest.raises(ValueError, match="Reach has no task 'reach_pink'; allowed: reach_red, reach_green"):
         Reach("reach_pink", {})
     for wrong in ({"size": 8}, {"max_steps": 0}, {"trials": 0}, {"speed": 0.5}):
         with pytest.raises(ValueError, match=f"reach: {next(iter(wrong))}: .*; allowed: "):
