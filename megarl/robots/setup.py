@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megarl.artifacts.action_statistics import (
     FILE,
     ActionStatistics,
@@ -21,6 +23,7 @@ from megarl.artifacts.action_statistics import (
     statistics_text,
 )
 from megarl.config.components import settings_at
+from megarl.data.batch import Batch, Jagged
 from megarl.models.hf import vision_of
 from megarl.models.weights.files import resolve_folder
 from megarl.robots.config import robot_of
@@ -28,19 +31,20 @@ from megarl.robots.data.demonstration_sources import find_demonstrations
 from megarl.robots.data.pictures import PIPELINES, policy_normalisation
 from megarl.robots.envs import SimulatorPool, SimulatorSettings
 from megarl.robots.films import film_rows
-from megarl.robots.models.vla.actions import ActionCodec, ActionTokens, gripper_rule
-from megarl.robots.models.vla.calls import PolicyFamily, policy_family, prompt_ids
+from megarl.robots.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens
+from megarl.robots.models.vla.calls import FAMILIES, PolicyFamily, prompt_ids
 from megarl.robots.models.vla.cloning import cloning_statistics
 from megarl.robots.models.vla.sequences import VLALayout
-from megarl.robots.rollout.play import PlayCounts, Player
+from megarl.robots.rollout.episode import episode_values
+from megarl.robots.rollout.play import EpisodeStart, PlayCounts, Player
 from megarl.robots.rollout.policy import SamplingPolicy
 from megarl.robots.rollout.trials import Trials, limited, part_trials, val_sets
 from megarl.robots.rollout.view import View
 from megarl.robots.scores import EpisodeScores
 from megarl.robots.simulators.wire import plain_spec, spec_of
-from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_state
+from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_dim, refuse_other_state
 from megarl.system.device import device, has_cuda
-from megarl.system.errors import ConfigError, choose
+from megarl.system.errors import ConfigError
 from megarl.system.tracing import keep_beating, phase
 
 if TYPE_CHECKING:
@@ -51,7 +55,6 @@ if TYPE_CHECKING:
     from megarl.architectures.vision import VisionShape
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
-    from megarl.data.batch import Batch
     from megarl.data.loader import PromptLoader
     from megarl.data.render import Split
     from megarl.robots.config import RobotConfig
@@ -90,7 +93,7 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
     columns = _tokens(hf).columns(hf.vocab_size)
     return VLALayout(
         shape,
-        policy_family(robot.family, "robot.family"),
+        FAMILIES[robot.family],
         policy_normalisation(getattr(hf, "preprocessor", None), len(shape.towers), shape.towers[0].image),
         tuple(robot.cameras),
         robot.dim,
@@ -103,10 +106,11 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
 def body_of(config: RunConfig, sequences: VLALayout, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
     """Return the policy's `Body`, with the layout `sequences` of its calls and the statistics `data` of its actions."""
     robot = robot_of(config)
-    codec = ActionCodec(_tokens(hf), data.action, gripper_rule(robot.gripper, "robot.gripper"))
-    _refuse_other_sizes(robot, codec, sequences.shape, data)
-    pipeline = choose(PIPELINES, robot.pictures, "unknown image preparation", where="robot.pictures")
-    view = View(tuple(robot.cameras), replace(pipeline, size=sequences.shape.towers[0].image), data.state)
+    refuse_other_dim(data, robot.dim)
+    refuse_other_state(data, sequences.shape.state)
+    codec = ActionCodec(_tokens(hf), data.action, GRIPPER_RULES[robot.gripper])
+    pipeline = replace(PIPELINES[robot.pictures], size=sequences.shape.towers[0].image)
+    view = View(tuple(robot.cameras), pipeline, data.state)
     return Body(codec, sequences.family, view, sequences)
 
 
@@ -123,47 +127,50 @@ def _statistics(config: RunConfig, layout: Layout, tasks: Mapping[str, TaskSpec]
     if robot.statistics == "model":
         return model_statistics(config, robot)
     with phase("statistics"), keep_beating():
-        told = layout.world.broadcast_json(_of_demonstrations(config, robot, tasks) if layout.rank == 0 else None)
-    return _own_name(robot), DatasetStatistics.from_json(told, "demonstrations", robot.bounds)
+        content = None
+        if layout.rank == 0:
+            demonstrations = find_demonstrations(config.sft.train_files or [], tasks, robot.recorded_cameras)
+            content = cloning_statistics(demonstrations, GRIPPER_RULES[robot.gripper], robot.bounds).to_json()
+        content = layout.world.broadcast_json(content)
+    return str(robot.simulator.get("name")), DatasetStatistics.from_json(content, "demonstrations", robot.bounds)
 
 
 def model_statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStatistics]:
     """Return the name and the statistics in the model's folder; a new model's statistics scale nothing."""
-    found = None if config.model.path is None else policy_statistics(resolve_folder(config.model.path), robot.bounds)
-    if found is not None:
-        known, where = found
+    path = config.model.path
+    if path is not None and (stored := policy_statistics(resolve_folder(path), robot.bounds)) is not None:
+        known, where = stored
         chosen = choose_statistics(known, robot.unnorm_key, where)
         return next(name for name, entry in known.items() if entry is chosen), chosen
-    if config.model.path is not None or robot.unnorm_key is not None:
-        raise no_statistics(config.model.path)
-    return _own_name(robot), DatasetStatistics(ActionStatistics.plain(robot.dim))
-
-
-def _own_name(robot: RobotConfig) -> str:
-    return str(robot.simulator.get("name"))
+    if path is not None or robot.unnorm_key is not None:
+        raise no_statistics(path)
+    return str(robot.simulator.get("name")), DatasetStatistics(ActionStatistics.plain(robot.dim))
 
 
 def statistics_file(hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
     """Return the checkpoint files with the action statistics, by name; empty on all ranks of a team but its first."""
+    return {name: text.encode() for name, text in _statistics_texts(hf).items()} if layout.rank == 0 else {}
+
+
+def _statistics_texts(hf: PretrainedConfig) -> dict[str, str]:
+    """Return the content of the files with the policy's action statistics, by name; empty if it has none.
+
+    `BOUNDS` names the statistics that are mapped to -1 and 1, which dataset_statistics.json does not contain.
+    """
     known = getattr(hf, "action_statistics", None)
-    return (
-        {FILE: statistics_text(known).encode(), BOUNDS: _bounds(known).encode()} if known and layout.rank == 0 else {}
-    )
-
-
-def _bounds(known: Mapping[str, DatasetStatistics]) -> str:
-    """Return as JSON which statistics are mapped to -1 and 1; dataset_statistics.json does not contain this."""
-    return json.dumps({name: entry.action.bounds for name, entry in known.items()})
+    if not known:
+        return {}
+    return {
+        FILE: statistics_text(known),
+        BOUNDS: json.dumps({name: data.action.bounds for name, data in known.items()}),
+    }
 
 
 def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
     """Check that a checkpoint has the action statistics of this run; older checkpoints have none, and pass."""
-    known = getattr(hf, "action_statistics", None)
-    if not known:
-        return
-    for name, mine, key in ((FILE, statistics_text(known), "statistics"), (BOUNDS, _bounds(known), "bounds")):
-        file = folder / name
-        if file.is_file() and file.read_text(encoding="utf-8") != mine:
+    for name, text in _statistics_texts(hf).items():
+        file, key = folder / name, "statistics" if name == FILE else "bounds"
+        if file.is_file() and file.read_text(encoding="utf-8") != text:
             raise ConfigError(
                 "the checkpoint's policy was trained with other action statistics",
                 where=f"robot.{key}",
@@ -171,23 +178,6 @@ def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
                 allowed=f"the statistics in {file}",
                 fix=f"restore the earlier robot.{key}, model or demonstrations, or start with trainer.resume=never",
             )
-
-
-def _of_demonstrations(config: RunConfig, robot: RobotConfig, tasks: Mapping[str, TaskSpec]) -> dict[str, Any]:
-    shown = find_demonstrations(config.sft.train_files or [], tasks, robot.recorded_cameras)
-    return cloning_statistics(shown, gripper_rule(robot.gripper, "robot.gripper"), robot.bounds).to_json()
-
-
-def _refuse_other_sizes(robot: RobotConfig, codec: ActionCodec, shape: VisionShape, data: DatasetStatistics) -> None:
-    if codec.dim != robot.dim:
-        raise ConfigError(
-            "the action statistics have another number of action values",
-            where="robot.dim",
-            found=robot.dim,
-            allowed=str(codec.dim),
-            fix=f"set robot.dim={codec.dim}, or choose other statistics (robot.unnorm_key)",
-        )
-    refuse_other_state(data, shape.state)
 
 
 @dataclass
@@ -233,17 +223,57 @@ class Robots:
         *,
         scored: bool,
     ) -> Batch:
-        """Play `sampling.n` episodes from each of B start states; `scored`: record the clips that scores need."""
-        from megarl.robots.samples import play_robots
+        """Play `sampling.n` episodes for each of B start states; return B * `sampling.n` samples with EPISODE_FIELDS.
 
+        Args:
+            advance: is called with the number of newly finished episodes.
+            scored: the simulators record the clips that scores need.
+        """
+        assert self.player is not None, "`take_policy` comes first"
+        assert self.policy is not None, "with the player"
+        self.policy.temperature = sampling.temperature
+        starts = [
+            EpisodeStart(f"{uid}#{i}", row["task"], row["trial"], ids.tolist(), partial(c.seeds.sample, uid, i))
+            for ids, uid, row in zip(prompts["prompt_ids"].unbind(), prompts["uid"], prompts["row"], strict=True)
+            for i in range(sampling.n)
+        ]
         record = c.scores.recording if scored and isinstance(c.scores, EpisodeScores) else None
-        return play_robots(c, self, rollout, prompts, sampling, advance, record)
+        episodes, self.counts = self.player.play(starts, advance, record)
+        values, samples = episode_values(episodes, rollout.engine.weight_version), prompts.repeat(sampling.n)
+        ends, texts = values["turn_ends"], zip(episodes, samples["prompt_text"], strict=True)
+        rewards = ends.values.new_zeros(len(ends.values)).float()
+        rewards[ends.offsets[1:] - 1] = values["success"].float()
+        values |= {
+            "prompt_ids": Jagged.from_list([episode.prompt_ids for episode in episodes], dtype=torch.int64),
+            "prompt_text": [episode.instruction or text for episode, text in texts],
+            "sample_id": [start.sample_id for start in starts],
+            "response_text": [episode.describe() for episode in episodes],
+            "finish_reason": [episode.finish_reason for episode in episodes],
+            "turn_rewards": Jagged(rewards, ends.offsets),
+        }
+        return samples.with_values(values)
 
     def record(self, c: StepContext, samples: Batch) -> None:
-        """Record the metrics `env/...` of the episodes that the last `generate` returned."""
-        from megarl.robots.samples import record_robots
+        """Record the metrics `env/...` of the episodes that the last `generate` returned.
 
-        record_robots(c, samples, self.counts)
+        Episodes whose simulator failed only count as errors.
+        """
+        m, counts = c.metrics, self.counts
+        m.sum("env/errors", sum(counts.failures.values()))
+        for kind, number in counts.failures.items():
+            m.sum(f"env/errors/{kind}", number)
+        m.sum("env/steps/total", counts.steps)
+        m.sum("env/calls/total", counts.calls)
+        m.max("timing_s/act", counts.act_s)
+        m.max("timing_s/wait_for_simulators", counts.wait_s)
+        m.mean("perf/wait_for_simulators", counts.wait_s, max(counts.wait_s + counts.act_s, 1e-9))
+        played = samples.select([place for place, error in enumerate(samples["env_error"]) if not error])
+        if not len(played):
+            return
+        m.mean("env/success", float(played["success"].sum()), len(played))
+        m.mean("env/steps/mean", float(played["finish_step"].sum()), len(played))
+        m.mean("env/calls/mean", float(played["turn_ends"].lengths.sum()), len(played))
+        m.max("env/calls/max", float(played["turn_ends"].lengths.max()))
 
     def report_rows(self, run_dir: Path, step: int, samples: Batch, count: int) -> list[dict[str, Any]]:
         """Write films of the first `count` episodes, and return their rows for the report."""
@@ -273,8 +303,8 @@ def open_robots(
         settings = settings_at("robot.simulator", robot.simulator, SimulatorSettings)
         cuda = device().index if has_cuda() else None
         pool = SimulatorPool(settings, where="robot.simulator", cuda_device=cuda)
-    told = None if pool is None else [plain_spec(task) for task in pool.tasks.values()]
-    tasks = {spec.name: spec for spec in map(spec_of, layout.mp_group.broadcast_json(told))}
+    specs = None if pool is None else [plain_spec(task) for task in pool.tasks.values()]
+    tasks = {spec.name: spec for spec in map(spec_of, layout.mp_group.broadcast_json(specs))}
     for task in tasks.values():
         _refuse_other_task(robot, sequences.shape, task)
     name, data = _statistics(config, layout, tasks)

@@ -27,6 +27,18 @@ def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, D
     return parse_statistics(raw[NORM_STATS], where, bounds), where
 
 
+def refuse_other_dim(data: DatasetStatistics, dim: int) -> None:
+    """Raise ConfigError if actions in the statistics do not have `dim` numbers, the recipe's `robot.dim`."""
+    if data.action.dim != dim:
+        raise ConfigError(
+            "the action statistics have another number of action values",
+            where="robot.dim",
+            found=dim,
+            allowed=str(data.action.dim),
+            fix=f"set robot.dim={data.action.dim}, or choose other statistics (robot.unnorm_key)",
+        )
+
+
 def refuse_other_state(data: DatasetStatistics, state: int) -> None:
     """Check that the statistics fit a policy whose input has `state` numbers of the robot's state (0: no state).
 

@@ -11,7 +11,7 @@ from megarl.artifacts.vla_folder import PREPROCESSOR, read_preprocessor
 from megarl.config.run import RunConfig
 from megarl.robots.config import RobotConfig, robot_of
 from megarl.robots.data.demonstration_sources import EXPERTS
-from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_state
+from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_dim, refuse_other_state
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ def check_policy(config: RunConfig, checks: Checklist) -> None:
     with checks.recorded():
         data = _check_statistics(config, robot)
     try:
-        found = raw_config(config.model)
-        facts = None if found is None else facts_from_config(*found)
+        content = raw_config(config.model)
+        facts = None if content is None else facts_from_config(*content)
     except ConfigError:
         return
-    if found is None or facts is None or "text_config" not in found[0]:
+    if content is None or facts is None or "text_config" not in content[0]:
         return
     with checks.recorded():
-        shape = VisionShape.from_config(found[0], facts.hidden, found[1])
+        shape = VisionShape.from_config(content[0], facts.hidden, content[1])
         _check_columns(robot, shape, facts.max_positions)
         _check_pictures(config, shape)
         if data is not None:
@@ -64,19 +64,11 @@ def _check_statistics(config: RunConfig, robot: RobotConfig) -> DatasetStatistic
     folder = None if path is None else local_folder(path)
     if folder is None:
         return None
-    found = policy_statistics(folder, robot.bounds)
-    if found is None:
+    known = policy_statistics(folder, robot.bounds)
+    if known is None:
         raise no_statistics(path)
-    data = choose_statistics(found[0], robot.unnorm_key, "robot.unnorm_key")
-    dim = data.action.dim
-    if dim != robot.dim:
-        raise ConfigError(
-            "the action statistics have another number of action values",
-            where="robot.dim",
-            found=robot.dim,
-            allowed=str(dim),
-            fix=f"set robot.dim={dim}, or choose other statistics (robot.unnorm_key)",
-        )
+    data = choose_statistics(known[0], robot.unnorm_key, "robot.unnorm_key")
+    refuse_other_dim(data, robot.dim)
     return data
 
 

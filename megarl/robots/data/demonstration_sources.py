@@ -47,7 +47,9 @@ def _opened(
     path = Path(file if equals else source).expanduser()
     if equals and path.suffix in HDF5:
         spec = choose(tasks, named, "unknown task", where=key)
-        return open_libero(path, named, cameras=_libero_cameras(spec, key))
+        for camera in spec.cameras:
+            choose(LIBERO_CAMERAS, camera, f"LIBERO's files have no pictures of this camera of {spec.name}", where=key)
+        return open_libero(path, named, cameras=list(spec.cameras))
     if path.is_dir() and is_lerobot(path):
         chosen = tasks if task is None else {task: choose(tasks, task, "unknown task", where=key)}
         spec = next(iter(chosen.values()))
@@ -58,16 +60,10 @@ def _opened(
     raise _no_source(source, key)
 
 
-def _libero_cameras(spec: TaskSpec, where: str) -> list[str]:
-    for camera in spec.cameras:
-        choose(LIBERO_CAMERAS, camera, f"LIBERO's files have no pictures of this camera of {spec.name}", where=where)
-    return list(spec.cameras)
-
-
 def _no_source(source: str, where: str) -> ConfigError:
     path = Path(source.rpartition("=")[2]).expanduser()
     fix = f"write TASK={source}: the file has no task name" if path.suffix in HDF5 and "=" not in source else None
-    what = "file or folder is no source of demonstrations" if path.exists() else "demonstrations not found"
+    what = "this file or folder has no demonstrations" if path.exists() else "demonstrations not found"
     near = close_matches(source, [EXPERTS])
     if near:
         fix = f"did you mean {near[0]!r}?"
@@ -75,16 +71,15 @@ def _no_source(source: str, where: str) -> ConfigError:
     return ConfigError(what, where=where, found=source, allowed=allowed, fix=fix)
 
 
-def _fitting(one: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
-    """Return the demonstration unchanged; raise if its shapes or cameras do not fit its task."""
-    found = {"numbers of an action": one.actions.shape[1], "numbers of a state": one.states.shape[1]}
+def _fitting(shown: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
+    """Return the demonstration unchanged; raise DataError if its shapes or cameras do not fit its task."""
+    sizes = {"numbers of an action": shown.actions.shape[1], "numbers of a state": shown.states.shape[1]}
     expected = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
-    if found != expected:
-        raise DataError(
-            f"this demonstration does not fit {spec.name}", where=one.where, found=found, allowed=f"{expected}"
-        )
-    missing = [camera for camera in spec.cameras if camera not in one.cameras]
+    if sizes != expected:
+        what = f"this demonstration does not fit {spec.name}"
+        raise DataError(what, where=shown.where, found=sizes, allowed=str(expected))
+    missing = [camera for camera in spec.cameras if camera not in shown.cameras]
     if missing:
         what = f"this demonstration has no pictures of the camera {missing[0]!r} of {spec.name}"
-        raise DataError(what, where=one.where, found=list(one.cameras), allowed=spec.cameras)
-    return one
+        raise DataError(what, where=shown.where, found=list(shown.cameras), allowed=spec.cameras)
+    return shown

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -80,18 +79,6 @@ class OpenDemonstration:
                 place = f"{self.where}: {name}[{step}, {number}]"
                 raise DataError("not a finite number", where=place, found=float(table[step, number]))
 
-    @classmethod
-    def of(cls, shown: Demonstration, where: str) -> OpenDemonstration:
-        """Return an `OpenDemonstration` of a demonstration in memory."""
-        return cls(
-            shown.task,
-            where,
-            tuple(shown.frames),
-            shown.states,
-            shown.actions,
-            lambda camera, step: shown.frames[camera][step],
-        )
-
     def __len__(self) -> int:
         """Return the number of environment steps, T."""
         return len(self.actions)
@@ -106,14 +93,14 @@ def moves(actions: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
     Args:
         actions: [T, D].
     """
-    kept = np.zeros(len(actions), bool)
+    mask = np.zeros(len(actions), bool)
     still = np.linalg.norm(actions[:, :-1], axis=1) < STILL
     gripper = None
     for step, action in enumerate(actions):
         if still[step] and (gripper is None or action[-1] == gripper):
             continue
-        kept[step], gripper = True, action[-1]
-    return kept
+        mask[step], gripper = True, action[-1]
+    return mask
 
 
 def open_libero(
@@ -130,52 +117,37 @@ def open_libero(
         cameras: one or both of `agentview` and `wrist`.
     """
     cameras = tuple(cameras)
-    for episode in _libero_episodes(path):
+    with _libero_file(path) as file:
+        episodes = sorted(_part(file, "data", path), key=lambda name: int(name.removeprefix("demo_")))
+    for episode in episodes:
         with _libero_file(path) as file:
-            states, actions = _libero_numbers(file, episode, path)
+            observed = _part(file["data"][episode], "obs", path)
+            states = np.concatenate([_part(observed, name, path)[:] for name in LIBERO_STATE], axis=1, dtype=np.float32)
+            actions = _part(file["data"][episode], "actions", path)[:].astype(np.float32)
             for camera in cameras:
-                _part(file[f"data/{episode}/obs"], LIBERO_CAMERAS[camera], path)
-        kept = np.flatnonzero(moves(actions))
+                _part(observed, LIBERO_CAMERAS[camera], path)
+        steps = np.flatnonzero(moves(actions))
 
-        def frame(camera: str, step: int, episode: str = episode, kept: NDArray[Any] = kept) -> NDArray[np.uint8]:
+        def frame(camera: str, step: int, episode: str = episode, steps: NDArray[Any] = steps) -> NDArray[np.uint8]:
             with _libero_file(path) as file:
-                found: NDArray[np.uint8] = file[f"data/{episode}/obs/{LIBERO_CAMERAS[camera]}"][int(kept[step])]
-                return found
+                picture: NDArray[np.uint8] = file[f"data/{episode}/obs/{LIBERO_CAMERAS[camera]}"][int(steps[step])]
+                return picture
 
-        yield OpenDemonstration(task, f"{path}: {episode}", cameras, states[kept], actions[kept], frame)
+        yield OpenDemonstration(task, f"{path}: {episode}", cameras, states[steps], actions[steps], frame)
 
 
 @contextmanager
 def _libero_file(path: str | Path) -> Iterator[Any]:
-    h5py = _h5py()
+    try:
+        import h5py
+    except ImportError:
+        raise UnavailableError("LIBERO's demonstrations need h5py", fix="pip install h5py") from None
     try:
         file = h5py.File(path, "r")
     except OSError as error:
         raise DataError(f"this HDF5 file cannot be read: {error}", where=str(path)) from None
     with file:
         yield file
-
-
-def _libero_episodes(path: str | Path) -> list[str]:
-    """Return the episodes' names in the order of their numbers."""
-    with _libero_file(path) as file:
-        return sorted(_part(file, "data", path), key=lambda name: int(name.removeprefix("demo_")))
-
-
-def _libero_numbers(file: Any, episode: str, path: str | Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the states and actions of all steps."""
-    group = file["data"][episode]
-    observed = _part(group, "obs", path)
-    states = np.concatenate([_part(observed, name, path)[:] for name in LIBERO_STATE], axis=1)
-    return states.astype(np.float32), _part(group, "actions", path)[:].astype(np.float32)
-
-
-def _h5py() -> ModuleType:
-    try:
-        import h5py
-    except ImportError:
-        raise UnavailableError("LIBERO's demonstrations need h5py", fix="pip install h5py") from None
-    return h5py
 
 
 def _part(group: Any, name: str, path: str | Path) -> Any:
@@ -215,8 +187,8 @@ def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
 
         def frame(camera: str, step: int, path: Path = path) -> NDArray[np.uint8]:
             with _opened(path) as (file, _):
-                found: NDArray[np.uint8] = file.get_slice(_FRAMES + camera)[step : step + 1][0]
-                return found
+                picture: NDArray[np.uint8] = file.get_slice(_FRAMES + camera)[step : step + 1][0]
+                return picture
 
         yield OpenDemonstration(facts["task"], str(path), cameras, states, actions, frame)
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megarl.data.images import readable
 from megarl.robots.data.demonstrations import OpenDemonstration
-from megarl.system.errors import ConfigError, DataError, UnavailableError, choose
+from megarl.system.errors import DataError, UnavailableError, choose
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -197,7 +197,7 @@ def open_lerobot(
     """
     data = LeRobotFolder(Path(folder))
     named = {camera: _feature(data, name, camera) for camera, name in cameras.items()}
-    known = {text.casefold().strip(): name for name, instruction in tasks.items() for text in (name, instruction)}
+    known = {_key(text): name for name, instruction in tasks.items() for text in (name, instruction)}
     for episode in data.episodes():
         if task is None and "tasks" in episode.row and not any(_key(text) in known for text in episode.row["tasks"]):
             continue  # skip reading an episode of another task
@@ -206,36 +206,24 @@ def open_lerobot(
         name = task if task is not None else known.get(_key(instruction))
         if name is None:
             continue
-        yield OpenDemonstration(
-            name,
-            f"{folder}: episode {episode.number}",
-            tuple(named),
-            _matrix(table, STATE),
-            _matrix(table, ACTION),
-            _by_camera({camera: data.pictures(episode, feature, groups) for camera, feature in named.items()}),
-        )
+        frames = {camera: data.pictures(episode, feature, groups) for camera, feature in named.items()}
+        where, states, actions = f"{folder}: episode {episode.number}", _matrix(table, STATE), _matrix(table, ACTION)
+        yield OpenDemonstration(name, where, tuple(named), states, actions, partial(_frame, frames))
 
 
 def _key(text: str) -> str:
     return text.casefold().strip()
 
 
-def _by_camera(
-    frames: Mapping[str, Callable[[int], NDArray[np.uint8]]],
-) -> Callable[[str, int], NDArray[np.uint8]]:
-    return lambda camera, step: frames[camera](step)
+def _frame(frames: Mapping[str, Callable[[int], NDArray[np.uint8]]], camera: str, step: int) -> NDArray[np.uint8]:
+    return frames[camera](step)
 
 
 def _feature(data: LeRobotFolder, name: str, camera: str) -> str:
-    cameras = data.cameras
-    if PICTURES + name in cameras:
+    if PICTURES + name in data.cameras:
         return PICTURES + name
-    choose(
-        dict.fromkeys(cameras),
-        name,
-        f"the data set {data.folder} has no such camera",
-        where=f"robot.recorded_cameras.{camera}",
-    )
+    what = f"the data set {data.folder} has no such camera"
+    choose(dict.fromkeys(data.cameras), name, what, where=f"robot.recorded_cameras.{camera}")
     return name
 
 
@@ -325,9 +313,8 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
                 raise DataError("file contains no video", where=str(path))
             stream = video.streams.video[0]
             assert stream.time_base is not None, "every video stream has a time base"
-            video.seek(
-                max(0, round((second - near) / stream.time_base)), stream=stream
-            )  # seeks to the key frame before this time
+            # seeks to the key frame before this time
+            video.seek(max(0, round((second - near) / stream.time_base)), stream=stream)
             best, apart = None, float("inf")
             for frame in video.decode(stream):
                 if frame.time is None:
@@ -346,6 +333,5 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
 def cameras_of(spec_cameras: Sequence[str], recorded: Mapping[str, str], where: str) -> dict[str, str]:
     """Return the data set's name for each camera of a task: the one in `recorded`, else the camera's own name."""
     for camera in recorded:
-        if camera not in spec_cameras:
-            raise ConfigError("the task has no such camera", where=where, found=camera, allowed=list(spec_cameras))
+        choose(dict.fromkeys(spec_cameras), camera, "the task has no such camera", where=where)
     return {camera: recorded.get(camera, camera) for camera in spec_cameras}

@@ -30,7 +30,7 @@ from megarl.robots.envs.process import SimulatorProcess
 from megarl.robots.envs.settings import SimulatorSettings
 from megarl.robots.simulators.protocol import Numbers, Observation, Outcome, Recording, TaskSpec
 from megarl.robots.simulators.wire import spec_of
-from megarl.system.errors import ConfigError, close_matches, count
+from megarl.system.errors import ConfigError, choose, close_matches, count
 from megarl.system.plain import Malformed
 from megarl.system.processes import how_it_ended
 from megarl.system.tracing import beat
@@ -154,10 +154,10 @@ class SimulatorPool:
         """
         until = time.monotonic() + wait_s
         while True:
-            found = self._collect(until)
+            answers = self._collect(until)
             beat()
-            if found or not self.busy or time.monotonic() >= until:
-                return found
+            if answers or not self.busy or time.monotonic() >= until:
+                return answers
 
     def close(self) -> None:
         """End all processes."""
@@ -203,12 +203,12 @@ class SimulatorPool:
         now = time.monotonic()
         sockets = [slot.process.socket for slot in busy.values()]
         ready = _readable(sockets, min([until, now + _BEAT_S, *ends]) - now) if busy else []
-        found = {}
+        answers = {}
         for number, slot in busy.items():
             answer = self._read(slot) if slot.process.socket in ready else self._in_time(slot)
             if answer is not None:
-                found[number] = answer
-        return found
+                answers[number] = answer
+        return answers
 
     def _in_time(self, slot: _Slot) -> Answer | None:
         key, seconds = self._limit(slot)
@@ -225,11 +225,13 @@ class SimulatorPool:
             return self._failed(slot, "crash", f"its process ended ({how}) during {slot.process.waiting[0]}")
         except Malformed as error:
             return self._failed(slot, "crash", f"its process wrote {error} (during {slot.process.waiting[0]})")
-        answer = None
+        answer, episode = None, slot.episode
+        task = None if episode is None else self.tasks[episode.task]
         for header, arrays in messages:
             during = slot.process.waiting[0]
             try:
-                self._check(slot, during, header, arrays)
+                chunk = len(episode.chunks[slot.played - 1]) if episode is not None and during == "step" else 0
+                check_answer(during, header, arrays, task, chunk)
                 if "error" in header:
                     return self._failed(slot, header["error"], f"{header['text']} (during {during})")
                 slot.process.waiting.popleft()
@@ -238,13 +240,6 @@ class SimulatorPool:
                 return self._failed(slot, "crash", f"its process wrote {error} (during {during})")
         self._go_on(slot)
         return answer
-
-    def _check(self, slot: _Slot, during: str, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-        """Raise Malformed if a message is no valid answer to the call `during` in the slot's episode."""
-        episode = slot.episode
-        task = None if episode is None else self.tasks[episode.task]
-        chunk = len(episode.chunks[slot.played - 1]) if episode is not None and during == "step" else 0
-        check_answer(during, header, arrays, task, chunk)
 
     def _take(self, slot: _Slot, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Answer | None:
         """Return the caller's answer from a message of the slot's process; None: only the pool needs the message."""
@@ -356,23 +351,14 @@ class SimulatorPool:
         return ConfigError(what, where=f"{self._where}.{key}", found=header["found"], allowed=allowed, fix=fix)
 
     def _chosen(self, specs: list[TaskSpec]) -> dict[str, TaskSpec]:
-        there = {spec.name: spec for spec in specs}
-        for name in self.settings.tasks:
-            if name not in there:
-                near = close_matches(name, there)
-                raise ConfigError(
-                    f"unknown task of simulator {self.settings.name!r}",
-                    where=f"{self._where}.tasks",
-                    found=name,
-                    allowed=there,
-                    fix=f"did you mean {near[0]!r}?" if near else None,
-                )
-        return {name: there[name] for name in self.settings.tasks or there}
+        known = {spec.name: spec for spec in specs}
+        what, where = f"unknown task of simulator {self.settings.name!r}", f"{self._where}.tasks"
+        return {name: choose(known, name, what, where=where) for name in self.settings.tasks or known}
 
 
 def _readable(sockets: Sequence[socket.socket], wait_s: float) -> list[socket.socket]:
     """Wait up to `wait_s` seconds, and return the `sockets` that are readable or broken."""
-    poll, by_handle = select.poll(), {one.fileno(): one for one in sockets}
+    poll, by_handle = select.poll(), {connection.fileno(): connection for connection in sockets}
     for handle in by_handle:
         poll.register(handle, select.POLLIN)
     return [by_handle[handle] for handle, _ in poll.poll(max(0.0, wait_s) * 1000)]

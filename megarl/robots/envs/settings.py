@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import ComponentSection
 from megarl.robots.simulators.registry import FORMS, SIMULATORS, is_known
-from megarl.system.errors import ConfigError, close_matches
+from megarl.system.errors import choose
 
 
 class SimulatorSettings(ComponentSection):
@@ -36,11 +36,4 @@ class SimulatorSettings(ComponentSection):
     def check(self, where: str) -> None:
         """Check the simulator's name."""
         if not is_known(self.name):
-            near = close_matches(self.name, SIMULATORS)
-            raise ConfigError(
-                "unknown simulator",
-                where=f"{where}.name",
-                found=self.name,
-                allowed=[*SIMULATORS, *FORMS],
-                fix=f"did you mean {near[0]!r}?" if near else "name one of these",
-            )
+            choose(dict.fromkeys((*SIMULATORS, *FORMS)), self.name, "unknown simulator", where=f"{where}.name")

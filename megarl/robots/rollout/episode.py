@@ -58,9 +58,24 @@ class Episode:
         """The number of executed environment steps."""
         return sum(self.executed)
 
+    @property
+    def finish_reason(self) -> str:
+        """`abort` if the simulator failed, `length` at the limit of environment steps without success, else `stop`."""
+        if self.failure:
+            return "abort"
+        return "length" if self.finish_step >= self.spec.max_steps and not self.success else "stop"
+
+    def describe(self) -> str:
+        """Return the episode's end as text, for the report."""
+        if self.failure:
+            return f"not played: {self.failure}"
+        return f"{'success' if self.success else 'no success'} after {self.finish_step} environment steps"
+
     def fail(self, kind: str, why: str, blank: Chunk) -> None:
-        """Note that its simulator failed: nothing of it is trained on, or scored. `blank` replaces an episode without
-        any call."""
+        """Mark the episode as failed by its simulator, so that it is neither trained on nor scored.
+
+        `blank` replaces the calls of an episode without any.
+        """
         self.failure, self.failure_kind, self.success, self.progress = why, kind, False, math.nan
         del self.seen[len(self.executed) :], self.chunks[len(self.executed) :]  # a call that was not answered
         frames = {name: np.zeros((*size, 3), np.uint8) for name, size in self.spec.cameras.items()}

@@ -13,7 +13,7 @@ from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.robots.data.pictures import PicturePipeline
 from megarl.robots.envs import Answer
 from megarl.robots.simulators.protocol import Observation, Outcome, TaskSpec
-from megarl.system.errors import ConfigError
+from megarl.system.errors import ConfigError, choose
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,8 @@ class View:
 
     def of_task(self, spec: TaskSpec) -> TaskSpec:
         """Return the task as it is seen."""
-        missing = [name for name in self.cameras if name not in spec.cameras]
-        if missing:
-            raise ConfigError(
-                "the simulator has no such camera",
-                where="robot.cameras",
-                found=missing[0],
-                allowed=list(spec.cameras),
-                fix="name one of these",
-            )
+        for camera in self.cameras:
+            choose(spec.cameras, camera, "the simulator has no such camera", where="robot.cameras")
         if self.states is not None and self.states.dim != spec.state_dim:
             raise ConfigError(
                 "the statistics are for a robot state of another size",

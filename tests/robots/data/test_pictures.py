@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.robots.config import RobotConfig
 from megarl.robots.data.pictures import (
     DINO_SIGLIP,
     IMAGENET,
@@ -18,6 +20,10 @@ from megarl.robots.data.pictures import (
 )
 from megarl.system.errors import ConfigError, DataError
 from tests.robots.data.golden_pictures import CROPPED, FILE, SHRUNK, THIN, frame
+
+
+def test_recipes_may_name_every_pipeline_and_no_other() -> None:
+    assert set(get_args(RobotConfig.model_fields["pictures"].annotation)) == set(PIPELINES)
 
 
 def differences(found: torch.Tensor, golden: str) -> tuple[int, float]:

@@ -20,6 +20,7 @@ from megarl.robots.rollout.experts import ExpertCounts, demonstrate, noises
 from megarl.robots.simulators.protocol import Outcome
 from megarl.system.errors import ConfigError
 from tests.robots.envs.playback import play
+from tests.robots.opened import opened
 
 LINE = f"{Path(__file__).resolve().parents[1] / 'simulators/line.py'}:Line"
 EPISODES = [(task, trial) for trial in range(3) for task in ("reach_red", "push_up")]
@@ -92,7 +93,7 @@ def solved_again(
 def test_tokens_of_demonstrations_solve_their_tasks_again() -> None:
     episodes = [(task, trial) for task in ("reach_green", "push_left", "push_up") for trial in range(8)]
     with pools(2) as pool:
-        shown = [OpenDemonstration.of(one, "expert") for one in demonstrate(pool, episodes, noise=0, seed=0)]
+        shown = [opened(one, "expert") for one in demonstrate(pool, episodes, noise=0, seed=0)]
         assert len(shown) == len(episodes)
         assert solved_again(pool, shown, episodes, bins=4096) == len(episodes)
         # The expert lowers the gripper a hair's breadth from the disc, where 256 bins may not let it.

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megarl.artifacts.action_statistics import ActionStatistics
-from megarl.system.errors import ConfigError, DataError, choose
+from megarl.system.errors import ConfigError, DataError
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
@@ -152,11 +152,6 @@ GRIPPER_RULES = {
     "libero": GripperRule(dims=(-1,), unit=True, binarise=True, invert=True),
     "none": GripperRule(),
 }
-
-
-def gripper_rule(name: str, where: str = "gripper") -> GripperRule:
-    """Return the rule of this name."""
-    return choose(GRIPPER_RULES, name, "unknown gripper rule", where=where)
 
 
 @dataclass(frozen=True)

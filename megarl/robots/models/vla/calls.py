@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.system.errors import ConfigError, choose
+from megarl.system.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,6 @@ FAMILIES = {
     "openvla": PolicyFamily(parallel=False),
     "small": PolicyFamily(template="{task}", last_token=None),
 }
-
-
-def policy_family(name: str, where: str = "family") -> PolicyFamily:
-    """Return the family of this name."""
-    return choose(FAMILIES, name, "unknown family of policies", where=where)
 
 
 def prompt_text(instruction: str, family: PolicyFamily) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import pytest
 
 from megarl.data.light_tokenizer import WrittenTokenizer
-from megarl.robots.models.vla.calls import CallLayout, PolicyFamily, policy_family, prompt_ids, prompt_text
+from megarl.robots.config import RobotConfig
+from megarl.robots.models.vla.calls import FAMILIES, CallLayout, PolicyFamily, prompt_ids, prompt_text
 from megarl.system.errors import ConfigError
 
 
@@ -59,7 +61,7 @@ def test_a_call_without_one_of_its_parts_is_refused(wrong):
 
 
 def test_the_prompt_is_written_in_small_letters():
-    assert prompt_text("Pick Up {this}", policy_family("openvla-oft")) == (
+    assert prompt_text("Pick Up {this}", FAMILIES["openvla-oft"]) == (
         "In: What action should the robot take to pick up {this}?\nOut:"
     )
     assert prompt_text("Pick", PolicyFamily("{task}!", lower=False)) == "Pick!"
@@ -67,7 +69,7 @@ def test_the_prompt_is_written_in_small_letters():
 
 @pytest.mark.parametrize("name", ["openvla-oft", "openvla"])
 def test_bos_and_the_last_token_are_there_once(name):
-    family = policy_family(name)
+    family = FAMILIES[name]
     tokenizer = WrittenTokenizer("chars:" + "".join(sorted(set(prompt_text("abc", family)))))
     plain = tokenizer(prompt_text("abc", family))["input_ids"]
 
@@ -83,9 +85,8 @@ def test_bos_and_the_last_token_are_there_once(name):
 
 def test_a_tokenizer_without_bos_is_refused():
     with pytest.raises(ConfigError, match=r"tokenizer\.bos_token"):
-        prompt_ids("abc", policy_family("openvla"), lambda text: {"input_ids": [5]})
+        prompt_ids("abc", FAMILIES["openvla"], lambda text: {"input_ids": [5]})
 
 
-def test_an_unknown_family_is_the_users_to_fix():
-    with pytest.raises(ConfigError, match=r"(?s)policy\.family.*'openvla_oft'.*did you mean 'openvla-oft'"):
-        policy_family("openvla_oft", "policy.family")
+def test_recipes_may_name_every_family_and_no_other():
+    assert set(get_args(RobotConfig.model_fields["family"].annotation)) == set(FAMILIES)

@@ -20,6 +20,7 @@ from megarl.robots.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionT
 from megarl.robots.models.vla.cloning import CloningExamples, cloning_statistics
 from megarl.robots.models.vla.sequences import calls_of
 from megarl.system.errors import ConfigError, DataError
+from tests.robots.opened import opened
 
 K, D, S = 3, 2, 4
 LENGTHS = (5, 2, 0, 7)  # of one no environment step is left
@@ -37,8 +38,8 @@ def demonstrations() -> list[Demonstration]:
     return found
 
 
-def opened(shown: list[Demonstration]) -> list[OpenDemonstration]:
-    return [OpenDemonstration.of(one, f"demonstration {number}") for number, one in enumerate(shown)]
+def all_opened(shown: list[Demonstration]) -> list[OpenDemonstration]:
+    return [opened(one, f"demonstration {number}") for number, one in enumerate(shown)]
 
 
 def codec_of(shown: list[OpenDemonstration]) -> ActionCodec:
@@ -53,8 +54,8 @@ def examples(shown: list[OpenDemonstration], **given) -> CloningExamples:
 
 def test_an_example_is_a_window_of_actions_and_what_was_seen_at_its_start() -> None:
     shown = demonstrations()
-    codec = codec_of(opened(shown))
-    every = examples(opened(shown))
+    codec = codec_of(all_opened(shown))
+    every = examples(all_opened(shown))
     assert len(every) == sum(LENGTHS)
     batch = every.batch(range(len(every)), epoch=2)
     fields = [batch[f"frames/{camera}"].unbind() for camera in ("top", "wrist")]
@@ -96,7 +97,7 @@ def test_pictures_are_read_once_as_far_as_they_fit(tmp_path, keep, reads) -> Non
         return replace(one, frame=frame)
 
     files = examples([counted(one) for one in open_demonstrations(tmp_path)], keep=keep)
-    memory = examples(opened(demonstrations()))
+    memory = examples(all_opened(demonstrations()))
     assert files.fingerprint == memory.fingerprint
     assert asked == []
     for epoch in range(2):
@@ -107,7 +108,7 @@ def test_pictures_are_read_once_as_far_as_they_fit(tmp_path, keep, reads) -> Non
 
 
 def test_a_loader_draws_the_same_for_every_number_of_ranks() -> None:
-    every = examples(opened(demonstrations()))
+    every = examples(all_opened(demonstrations()))
     whole = next(PromptLoader(every, 4))["uid"]
     parts = [next(PromptLoader(every, 4, rank, 2))["uid"] for rank in range(2)]
     assert [parts[n % 2][n // 2] for n in range(4)] == whole
@@ -120,11 +121,11 @@ def test_the_fingerprint_is_that_of_what_is_learned(change) -> None:
     given = {"chunk": {"chunk": 4}, "prompts": {"prompts": PROMPTS | {"push": [1, 7]}}}.get(change, {})
     if change in ("actions", "states"):
         shown[0] = replace(shown[0], **{change: -getattr(shown[0], change)})
-    assert examples(opened(shown), **given).fingerprint != examples(opened(demonstrations())).fingerprint
+    assert examples(all_opened(shown), **given).fingerprint != examples(all_opened(demonstrations())).fingerprint
 
 
 def test_what_cannot_be_learned_is_refused_with_its_place() -> None:
-    shown = opened(demonstrations())
+    shown = all_opened(demonstrations())
     with pytest.raises(ConfigError, match=r"demonstration 1: the policy has no prompt(.|\n)*reach"):
         examples(shown, prompts={"push": [1]})
     with pytest.raises(DataError, match=r"demonstration 0: (.|\n)*'front'(.|\n)*top, wrist, spare"):
@@ -146,7 +147,7 @@ def test_statistics_are_those_of_all_steps_with_grippers_as_a_policy_says_them()
         actions[:, -1] = random.choice([-1, 1], steps)
         frames = {"top": np.zeros((steps, 1, 1, 3), np.uint8)}
         shown.append(Demonstration("t", frames, random.normal(size=(steps, 8)).astype(np.float32), actions))
-    found = cloning_statistics(opened(shown), GRIPPER_RULES["libero"])
+    found = cloning_statistics(all_opened(shown), GRIPPER_RULES["libero"])
     actions = np.concatenate([one.actions for one in shown]).astype(np.float64)
     actions[:, -1] = (1 - actions[:, -1]) / 2
     states = np.concatenate([one.states for one in shown]).astype(np.float64)
@@ -165,13 +166,13 @@ def test_a_number_of_which_the_quantiles_leave_nothing_is_refused() -> None:
     actions[7, 1] = 1
     shown = [Demonstration("t", {}, np.zeros((300, 0), np.float32), actions)]
     with pytest.raises(DataError, match=r"number 1 of an action is -1(.|\n)*minmax"):
-        cloning_statistics(opened(shown), GRIPPER_RULES["none"])
-    found = cloning_statistics(opened(shown), GRIPPER_RULES["none"], "minmax")
+        cloning_statistics(all_opened(shown), GRIPPER_RULES["none"])
+    found = cloning_statistics(all_opened(shown), GRIPPER_RULES["none"], "minmax")
     assert found.state is None
     assert found.action.normalise([[0, 1]])[0, 1] == 1
 
 
 def test_the_log_says_what_is_there_and_what_is_kept() -> None:
-    text = examples(opened(demonstrations()), keep=10 * 2 * 4 * 4 * 3).describe()
+    text = examples(all_opened(demonstrations()), keep=10 * 2 * 4 * 4 * 3).describe()
     assert "14 policy calls of 3 demonstrations (push 1, reach 2)" in text
     assert "those of 4 examples are processed each time" in text
