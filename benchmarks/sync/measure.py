@@ -101,7 +101,7 @@ def _transport(name: str, plan: SyncPlan, folder: Path) -> Iterator[Transport]:
     if name == "delta":
         process, port = start_relay(folder, "bench", DEADLINE_S)
         try:
-            yield DeltaTransport(plan, {_HOST: (_HOST, port)}, "bench", "0", DEADLINE_S)
+            yield DeltaTransport(plan, {_HOST: (_HOST, port)}, "bench", "0", _RUN, DEADLINE_S)
         finally:
             process.kill()
             process.wait()
@@ -125,25 +125,19 @@ class _Update:
 
     def __call__(self) -> None:
         from megarl.sync.protocol import ReceiverUpdate, version_tag
-        from megarl.sync.transports.base import Target
 
-        held = self.version or None
+        self.receiver.server.version = self.version or None
         self.version += 1
         tag = version_tag(self.version, _RUN)
-        update = ReceiverUpdate(self.receiver, tag, session=self.transport.session, deadline_s=DEADLINE_S)
-        update.pause("abort")
-        update.begin()
-        target = Target(self.receiver, held, _RUN)
-        self.transport.start(self.version, [target])
-        failed = self.sender.run([0], [target]).failed
+        update = ReceiverUpdate(self.receiver, tag, "abort", self.transport.session, DEADLINE_S)
+        update.open()
+        self.transport.start(self.version, [self.receiver])
+        failed = self.sender.run([0], [self.receiver]).failed
         if failed:
             raise RuntimeError(failed[0])
         self.transport.publish()
-        update.load(lambda: self.transport.commit(target))
-        update.end()
-        update.tag()
-        update.flush("abort")
-        update.resume()
+        update.load(self.transport.commit)
+        update.reopen()
 
 
 def _least(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:

@@ -100,10 +100,6 @@ class SyncPlan:
         buckets = (bucket for route in self.routes for sent in route.senders.values() for bucket in sent)
         return frozenset(name for bucket in buckets if bucket.frozen for name in bucket.sources())
 
-    def route_of(self, receiver: int) -> Route:
-        """Return the route that sends to `receiver`."""
-        return next(route for route in self.routes if receiver in route.receivers)
-
 
 def holdings(weights: WeightTable, ranks: Sequence[Coordinate]) -> dict[str, Held]:
     """Return, for every tensor of the model in export order, which of the trainer's `ranks` hold which regions."""

@@ -1,4 +1,4 @@
-"""The steps that bring one receiver from one weight version to the next, as a state machine.
+"""The steps that bring one receiver from one weight version to the next.
 
            pause       begin       buckets ...      end         tag          flush        resume
     SERVING ---> PAUSED ---> OPEN ----------> OPEN ---> LOADED ---> TAGGED ---> FLUSHED ---> SERVING
@@ -6,105 +6,80 @@
                     '----------'----------------'----------'-----------'-----------'--> FAILED
                                     the receiver refuses, answers too late, or is gone
 
-A receiver that fails stays paused, so it generates nothing with half-updated weights. It has a known version again
-after a complete synchronisation, which can start from any state of the receiver, or when its engine loads weights that
-it can read without the trainer (SGLang's servers: rollout/sglang/keeper.py).
+After a failed step no further step runs, so the receiver stays paused and generates nothing with half-updated weights.
+It has a known version again after a complete synchronisation, which can start from any state of the receiver, or when
+its engine loads weights that it can read without the trainer (SGLang's servers: rollout/sglang/keeper.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.sync.receiver import PauseMode, Receiver, UpdateStep
 from megarl.system.errors import ServerError
 
 
-class State(Enum):
-    """The state of a receiver in an update."""
-
-    SERVING = "serving"
-    PAUSED = "paused"
-    OPEN = "open"
-    LOADED = "loaded"
-    TAGGED = "tagged"
-    FLUSHED = "flushed"
-    FAILED = "failed"
-
-
+@dataclass(frozen=True)
 class ReceiverUpdate:
-    """One update of one receiver. Each method is one step with one deadline.
-
-    Args:
-        version: name of the new version (`version_tag`).
-        session: True if tensors come in buckets between begin and end; False if the receiver loads them in one call.
-        deadline_s: seconds for each step.
+    """One update of one receiver: `open`, then all buckets, then `load` and `reopen`.
 
     Raises:
-        ServerError: (every method) the step failed; the state is FAILED and no further step is possible.
-        ValueError: the step is not possible in the current state: a defect of the caller.
+        ServerError: (every method) a step failed; call no further method.
     """
 
-    def __init__(self, receiver: Receiver, version: str, *, session: bool, deadline_s: float) -> None:
-        self.receiver, self.version, self.session = receiver, version, session
-        self.step = UpdateStep(f"update to version {version}", deadline_s)
-        self.state = State.SERVING
+    receiver: Receiver
+    version: str  # name of the new version (`version_tag`)
+    mode: PauseMode
+    session: bool  # whether tensors come in buckets between begin and end; False: the receiver loads them in one call
+    deadline_s: float  # seconds for each step
 
-    def pause(self, mode: PauseMode) -> None:
-        """Pause generation; with `abort`, running requests end with their tokens so far."""
-        self._step(State.SERVING, State.PAUSED, lambda: self.receiver.pause(mode, self.step))
+    @property
+    def _step(self) -> UpdateStep:
+        return UpdateStep(f"update to version {self.version}", self.deadline_s)
 
-    def begin(self) -> None:
-        """Open the receiver for tensors; a session that a dead trainer left open is closed first."""
-        self._step(State.PAUSED, State.OPEN, self._begin)
-
-    def load(self, send: Callable[[], None]) -> None:
-        """Run `send`, which sends tensors to this receiver, as a step of this update."""
-        self.receiver.loading(self.version, self.step)
-        self._step(State.OPEN, State.OPEN, send)
-
-    def end(self) -> None:
-        """Make the receiver recompute the values that it derives from tensors; call it after all tensors have
-        arrived."""
-        self._step(State.OPEN, State.LOADED, lambda: self.receiver.end(self.step) if self.session else None)
-
-    def tag(self) -> None:
-        """Name the new version, and check that the receiver returns this name."""
-        self._step(State.LOADED, State.TAGGED, self._tag)
-
-    def flush(self, mode: PauseMode) -> None:
-        """Drop the prefix cache that was computed with the old weights.
-
-        With `in_place`, running requests keep their cache.
-        """
-        self._step(State.TAGGED, State.FLUSHED, lambda: self.receiver.flush(mode, self.step))
-
-    def resume(self) -> None:
-        """Resume generation."""
-        self._step(State.FLUSHED, State.SERVING, lambda: self.receiver.resume(self.step))
-
-    def _step(self, before: State, after: State, action: Callable[[], Any]) -> None:
-        if self.state is not before:
-            raise ValueError(f"{self.receiver.name}: {after.value} cannot follow {self.state.value}")
-        try:
-            action()
-        except BaseException:
-            self.state = State.FAILED
-            raise
-        self.state = after
-
-    def _begin(self) -> None:
+    def open(self) -> None:
+        """Pause generation, and open the receiver for tensors."""
+        self.receiver.pause(self.mode, self._step)
         if self.session:
-            self.receiver.loading(self.version, self.step)
-            self.receiver.begin(self.step)
+            self.receiver.loading(self.version, self._step)
+            self.receiver.begin(self._step)
 
-    def _tag(self) -> None:
-        self.receiver.set_version(self.version, self.step)
-        tag = self.receiver.held_version(self.step)
-        if tag != self.version:
-            reason = f"the server reports version {tag!r}"
-            raise ServerError(self.receiver.name, self.receiver.url, self.step.phase, reason)
+    def load(self, commit: Callable[[Receiver], None]) -> None:
+        """Complete the new weights with `commit`, name them, and check that the receiver returns this name."""
+        self.receiver.loading(self.version, self._step)
+        commit(self.receiver)
+        if self.session:
+            self.receiver.end(self._step)
+        self.receiver.set_version(self.version, self._step)
+        reported = self.receiver.held_version(self._step)
+        if reported != self.version:
+            raise failure(self.receiver, self._step.phase, f"the server reports version {reported!r}")
+
+    def reopen(self, folder: Path | None = None) -> None:
+        """Drop the cache of the old weights and resume generation; `folder` holds the new weights, if any does."""
+        self.receiver.flush(self.mode, self._step)
+        self.receiver.resume(self._step)
+        self.receiver.done(self.version, folder)
+
+
+def failure(receiver: Receiver, phase: str, reason: str) -> ServerError:
+    """Return the error that a receiver failed in this phase of its update."""
+    return ServerError(receiver.name, receiver.url, phase, reason)
+
+
+def holds_last_version(receiver: Receiver, run: str, deadline_s: float) -> bool:
+    """Return whether the receiver reports the version that `run` sent it last; False if it does not answer.
+
+    It reports a different version if it restarted, or if another trainer has sent weights since.
+    """
+    if receiver.version is None:
+        return False
+    try:
+        return receiver.held_version(UpdateStep("its version", deadline_s)) == version_tag(receiver.version, run)
+    except ServerError:
+        return False
 
 
 def version_tag(number: int, run: str) -> str:

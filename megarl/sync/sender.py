@@ -11,14 +11,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from megarl.sync.plan import Bucket
+from megarl.sync.receiver import Receiver
 from megarl.sync.source import Source
-from megarl.sync.transports.base import Target, Transport
+from megarl.sync.transports.base import Transport
 from megarl.system.errors import ServerError
 
 
@@ -30,16 +31,6 @@ class Sent:
     gather_s: float = 0.0
     send_s: float = 0.0
     failed: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Load:
-    """A bucket in flight, and the transport's preparation of it."""
-
-    number: int
-    bucket: Bucket
-    flat: Tensor
-    put: Future[None]
 
 
 class BucketSender:
@@ -54,36 +45,55 @@ class BucketSender:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def run(self, routes: Sequence[int], targets: Sequence[Target], *, whole: bool = True) -> Sent:
-        """Send this rank's buckets to `targets`, which are all on its route; frozen buckets only if `whole`.
-        Collective."""
-        sent, waiting = Sent(), deque[Future[None]]()
-        route = self.source.my_route()
-        buckets = self.source.buckets() if route is not None and route in routes else ()
+    def run(self, routes: Sequence[int], receivers: Sequence[Receiver], *, whole: bool = True) -> Sent:
+        """Fill this rank's buckets on `routes` and send them; frozen buckets only if `whole`. Collective.
+
+        Args:
+            receivers: the receivers to which this rank sends, all on its route.
+        """
+        sent, in_flight = Sent(), deque[Future[None]]()
+        source, transport = self.source, self.transport
+        buckets = source.buckets if source.route in routes else ()
         self._allocate(buckets)
+
+        def send(number: int, bucket: Bucket, flat: Tensor, put: Future[None]) -> None:
+            """Deliver a bucket to all receivers that have not failed, when the transport has prepared it."""
+            start = time.perf_counter()
+            put.result()
+            healthy = [receiver for receiver in receivers if receiver.number not in sent.failed]
+            deliveries = [threads.submit(transport.deliver, receiver, number, bucket, flat) for receiver in healthy]
+            wait(deliveries)
+            for receiver, delivery in zip(healthy, deliveries, strict=True):
+                try:
+                    delivery.result()
+                except ServerError as error:
+                    sent.failed[receiver.number] = str(error)
+                    transport.drop(receiver)
+            sent.nbytes += bucket.nbytes * (len(healthy) or 1)
+            sent.send_s += time.perf_counter() - start
+
         with (
             ThreadPoolExecutor(1, "put") as putting,
             ThreadPoolExecutor(1, "send") as sending,
-            ThreadPoolExecutor(max(len(targets), 1)) as receivers,
+            ThreadPoolExecutor(max(len(receivers), 1)) as threads,
         ):
-            for number in range(self.source.rounds(routes)):
+            for number in range(source.rounds(routes)):
                 bucket = buckets[number] if number < len(buckets) else None
                 if bucket is not None and bucket.frozen and not whole:
                     bucket = None
-                if len(waiting) == len(self._buffers) and waiting:
-                    waiting.popleft().result()
+                if len(in_flight) == len(self._buffers) and in_flight:
+                    in_flight.popleft().result()
                 flat = None if bucket is None else self._buffers[number % 2][: bucket.nbytes]
                 start = time.perf_counter()
-                self.source.fill(number, routes, flat, whole=whole)
+                source.fill(number, routes, flat, whole=whole)
                 sent.gather_s += time.perf_counter() - start
                 if bucket is not None and flat is not None:
-                    put = putting.submit(self.transport.put, number, bucket, self.source.parts(bucket, flat))
-                    load = _Load(number, bucket, flat, put)
-                    waiting.append(sending.submit(self._send, load, targets, receivers, sent))
-            while waiting:
-                waiting.popleft().result()
-        if targets and self.transport.sent_bytes is not None:
-            sent.nbytes = self.transport.sent_bytes
+                    put = putting.submit(transport.put, number, bucket, source.parts(bucket, flat))
+                    in_flight.append(sending.submit(send, number, bucket, flat, put))
+            while in_flight:
+                in_flight.popleft().result()
+        if receivers and transport.sent_bytes is not None:
+            sent.nbytes = transport.sent_bytes
         return sent
 
     def release(self) -> None:
@@ -96,23 +106,3 @@ class BucketSender:
         if [len(buffer) for buffer in self._buffers] != sizes:
             self._buffers = []  # free the memory before the new ones are allocated
             self._buffers = [self.transport.buffer(size) for size in sizes]
-
-    def _send(self, load: _Load, targets: Sequence[Target], receivers: ThreadPoolExecutor, sent: Sent) -> None:
-        start = time.perf_counter()
-        load.put.result()
-        healthy = [target for target in targets if target.number not in sent.failed]
-        reasons = list(receivers.map(lambda target: self._deliver(target, load), healthy))
-        for target, why in zip(healthy, reasons, strict=True):
-            if why is not None:
-                sent.failed[target.number] = why
-                self.transport.drop(target)
-        sent.nbytes += load.bucket.nbytes * (len(healthy) or 1)
-        sent.send_s += time.perf_counter() - start
-
-    def _deliver(self, target: Target, load: _Load) -> str | None:
-        """Deliver the bucket; return None, or the reason why the receiver did not take it."""
-        try:
-            self.transport.deliver(target, load.number, load.bucket, load.flat)
-        except ServerError as error:
-            return str(error)
-        return None

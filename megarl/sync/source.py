@@ -1,10 +1,9 @@
 """The trainer's side of a plan: passes this rank's pieces to senders, and fills this rank's buckets.
 
 Work goes in rounds: in round k every sender fills its k-th bucket. All ranks walk the tensors of a round in the same
-order
-(route, sender, place in the bucket) and do what concerns them; equal order avoids deadlocks. Pieces are sent in the
-wire's dtype, in slabs of a few megabytes: directly into the bucket if they are contiguous there, otherwise through a
-temporary slab.
+order (route, sender, place in the bucket) and move the pieces that they give or take; equal order avoids deadlocks.
+Pieces are sent in the wire's dtype, in slabs of a few megabytes: directly into the bucket if they are contiguous there,
+otherwise through a temporary slab.
 """
 
 from __future__ import annotations
@@ -70,6 +69,10 @@ class Source:
         device: device of the buckets; pieces are sent between buckets' devices, so all ranks must use one backend.
         live: do not copy tensors into buckets if this rank already holds them in the form to be sent; `parts` returns
             where they are.
+
+    Attributes:
+        route: number of the route on which this rank sends; None if it only passes pieces to other ranks.
+        buckets: the buckets that this rank sends, in order.
     """
 
     def __init__(
@@ -88,16 +91,11 @@ class Source:
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
         self._frozen = plan.frozen
-        self._given_by_one = _given_by_one(plan, self.my_route(), rank) if live else set()
-
-    def my_route(self) -> int | None:
-        """Return the number of the route on which this rank sends; None if it only passes pieces to other ranks."""
-        return next((i for i, route in enumerate(self.plan.routes) if self.rank in route.senders), None)
-
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Return the buckets that this rank sends, in order."""
-        route = self.my_route()
-        return () if route is None else self.plan.routes[route].senders[self.rank]
+        self.route = next((i for i, route in enumerate(plan.routes) if rank in route.senders), None)
+        self.buckets: tuple[Bucket, ...] = () if self.route is None else plan.routes[self.route].senders[rank]
+        givers = plan.routes[self.route].givers if live and self.route is not None else {}
+        # tensors of the route of which no other rank has a part
+        self._whole_here = {name for name, regions in givers.items() if {giver for _, giver in regions} == {rank}}
 
     def rounds(self, routes: Sequence[int]) -> int:
         """Return the number of rounds of a synchronisation over `routes`, equal on every rank."""
@@ -112,7 +110,7 @@ class Source:
 
     def _live(self, entry: Entry) -> Tensor | None:
         """Return the parameter itself if it can be sent instead of a copy in the bucket, else None."""
-        if entry.source not in self._given_by_one:
+        if entry.source not in self._whole_here:
             return None
         piece = self.held.get((entry.source, tuple((0, size) for size in entry.shape)))
         if piece is None or piece.dtype != self.dtype or piece.device != self.device:
@@ -158,7 +156,10 @@ class Source:
         for work in arriving:
             self._wait(work, f"for a piece of {entry.source}")
         if not plain:
-            self._quantise(entry, whole, out)
+            values, scale = quantize_blocks(whole)
+            out[entry.offset : entry.offset + entry.nbytes].view(values.dtype).view(entry.shape).copy_(values)
+            scales = next(e for b in self.buckets for e in b.entries if e.name == f"{entry.name}_scale_inv")
+            out[scales.offset : scales.offset + scales.nbytes].view(scale.dtype).view(scales.shape).copy_(scale)
             self._count(-whole.nbytes)
 
     def _receive(self, move: Move, whole: Tensor) -> Iterator[dist.Work]:
@@ -167,12 +168,17 @@ class Source:
             target.copy_(self.held[move.entry.source, move.region])
             return
         for rows in _slabs(target):
-            if rows.is_contiguous():
-                yield self._irecv(rows, move.giver)
+            direct = rows.is_contiguous()
+            slab = rows if direct else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+            work = dist.irecv(
+                slab.view(-1).view(torch.uint8), src=self.world.ranks[move.giver], group=self.world.process_group
+            )
+            assert work is not None
+            if direct:
+                yield work
                 continue
-            slab = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
             self._count(slab.nbytes)
-            self._wait(self._irecv(slab, move.giver), f"for a piece of {move.entry.source} from rank {move.giver}")
+            self._wait(work, f"for a piece of {move.entry.source} from rank {move.giver}")
             rows.copy_(slab)
             self._count(-slab.nbytes)
 
@@ -187,22 +193,11 @@ class Source:
             assert work is not None
             sending.append((work, ready))
 
-    def _irecv(self, into: Tensor, giver: int) -> dist.Work:
-        work = dist.irecv(into.view(-1).view(torch.uint8), src=self.world.ranks[giver], group=self.world.process_group)
-        assert work is not None
-        return work
-
     def _wait(self, work: dist.Work, purpose: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
             raise WorkerError(f"weight synchronisation: rank {self.rank}, waiting {purpose}: {error}") from error
-
-    def _quantise(self, entry: Entry, whole: Tensor, out: Tensor) -> None:
-        values, scale = quantize_blocks(whole)
-        out[entry.offset : entry.offset + entry.nbytes].view(values.dtype).view(entry.shape).copy_(values)
-        partner = next(e for b in self.buckets() for e in b.entries if e.name == f"{entry.name}_scale_inv")
-        out[partner.offset : partner.offset + partner.nbytes].view(scale.dtype).view(partner.shape).copy_(scale)
 
     def _count(self, nbytes: int) -> None:
         self._staged += nbytes
@@ -213,14 +208,6 @@ def _slabs(region: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
     """Yield row blocks of at most SLAB_BYTES, at `itemsize` bytes per element; giver and taker must cut equally."""
     row = max(region[0].numel() * (itemsize or region.element_size()), 1)
     yield from region.split(max(SLAB_BYTES // row, 1))
-
-
-def _given_by_one(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
-    """Return the tensors of the route of which no other rank has a part."""
-    if route is None:
-        return set()
-    givers = plan.routes[route].givers
-    return {source for source, regions in givers.items() if {giver for _, giver in regions} == {rank}}
 
 
 def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]:

@@ -31,11 +31,11 @@ from megarl.models.weights.fill import coordinate
 from megarl.sync import verify
 from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
 from megarl.sync.plan import TrainerRank, holdings, make_plan
-from megarl.sync.protocol import ReceiverUpdate, version_tag
+from megarl.sync.protocol import ReceiverUpdate, failure, holds_last_version, version_tag
 from megarl.sync.receiver import Checksums, Receiver, Receivers, UpdateStep
 from megarl.sync.sender import BucketSender, Sent
 from megarl.sync.source import Pieces, Source
-from megarl.sync.transports.base import Target, Transport
+from megarl.sync.transports.base import Transport
 from megarl.sync.transports.delta import DeltaTransport, relays_of_all
 from megarl.sync.transports.disk import DiskTransport
 from megarl.sync.transports.distributed import DistributedTransport
@@ -113,11 +113,13 @@ class WeightSync:
             senders_per_stage=kind.senders_per_stage,
             frozen=chunks[0].weight_table.names_of(freeze),
         )
+        # receivers whose updates this rank opens and closes
+        self._led = {number for route in self.plan.routes if route.lead == world.rank for number in route.receivers}
         self.transport = self._make_transport(run_dir, names, addresses)
         at, live = self.transport.device, self.transport.live and chunks[0].config.lora is None
         source = Source(Pieces(chunks), self.plan, world, self.dtype, at, live=live)
         self.sender = BucketSender(source, self.transport)
-        if any(self._is_lead(receiver.number) for receiver in receivers.all):
+        if self._led:
             receivers.lead(run_dir / "sync", config.timeout_s)
 
     def push(self, version: int) -> SyncReport:
@@ -144,9 +146,6 @@ class WeightSync:
         self.transport.close()
         self.sender.release()
 
-    def _is_lead(self, number: int) -> bool:
-        return self.plan.route_of(number).lead == self.world.rank
-
     def _make_transport(self, run_dir: Path, names: dict[int, str], addresses: dict[str, str]) -> Transport:
         limit = self.config.timeout_s
         if self.transport_name == "tensor":
@@ -157,7 +156,7 @@ class WeightSync:
             relays, key, process = relays_of_all(
                 set(self.plan.hosts), names, addresses, self.config, run_dir, self.world
             )
-            return DeltaTransport(self.plan, relays, key, f"{self.world.rank}", limit, process)
+            return DeltaTransport(self.plan, relays, key, f"{self.world.rank}", self.run, limit, process)
         folder = Path(self.config.folder) if self.config.folder else run_dir / "sync"
         return DiskTransport(folder, self.world.rank, self.chunks[0].hf_config, limit)
 
@@ -174,49 +173,41 @@ class WeightSync:
         if not agreed:
             return report
         with phase("weight_sync"):
-            whole = self._lack_something(agreed)
-            updates = {n: self._update(n) for n in agreed if self._is_lead(n)}
-            self._each(updates, self._open, report)
+            whole = self._must_send_frozen(agreed)
+            updates = {
+                number: ReceiverUpdate(
+                    self.receivers.all[number],
+                    version_tag(self.version, self.run),
+                    self.config.pause,
+                    self.transport.session,
+                    self.config.timeout_s,
+                )
+                for number in agreed
+                if number in self._led
+            }
+            self._each(updates, ReceiverUpdate.open, report)
             ready = self._agree(agreed, report)
-            sent = self._send(ready, report, whole=whole)
+            routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
+            here = self.sender.source.route
+            served = () if here is None else self.plan.routes[here].receivers
+            receivers = [self.receivers.all[number] for number in ready if number in served]
+            if receivers:
+                self.transport.start(report.version, receivers)
+            sent = self.sender.run(routes, receivers, whole=whole)
+            report.failed |= sent.failed
             self._agree(ready, report)
             self._finish(updates, [n for n in ready if n not in report.failed], report)
         self._close_report(report, sent, time.perf_counter() - start, agreed)
         return report
 
-    def _target(self, number: int) -> Target:
-        receiver = self.receivers.all[number]
-        return Target(receiver, receiver.version, self.run)
-
-    def _update(self, number: int) -> ReceiverUpdate:
-        tag, limit = version_tag(self.version or 0, self.run), self.config.timeout_s
-        return ReceiverUpdate(self.receivers.all[number], tag, session=self.transport.session, deadline_s=limit)
-
-    def _open(self, update: ReceiverUpdate) -> None:
-        update.pause(self.config.pause)
-        update.begin()
-
-    def _lack_something(self, numbers: list[int]) -> bool:
-        """Return whether a receiver among `numbers` may lack frozen tensors, so that all tensors must be sent."""
+    def _must_send_frozen(self, numbers: list[int]) -> bool:
+        """Return whether a receiver among `numbers` may lack frozen tensors. Collective."""
         if not self.plan.frozen or not self.transport.in_parts:
             return True
-        targets = [self._target(number) for number in numbers if self._is_lead(number)]
-        with ThreadPoolExecutor(max(len(targets), 1)) as pool:
-            hold = list(pool.map(lambda target: target.holds_what_it_was_given(self.config.timeout_s), targets))
+        receivers = [self.receivers.all[number] for number in numbers if number in self._led]
+        with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
+            hold = list(pool.map(lambda r: holds_last_version(r, self.run, self.config.timeout_s), receivers))
         return any(self.world.all_gather_json(not all(hold)))
-
-    def _send(self, ready: list[int], report: SyncReport, *, whole: bool) -> Sent:
-        """Run all rounds on this rank; `whole` includes frozen tensors."""
-        routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
-        route_here = self.sender.source.my_route()
-        targets = [
-            self._target(n) for n in ready if route_here is not None and n in self.plan.routes[route_here].receivers
-        ]
-        if targets:
-            self.transport.start(report.version, targets)
-        sent = self.sender.run(routes, targets, whole=whole)
-        report.failed |= sent.failed
-        return sent
 
     def _finish(self, updates: dict[int, ReceiverUpdate], ready: list[int], report: SyncReport) -> None:
         """Publish the version; then each lead rank takes its receivers through the remaining steps."""
@@ -230,60 +221,43 @@ class WeightSync:
         if problem is not None:
             raise WorkerError(problem)
         led = {n: update for n, update in updates.items() if n in ready}
+        self._each(led, lambda update: update.load(self.transport.commit), report)
+        if self.config.verify != "off":
+            every = self.config.verify == "every"
+            new = [n for n in ready if every or self.receivers.all[n].version is None]
+            report.to_probe = sorted({n for part in self.world.all_gather_json(new) for n in part})
+            if report.to_probe and not self.config.fp8:
+                self._verify(led, report)
+        led = {n: update for n, update in led.items() if n not in report.failed}
+        self._each(led, lambda update: update.reopen(self.transport.folder_held()), report)
 
-        def load(number: int) -> None:
-            update = led[number]
-            update.load(lambda: self.transport.commit(self._target(number)))
-            update.end()
-            update.tag()
+    def _verify(self, led: dict[int, ReceiverUpdate], report: SyncReport) -> None:
+        """Compare the checksums of the receivers `report.to_probe` with the trainer's. Collective.
 
-        def reopen(number: int) -> None:
-            led[number].flush(self.config.pause)
-            led[number].resume()
-            led[number].receiver.done(led[number].version, self.transport.folder_held())
-
-        self._each({n: n for n in led}, load, report)
-        selected = self._to_verify(ready)
-        self._verify(led, [] if self.config.fp8 else selected, report)
-        self._each({n: n for n in led if n not in report.failed}, reopen, report)
-        report.to_probe = selected
-
-    def _verify(self, led: dict[int, ReceiverUpdate], chosen: list[int], report: SyncReport) -> None:
-        """Compare the checksums of the receivers `chosen` with the trainer's. Collective; a receiver that returns none
-        has failed.
+        A receiver that returns no checksums has failed.
 
         Raises:
             WorkerError: on every rank: a receiver's weights differ from the trainer's.
         """
-        if not chosen:
-            return
-        layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in chosen))
+        layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in report.to_probe))
         tensors = iter_on_all_ranks(self.chunks, self.world, device())
         expected = verify.expected_checksums(tensors, layouts, self.dtype, self.world)
         reported: dict[int, Checksums] = {}
 
-        def ask(number: int) -> None:
+        def read(number: int) -> None:
             reported[number] = self.receivers.all[number].checksums(UpdateStep(verify.PHASE, self.config.timeout_s))
 
-        self._each({n: n for n in led if n in chosen and n not in report.failed}, ask, report)
+        self._each({n: n for n in led if n in report.to_probe and n not in report.failed}, read, report)
         wrong: list[str] = []
-        for number, found_there in reported.items():
+        for number, checksums in reported.items():
+            receiver = self.receivers.all[number]
             try:
-                report.verified += verify.compare(
-                    self.receivers.all[number], expected[self.receivers.all[number].layout], found_there
-                )
+                report.verified += verify.compare(receiver, expected[receiver.layout], checksums)
             except ServerError as error:
                 wrong.append(str(error))
         everyone = [text for part in self.world.all_gather_json(wrong) for text in part]
         if everyone:
             raise WorkerError("\n".join(everyone))
-
-    def _to_verify(self, ready: list[int]) -> list[int]:
-        """Return the receivers in `ready` that `sync.verify` selects, equal on every rank."""
-        if self.config.verify == "off":
-            return []
-        new = [n for n in ready if self.config.verify == "every" or self.receivers.all[n].version is None]
-        return sorted({number for part in self.world.all_gather_json(new) for number in part})
 
     def _each(self, work: Mapping[int, T], action: Callable[[T], None], report: SyncReport) -> None:
         """Run `action` for every receiver in `work` in parallel, and record failures in the report."""
@@ -296,7 +270,7 @@ class WeightSync:
             if isinstance(error, Exception) and not isinstance(error, ServerError):
                 traceback.print_exception(error)  # the run continues, so print the cause
                 where = f"update to version {report.version}"
-                error = self._target(number).error(where, f"{type(error).__name__}: {error}")
+                error = failure(self.receivers.all[number], where, f"{type(error).__name__}: {error}")
             if isinstance(error, ServerError):
                 report.failed[number] = str(error)
             elif error is not None:
@@ -321,7 +295,7 @@ class WeightSync:
         report.to_probe = [number for number in report.to_probe if number in report.updated]
         for number in agreed:
             if number in report.failed:
-                self.transport.drop(self._target(number))
+                self.transport.drop(self.receivers.all[number])
                 self.receivers.mark_failed(number, report.failed[number])
             else:
                 self.receivers.acknowledge(number, report.version)

@@ -1,9 +1,8 @@
 """Comparison of a receiver's weights with the trainer's, by checksums of all parameters.
 
 The receiver returns a checksum of each of its own parameters, which fuse and split the tensors that were sent. The
-trainer
-computes the same from tensors gathered one at a time by `iter_on_all_ranks`, independently of plan and buckets. Every
-rank has the tensors on its device, and computes the checksums of its share of the parameters.
+trainer computes the same from tensors gathered one at a time by `iter_on_all_ranks`, independently of plan and buckets.
+Every rank has the tensors on its device, and computes the checksums of its share of the parameters.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megarl.sync.checksum import Checksum
+from megarl.sync.protocol import failure
 from megarl.sync.receiver import Checksums, Receiver, ReceiverLayout
 from megarl.system.comm import WorkerGroup
-from megarl.system.errors import ServerError
 
 PHASE = "verification"
 
@@ -58,18 +57,15 @@ def compare(receiver: Receiver, expected: Checksums, reported: Checksums) -> int
         ServerError: a parameter differs or is missing; the message names the first ones.
     """
     if len(expected) != len(reported):
-        raise _error(receiver, f"it reported {len(reported)} ranks, expected {len(expected)}")
+        raise failure(receiver, PHASE, f"it reported {len(reported)} ranks, expected {len(expected)}")
     wrong = [
         f"{param} (rank {rank}: {theirs.get(param, 'missing')}, expected {value})"
         for rank, (ours, theirs) in enumerate(zip(expected, reported, strict=True))
         for param, value in ours.items()
         if theirs.get(param) != value
     ]
+    count = sum(len(part) for part in expected)
     if wrong:
-        count = sum(len(part) for part in expected)
-        raise _error(receiver, f"{len(wrong)} of {count} parameters differ from the trainer's: {', '.join(wrong[:3])}")
-    return sum(len(part) for part in expected)
-
-
-def _error(receiver: Receiver, reason: str) -> ServerError:
-    return ServerError(receiver.name, receiver.url, PHASE, reason)
+        reason = f"{len(wrong)} of {count} parameters differ from the trainer's: {', '.join(wrong[:3])}"
+        raise failure(receiver, PHASE, reason)
+    return count

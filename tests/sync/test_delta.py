@@ -18,7 +18,6 @@ from megarl.sync.messages import FailedError, MessageClient, Refused, proof, rea
 from megarl.sync.plan import make_plan
 from megarl.sync.protocol import version_tag
 from megarl.sync.relay import Relay, serve
-from megarl.sync.transports.base import Target
 from megarl.sync.transports.delta import DeltaTransport
 from megarl.system.compat.sglang import PATCH_LOADER
 from megarl.system.errors import ServerError
@@ -229,7 +228,7 @@ class Sender:
         ranks = trainer()
         plan = make_plan(holdings(WeightTable.of(config("qwen3")), ranks), ranks_of(ranks), [HERE])
         (self.bucket,) = plan.routes[0].senders[0]
-        self.transport = DeltaTransport(plan, {"127.0.0.1": address}, KEY, "0", 60.0)
+        self.transport = DeltaTransport(plan, {"127.0.0.1": address}, KEY, "0", RUN, 60.0)
         self.flat = torch.randint(0, 200, (self.bucket.nbytes,), dtype=torch.uint8)
         self.api = InProcessApi(list(loaders))
         self.server = server_receiver(self.api)
@@ -241,10 +240,10 @@ class Sender:
 
     def send(self, version: int, held: int | None) -> tuple[int, list[str]]:
         """Bytes to the relay, and in which forms the server was handed anything. It holds everything afterwards."""
-        target, self.api.formats = Target(self.server, held, RUN), []
-        self.transport.start(version, [target])
+        self.server.server.version, self.api.formats = held, []
+        self.transport.start(version, [self.server])
         self.transport.put(0, self.bucket, self.flat.split([entry.nbytes for entry in self.bucket.entries]))
-        self.transport.deliver(target, 0, self.bucket, self.flat)
+        self.transport.deliver(self.server, 0, self.bucket, self.flat)
         self.api.receiver.version = own(version)
         for entry in self.bucket.entries:
             got = self.api.receiver.tensors[entry.name].view(torch.uint8).flatten()

@@ -137,7 +137,7 @@ def lose_servers(folder: str, run_dir: str, urls: list[str], back: list[str], st
     fresh_parallel()
     chunks, fleet = build_tiny(folder), fleet_of(urls)
     sync = sync_of(chunks, fleet, run_dir, DEADLINE_S)
-    assert len(sync.sender.source.buckets()) == BUCKETS
+    assert len(sync.sender.source.buckets) == BUCKETS
 
     def write(version: int) -> None:
         # Exporting shares nothing with the plan of a synchronisation.

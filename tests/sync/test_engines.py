@@ -314,6 +314,7 @@ def push_to(folder: str, port: int, version: int, dies: bool) -> list[int]:
     import signal
 
     from megarl.rollout.embedded.receiver import EngineReceivers
+    from megarl.sync.transports import distributed
     from megarl.sync.updater import WeightSync
 
     fresh_parallel()
@@ -322,12 +323,12 @@ def push_to(folder: str, port: int, version: int, dies: bool) -> list[int]:
     config = SyncConfig(transport="distributed", timeout_s=30.0, bucket_mb=5)
     sync = WeightSync(chunks, receivers, config, Path(folder), world())
 
-    def dying(group, flat) -> None:
+    def dying(*args) -> None:
         time.sleep(0.5)  # the engine has been told of the broadcast then, and waits in it
         os.kill(os.getpid(), signal.SIGKILL)
 
     if dies:
-        sync.transport._broadcast = dying
+        distributed.broadcast_within = dying
     return sync.push(version).updated
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.keeper import MIXED, RESTORING
-from megarl.sync.protocol import ReceiverUpdate
+from megarl.sync.receiver import UpdateStep
 from megarl.system.errors import ServerError
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
@@ -179,8 +179,8 @@ def test_an_update_waits_for_the_keeper_of_an_earlier_trainer(tmp_path, monkeypa
     with receivers(tmp_path / "r", 1) as urls:
         api = ServerApi(urls[0])
         name(f"{RESTORING} 1")
-        update = ReceiverUpdate(server_receiver(api), "3", session=True, deadline_s=60)
-        waiting = threading.Thread(target=update.pause, args=("retract",))
+        step = UpdateStep("update to version 3", 60)
+        waiting = threading.Thread(target=server_receiver(api).pause, args=("retract", step))
         waiting.start()
         waiting.join(1.0)
         assert not state_of(urls[0])["paused"]
@@ -190,7 +190,7 @@ def test_an_update_waits_for_the_keeper_of_an_earlier_trainer(tmp_path, monkeypa
         name(f"{RESTORING} 2")  # by a keeper that is gone
         clock = SimpleNamespace(monotonic=itertools.count(step=40).__next__, sleep=lambda seconds: None)
         monkeypatch.setattr("megarl.rollout.sglang.receiver.time", clock)
-        ReceiverUpdate(server_receiver(api), "3", session=True, deadline_s=60).pause("retract")
+        server_receiver(api).pause("retract", step)
         assert state_of(urls[0])["version"] == "taken over"
 
 

@@ -17,7 +17,6 @@ from megarl.sync.plan import SLAB_BYTES, holdings, make_plan
 from megarl.sync.receiver import SharedUse
 from megarl.sync.sender import BucketSender
 from megarl.sync.source import Source
-from megarl.sync.transports.base import Target
 from megarl.sync.transports.tensor import TensorTransport
 from megarl.system.comm import WorkerGroup
 from tests.sync.layouts import HERE, config, ranks_of, trainer
@@ -75,7 +74,7 @@ def test_each_buffer_is_shared_once_however_often_it_is_handed_over(shares, monk
     taking = [Taking(0), Taking(1)]
     for version in range(3):
         transport.start(version, [])
-        sender.run([0], [Target(receiver) for receiver in taking])  # type: ignore[arg-type]
+        sender.run([0], taking)  # type: ignore[arg-type]
     buckets = plan.routes[0].senders[0]
     assert len(buckets) > 4
     assert len(shares) == len(set(shares)) == 2

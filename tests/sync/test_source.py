@@ -41,7 +41,7 @@ def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tenso
             flat = out[entry.offset : entry.offset + entry.nbytes]
             found[entry.name] = flat.view(getattr(torch, entry.dtype)).view(entry.shape).clone()
     assert source.peak_staged <= SLAB_BYTES
-    mine = source.my_route()
+    mine = source.route
     return [found if mine is not None and s in plan.routes[mine].receivers else {} for s in range(2)]
 
 

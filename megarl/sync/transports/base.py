@@ -3,49 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megarl.sync.plan import Bucket
-from megarl.sync.protocol import version_tag
-from megarl.sync.receiver import Receiver, UpdateStep
-from megarl.system.errors import ServerError
-
-
-@dataclass(frozen=True)
-class Target:
-    """A receiver in one update."""
-
-    receiver: Receiver  # the receiver
-    version: int | None = None  # the last version that it got completely, if any
-    run: str = ""  # name of the run, a part of its version tags
-
-    @property
-    def number(self) -> int:
-        """Number of this receiver in the plan."""
-        return self.receiver.number
-
-    @property
-    def tag(self) -> str | None:
-        """Version tag that the receiver should report, unless another trainer has sent weights since; None: no
-        version."""
-        return None if self.version is None else version_tag(self.version, self.run)
-
-    def holds_what_it_was_given(self, deadline_s: float) -> bool:
-        """Return whether the receiver reports the version that it got last; False if it does not answer."""
-        if self.version is None:
-            return False
-        try:
-            return self.receiver.held_version(UpdateStep("its version", deadline_s)) == self.tag
-        except ServerError:
-            return False
-
-    def error(self, phase: str, reason: str) -> ServerError:
-        """Return the error for a failed update of this receiver."""
-        return ServerError(self.receiver.name, self.receiver.url, phase, reason)
+from megarl.sync.plan import Bucket, Entry
+from megarl.sync.receiver import Receiver
 
 
 class Transport:
@@ -74,12 +38,13 @@ class Transport:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def broken(self) -> str | None:
-        """Return why no update can succeed any more, as far as this rank knows, or None. Called on every rank before an
-        update."""
+        """Return why no update can succeed any more, as far as this rank can detect, or None. Every rank calls this
+        before an update.
+        """
         return None
 
-    def start(self, version: int, targets: Sequence[Target]) -> None:
-        """Begin an update of `targets`, which are already open for tensors."""
+    def start(self, version: int, receivers: Sequence[Receiver]) -> None:
+        """Begin an update of `receivers`, which are already open for tensors."""
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Do the part of sending bucket `number` that is done once for all receivers.
@@ -88,7 +53,7 @@ class Transport:
             parts: uint8, bytes of each entry: parts of the buffer, or parameters if the transport is `live`.
         """
 
-    def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
+    def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Deliver the bucket to one receiver, which has copied it on return. Called for all receivers in parallel.
 
         Args:
@@ -101,16 +66,22 @@ class Transport:
     def publish(self) -> None:
         """Publish the version after every sender has put all its buckets; called on the first rank, before `commit`."""
 
-    def commit(self, target: Target) -> None:
+    def commit(self, receiver: Receiver) -> None:
         """Complete a receiver's update after all buckets are delivered; called on the receiver's lead rank."""
 
     def folder_held(self) -> Path | None:
         """Return the folder from which a receiver with this version can load it again; None if there is none."""
         return None
 
-    def drop(self, target: Target) -> None:
+    def drop(self, receiver: Receiver) -> None:
         """Release everything of a receiver that failed: another engine may appear at its address."""
-        target.receiver.forget()
+        receiver.forget()
 
     def close(self) -> None:
         """Release all resources."""
+
+
+def entries_by_rank(receiver: Receiver, entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Return, for each rank of the receiver, those entries of a bucket of which it holds a part."""
+    layout = receiver.layout
+    return [[entry for entry in entries if layout.needs(rank, entry.source)] for rank in range(layout.ranks)]

@@ -2,9 +2,8 @@
 
 A receiver that can (`takes_changes`) writes them into its parameters itself; any other gets the changed tensors whole.
 The relay (megarl/sync/relay.py) keeps the base to which deltas are applied: one copy of the weights per host, for any
-number
-of receivers. A receiver that restarts is filled from the relay, not over the network. The sender keeps a copy of what
-it sent last, for comparison.
+number of receivers. A receiver that restarts is filled from the relay, not over the network. The sender keeps a copy of
+what it sent last, for comparison.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ from megarl.config.sync import SyncConfig
 from megarl.sync.delta import Delta, make_delta, patch_header
 from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
-from megarl.sync.receiver import UpdateStep
+from megarl.sync.protocol import failure, holds_last_version
+from megarl.sync.receiver import Receiver, UpdateStep
 from megarl.sync.relay import KEY_VARIABLE
 from megarl.sync.shared import Handle
-from megarl.sync.transports.base import Target, Transport
+from megarl.sync.transports.base import Transport, entries_by_rank
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError, WorkerError
 from megarl.system.parents import as_parent
@@ -60,6 +60,7 @@ class DeltaTransport(Transport):
         relays: address of the relay on each host of receivers; `start_relay` starts one on this host.
         key: key with which the relays were started.
         name: name of this sender, unique among senders.
+        run: name of the run in version tags.
         relay: the relay's process if this rank started it; `close` ends it.
     """
 
@@ -72,11 +73,13 @@ class DeltaTransport(Transport):
         relays: dict[str, tuple[str, int]],
         key: str,
         name: str,
+        run: str,
         deadline_s: float,
         relay: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self._process = relay
-        self.plan, self.relays, self.key, self.name, self.deadline_s = plan, relays, key, name, deadline_s
+        self.plan, self.relays, self.key, self.name, self.run = plan, relays, key, name, run
+        self.deadline_s = deadline_s
         self.sent_bytes: int = 0
         self._version = 0
         self._bases: dict[int, tuple[int, Tensor]] = {}
@@ -94,13 +97,13 @@ class DeltaTransport(Transport):
             return None
         return f"the weight relay of {socket.gethostname()} ended ({ending(self._process.returncode)})"
 
-    def start(self, version: int, targets: Sequence[Target]) -> None:
-        """Start a version; ask receivers which version they hold, as another trainer may have sent one."""
+    def start(self, version: int, receivers: Sequence[Receiver]) -> None:
+        """Start a version, and find out which receivers still hold the version that they got last."""
         self._version, self.sent_bytes = version, 0
-        self._relayed, self._current, self._put, self._lost = {}, set(), {}, {}
-        with ThreadPoolExecutor(max(len(targets), 1)) as pool:
-            current = pool.map(lambda target: target.holds_what_it_was_given(self.deadline_s), targets)
-            self._current = {target.number for target, holds in zip(targets, current, strict=True) if holds}
+        self._relayed, self._put, self._lost = {}, {}, {}
+        with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
+            holds = pool.map(lambda receiver: holds_last_version(receiver, self.run, self.deadline_s), receivers)
+            self._current = {receiver.number for receiver, current in zip(receivers, holds, strict=True) if current}
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare the bucket with what was sent last, and keep it for the next comparison."""
@@ -119,40 +122,31 @@ class DeltaTransport(Transport):
         self._bases[number] = self._version, base
         self._put[number] = _Put(parts, version, delta)
 
-    def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
+    def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Send the bucket to the relay, once per host; then pass the receiver the elements that it lacks."""
-        host = self.plan.hosts[target.number]
+        host = self.plan.hosts[receiver.number]
         with self._locks[host]:
             if self._relayed.get(host, (-1, False))[0] != number:
-                self._relayed[host] = number, self._relay(target, number, bucket)
+                self._relayed[host] = number, self._relay(receiver, number, bucket)
         # A receiver on the previous version lacks the changes since; any other receiver lacks everything.
         put = self._put[number]
-        delta = put.delta if target.number in self._current and target.version == put.base else None
-        wanted = bucket.entries if delta is None else [bucket.entries[i] for i in delta.touched]
-        if not wanted:
+        delta = put.delta if receiver.number in self._current and receiver.version == put.base else None
+        changed = bucket.entries if delta is None else [bucket.entries[i] for i in delta.touched]
+        if not changed:
             return
-        if delta is not None and self._relayed[host][1] and self._patched(target, number, bucket, delta):
-            return
-        layout = target.receiver.layout
-        needed = [[entry for entry in wanted if layout.needs(rank, entry.source)] for rank in range(layout.ranks)]
-        target.receiver.take_shared(self._handles(target, number, "handles"), needed, None, self._step)
+        step = UpdateStep("bucket", self.deadline_s)
+        if delta is not None and self._relayed[host][1] and receiver.takes_changes(step):
+            header = patch_header(bucket.entries, delta)
+            if receiver.take_changes(self._handles(receiver, number, "patch"), header, step):
+                return  # else it needs whole tensors
+        handles = self._handles(receiver, number, "handles")
+        receiver.take_shared(handles, entries_by_rank(receiver, changed), None, step)
 
-    def _patched(self, target: Target, number: int, bucket: Bucket, delta: Delta) -> bool:
-        """Pass on the changed elements only; return False if the receiver needs whole tensors."""
-        if not target.receiver.takes_changes(self._step):
-            return False
-        header = patch_header(bucket.entries, delta)
-        return target.receiver.take_changes(self._handles(target, number, "patch"), header, self._step)
-
-    def _handles(self, target: Target, number: int, op: str) -> list[Handle]:
+    def _handles(self, receiver: Receiver, number: int, op: str) -> list[Handle]:
         """Return handles of the relay's data for this bucket, one for each rank of the receiver."""
-        ask = {"op": op, "version": self._version, "ranks": target.receiver.layout.ranks}
-        handles: list[Handle] = self._call(target, number, ask)["handles"]
+        header = {"op": op, "version": self._version, "ranks": receiver.layout.ranks}
+        handles: list[Handle] = self._call(receiver, number, header)["handles"]
         return handles
-
-    @property
-    def _step(self) -> UpdateStep:
-        return UpdateStep("bucket", self.deadline_s)
 
     def close(self) -> None:
         """Close the connections, and end the relay that this rank started."""
@@ -163,9 +157,9 @@ class DeltaTransport(Transport):
             self._process.kill()  # only its shared memory survives, which its manager process removes
             self._process.wait()
 
-    def _call(self, target: Target, number: int, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:
-        """Call the relay on the target's host about a bucket of this sender."""
-        host = self.plan.hosts[target.number]
+    def _call(self, receiver: Receiver, number: int, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:
+        """Send the relay on the receiver's host a message about a bucket of this sender, and return its answer."""
+        host = self.plan.hosts[receiver.number]
         client = None
         try:
             if host in self._lost:
@@ -181,19 +175,19 @@ class DeltaTransport(Transport):
                     reason = self._lost.setdefault(host, reason)  # the first reason counts
                     if self._clients.get(host) is client:
                         self._clients.pop(host, None)  # broken in the middle of a message, so it cannot be reused
-            raise target.error(f"relay on {host}", reason) from error
+            raise failure(receiver, f"relay on {host}", reason) from error
 
-    def _relay(self, target: Target, number: int, bucket: Bucket) -> bool:
+    def _relay(self, receiver: Receiver, number: int, bucket: Bucket) -> bool:
         """Bring the relay's bucket to this version; return True if by the delta, False if as a whole."""
         put = self._put[number]
         if put.delta is not None:
             header = {"op": "delta", "base": put.base, "version": self._version}
-            if self._call(target, number, header, *put.delta.to_bytes())["taken"]:
+            if self._call(receiver, number, header, *put.delta.to_bytes())["taken"]:
                 self.sent_bytes += put.delta.nbytes
                 return True
         entries = [[e.name, e.shape, e.dtype, e.offset, e.nbytes, e.source] for e in bucket.entries]
         bodies = [part.numpy().data for part in put.parts]
-        self._call(target, number, {"op": "full", "version": self._version, "entries": entries}, *bodies)
+        self._call(receiver, number, {"op": "full", "version": self._version, "entries": entries}, *bodies)
         self.sent_bytes += bucket.nbytes
         return False
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megarl.models.weights.files import INDEX, replace_folder
 from megarl.sync.plan import Bucket
-from megarl.sync.receiver import UpdateStep
-from megarl.sync.transports.base import Target, Transport
+from megarl.sync.receiver import Receiver, UpdateStep
+from megarl.sync.transports.base import Transport
 from megarl.system.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class DiskTransport(Transport):
         if rank == 0:  # no rank writes before the first update
             remove_partial(folder)
 
-    def start(self, version: int, targets: Sequence[Target]) -> None:
+    def start(self, version: int, receivers: Sequence[Receiver]) -> None:
         """Create the partial folder into which every sender writes."""
         self._version, self._files = version, 0
         self._partial().mkdir(parents=True, exist_ok=True)
@@ -78,9 +78,9 @@ class DiskTransport(Transport):
         replace_folder(partial, self.folder / _name(self._version))
         remove_old(self.folder, self._version)
 
-    def commit(self, target: Target) -> None:
+    def commit(self, receiver: Receiver) -> None:
         """Make the receiver read the version's folder."""
-        target.receiver.read_folder(self.folder_held(), UpdateStep("reading the weights", self.deadline_s))
+        receiver.read_folder(self.folder_held(), UpdateStep("reading the weights", self.deadline_s))
 
     def folder_held(self) -> Path:
         """Return the folder of this version."""

@@ -1,9 +1,8 @@
 """Transport for any hosts: a broadcast from the sender to the ranks of one receiver, over gloo or nccl.
 
-Each pair of sender and receiver has its own process group. A receiver takes buckets from several senders in turn; in
-one
-group of many receivers, two of them could wait for different senders for ever, and the death of one receiver would end
-the update of all.
+Each pair of sender and receiver has its own process group. A receiver takes buckets from several senders in turn. If
+many receivers shared a group, two of them could wait for different senders for ever, and the death of one receiver
+would end the update of all.
 
 The trainer's part of a collective runs in a separate thread during the call that makes the receiver do its part. Unlike
 gloo, nccl neither fails nor returns when the receiver is gone. So the thread is never waited for beyond the deadline,
@@ -37,8 +36,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from megarl.sync.plan import Bucket
-from megarl.sync.receiver import UpdateGroup, UpdateStep
-from megarl.sync.transports.base import Target, Transport
+from megarl.sync.protocol import failure
+from megarl.sync.receiver import Receiver, UpdateGroup, UpdateStep
+from megarl.sync.transports.base import Transport
 from megarl.system.errors import ServerError
 from megarl.system.processes import address_towards
 
@@ -72,35 +72,34 @@ class DistributedTransport(Transport):
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[int, _Link] = {}
 
-    def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
+    def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Call the receiver with the description of the bucket, and broadcast the bucket meanwhile."""
-        link = self._links.get(target.number)
-        if link is None or link.url != target.receiver.url:  # the receiver restarted
-            self._leave(target.number)
-            link = self._connect(target)
+        link = self._links.get(receiver.number)
+        if link is None or link.url != receiver.url:  # the receiver restarted
+            self._leave(receiver.number)
+            link = self._connect(receiver)
         group, name, step = link.group, link.name, UpdateStep("bucket", self.deadline_s)
         try:
-            self._beside(
-                target,
+            self._call_beside(
+                receiver,
                 step,
-                lambda: target.receiver.take_broadcast(name, bucket.entries, step),
-                lambda: self._broadcast(group, flat),
+                lambda: receiver.take_broadcast(name, bucket.entries, step),
+                lambda: broadcast_within(flat, group, self.deadline_s),
             )
         except ServerError:
-            self._leave(target.number, abort=True)
+            self._leave(receiver.number, abort=True)
             raise
 
-    def drop(self, target: Target) -> None:
+    def drop(self, receiver: Receiver) -> None:
         """Leave the group of a receiver that is gone."""
-        self._leave(target.number, abort=True)
-        super().drop(target)
+        self._leave(receiver.number, abort=True)
+        super().drop(receiver)
 
     def _leave(self, number: int, *, abort: bool = False) -> None:
         link = self._links.pop(number, None)
-        if link is not None:
-            if abort:
-                leave(link.group)
-                return
+        if link is not None and abort:
+            leave(link.group)
+        elif link is not None:
             with _leaving:
                 dist.destroy_process_group(link.group)
 
@@ -109,18 +108,15 @@ class DistributedTransport(Transport):
         for number in list(self._links):
             self._leave(number)
 
-    def _broadcast(self, group: dist.ProcessGroup, flat: Tensor) -> None:
-        broadcast_within(flat, group, self.deadline_s)
-
-    def _connect(self, target: Target) -> _Link:
+    def _connect(self, receiver: Receiver) -> _Link:
         """Create the group of this sender (rank 0) and the receiver's ranks (1 and higher)."""
         # A random name: a receiver keeps groups of dead trainers, and refuses a name that it knows.
         name = f"megarl-{secrets.token_hex(8)}"
-        size = 1 + target.receiver.layout.ranks
+        size = 1 + receiver.layout.ranks
         timeout = datetime.timedelta(seconds=self.deadline_s)
         address, step = self.address, UpdateStep("group of the update", self.deadline_s)
         try:
-            address = address or address_towards(urlsplit(target.receiver.url).hostname or "")
+            address = address or address_towards(urlsplit(receiver.url).hostname or "")
             listener = socket.create_server((address, 0))
             port = listener.getsockname()[1]
             store = dist.TCPStore(
@@ -128,35 +124,46 @@ class DistributedTransport(Transport):
             )
         except (OSError, RuntimeError) as error:
             interface = address or "an interface that reaches the server"
-            raise target.error(step.phase, f"cannot listen on {interface} (sync.address): {error}") from error
+            raise failure(receiver, step.phase, f"cannot listen on {interface} (sync.address): {error}") from error
         meeting = UpdateGroup(name, address, port, size, self.backend)
-        group = self._beside(
-            target,
+        group = self._call_beside(
+            receiver,
             step,
-            lambda: target.receiver.join_group(meeting, step),
+            lambda: receiver.join_group(meeting, step),
             lambda: join(store, name, 0, size, self.backend, timeout),
         )
-        self._links[target.number] = link = _Link(name, target.receiver.url, group, store)
+        self._links[receiver.number] = link = _Link(name, receiver.url, group, store)
         return link
 
-    def _beside(self, target: Target, step: UpdateStep, theirs: Callable[[], None], ours: Callable[[], T]) -> T:
-        """Call the receiver and run the trainer's part of the collective meanwhile; the receiver's error takes
-        precedence.
+    def _call_beside(
+        self, receiver: Receiver, step: UpdateStep, call: Callable[[], None], collective: Callable[[], T]
+    ) -> T:
+        """Call the receiver, and run the trainer's part of the collective meanwhile in a daemon thread.
+
+        If both fail, the receiver's error is raised.
 
         Raises:
             ServerError: the receiver refused or is gone, or the trainer's part failed or was too slow.
         """
         end = time.monotonic() + self.deadline_s
-        part = _in_background(ours)
+        part: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                part.set_result(collective())
+            except BaseException as error:
+                part.set_exception(error)
+
+        threading.Thread(target=run, name="broadcast", daemon=True).start()
         try:
-            theirs()
+            call()
             return part.result(max(end - time.monotonic(), _GRACE_S))
         except TimeoutError:
             reason = f"the trainer's part was not done within {self.deadline_s:g} s"
-            raise target.error(step.phase, reason) from None
+            raise failure(receiver, step.phase, reason) from None
         except (RuntimeError, OSError) as error:
             reason = f"the trainer's part failed: {str(error).partition(chr(10))[0]}"
-            raise target.error(step.phase, reason) from error
+            raise failure(receiver, step.phase, reason) from error
 
 
 def join(
@@ -197,20 +204,6 @@ def leave(group: dist.ProcessGroup) -> None:
     """Leave a group whose other ranks may be gone."""
     with _leaving:
         _abort_process_group(group)
-
-
-def _in_background(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="broadcast", daemon=True).start()
-    return future
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megarl.sync.plan import Bucket, SyncPlan
-from megarl.sync.receiver import SharedUse, UpdateStep
+from megarl.sync.receiver import Receiver, SharedUse, UpdateStep
 from megarl.sync.shared import handle_of, shared_buffer
-from megarl.sync.transports.base import Target, Transport
+from megarl.sync.transports.base import Transport, entries_by_rank
 
 
 class TensorTransport(Transport):
@@ -25,7 +25,7 @@ class TensorTransport(Transport):
         self._update = ""
         self._ends = {id(buckets[-1]) for route in plan.routes for buckets in route.senders.values() if buckets}
 
-    def start(self, version: int, targets: Sequence[Target]) -> None:
+    def start(self, version: int, receivers: Sequence[Receiver]) -> None:
         """Give the update a name that all senders share."""
         self._update = str(version)
 
@@ -38,10 +38,9 @@ class TensorTransport(Transport):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
+    def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Pass handles of the buffer to the receiver; on return it has copied all it needs, so the buffer is free."""
-        layout = target.receiver.layout
-        needed = [[e for e in bucket.entries if layout.needs(rank, e.source)] for rank in range(layout.ranks)]
+        entries = entries_by_rank(receiver, bucket.entries)
         use = SharedUse(self._update, self._sender, last=id(bucket) in self._ends)
-        handles = [handle_of(flat) for _ in needed]
-        target.receiver.take_shared(handles, needed, use, UpdateStep("bucket", self.deadline_s))
+        handles = [handle_of(flat) for _ in entries]
+        receiver.take_shared(handles, entries, use, UpdateStep("bucket", self.deadline_s))
