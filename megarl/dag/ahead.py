@@ -8,8 +8,8 @@
                                             \\ B finished groups
                actor's team     train t ---------->  train t + 1 ------->
 
-Within a step, data flow from the rollout's team to other teams and never back. If groups come one by one, the team runs
-its nodes for each group while it generates others: only its first node may use the engine.
+Within a step, data flow from the rollout's team to other teams and never back. With as_ready, the team runs its nodes
+for each finished group while it generates others, so only its first node may use the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
     from megarl.dag.node import Node
-    from megarl.dag.placement import Handover, Placement, TeamPlan
+    from megarl.dag.placement import Placement, TeamPlan
 
 KEY, ORDER, PARTIAL = "async.max_staleness", "async.order", "async.partial"
 #: A team may be k + 1 steps ahead of a reader of its messages, which are kept for `buffer.core.KEPT` steps; it is twice
@@ -62,28 +62,25 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
         )
     back = placement.taken(team.name)
     if back:
-        handovers = "; ".join(
-            f"{', '.join(taken.fields)} of {taken.node} in {taken.giver}, read by {_readers(graph, team, taken)}"
-            for taken in back
-        )
+        sources = {id: graph.inputs(id).sources for id in team.nodes}
+        readers = [
+            [id for id in team.nodes if any(sources[id].get(field) == handover.node for field in handover.fields)]
+            for handover in back
+        ]
         raise ConfigError(
             f"the team {team.name} cannot run ahead: it needs results of other teams for the samples that it "
-            f"generated in "
-            "the same step",
+            "generated in the same step",
             where=KEY,
-            found=handovers,
+            found="; ".join(
+                f"{', '.join(handover.fields)} of {handover.node} in {handover.giver}, read by {', '.join(nodes)}"
+                for handover, nodes in zip(back, readers, strict=True)
+            ),
             allowed="0, or a team that needs no results of other teams",
             fix=f"put the rollout into a team without these other roles, or {_off(config)}",
         )
     if not config.async_.in_order:
         _refuse_nodes(config, team, graph)
     _refuse_samples(config, placement, team)
-
-
-def _readers(graph: TaskGraph, team: TeamPlan, taken: Handover) -> str:
-    """Return the nodes of a team that read the fields of a handover."""
-    sources = {id: graph.inputs(id).sources for id in team.nodes}
-    return ", ".join(id for id in team.nodes if any(sources[id].get(name) == taken.node for name in taken.fields))
 
 
 def _off(config: RunConfig) -> str:
@@ -96,7 +93,7 @@ def _refuse_keys(config: RunConfig) -> None:
     section, lag = config.async_, config.async_.max_staleness
     if lag > MOST:
         raise ConfigError(
-            "max_staleness is too large: messages between teams are kept for some steps only",
+            "async.max_staleness is too large: messages between teams are kept for a limited number of steps",
             where=KEY,
             found=lag,
             allowed=f"0 to {MOST}",
@@ -104,9 +101,7 @@ def _refuse_keys(config: RunConfig) -> None:
         )
     if section.in_order and section.partial:
         raise ConfigError(
-            "in order, all samples of a step are generated completely with the weights of this step, so there are no "
-            "partial "
-            "samples",
+            "with async.order=in_order, samples are never interrupted by new weights, so none are partial",
             where=PARTIAL,
             found=True,
             allowed=f"false, or true with {ORDER}=as_ready",
@@ -114,7 +109,8 @@ def _refuse_keys(config: RunConfig) -> None:
         )
     if not section.in_order and lag == 0:
         raise ConfigError(
-            "as_ready needs max_staleness: its groups begin before the previous step has ended, with older weights",
+            "async.order=as_ready needs max_staleness of at least 1: its groups begin before the previous step has "
+            "ended, with older weights",
             where=KEY,
             found=lag,
             allowed=f"an integer from 1 on, or 0 with {ORDER}=in_order",
@@ -122,7 +118,8 @@ def _refuse_keys(config: RunConfig) -> None:
         )
     if policy_of(config).copies and config.actor.engine.offload:
         raise ConfigError(
-            "in order, waiting weights are copies of the actor's parameters, which offloading removes between steps",
+            "weights that wait for the rollout's team are copied from the actor's parameters, which offloading removes "
+            "between steps",
             where="actor.engine.offload",
             found=True,
             allowed=f"false with {KEY} above 1",
@@ -133,9 +130,8 @@ def _refuse_keys(config: RunConfig) -> None:
 def _refuse_settings(config: RunConfig, lag: int) -> None:
     if config.algorithm.dynamic_sampling.enabled and config.async_.in_order:
         raise ConfigError(
-            "dynamic sampling requests more samples with the weights of a step until it has enough, but these "
-            "weights are gone "
-            "once newer ones have arrived",
+            "dynamic sampling requests more samples with the weights of a step until it has enough, but these weights "
+            "are gone once newer ones have arrived",
             where=KEY,
             found=lag,
             allowed=f"0 with algorithm.dynamic_sampling.enabled=true, or {ORDER}=as_ready",
@@ -143,9 +139,8 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
         )
     if config.rollout.stale_steps:
         raise ConfigError(
-            "rollout.stale_steps and async.max_staleness both make samples older: rollout.stale_steps is for "
-            "experiments "
-            "in which the rollout takes turns with the actor",
+            "rollout.stale_steps and async.max_staleness are both set, and both make samples older: "
+            "rollout.stale_steps is for experiments in which the rollout takes turns with the actor",
             where="rollout.stale_steps",
             found=config.rollout.stale_steps,
             allowed=f"0 with {KEY} above 0",
@@ -153,9 +148,8 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
         )
     if config.async_.partial and config.rollout.sampling.min_new_tokens:
         raise ConfigError(
-            "a partial sample continues with new weights as a new request, for which the engine counts tokens "
-            "from 0 again, so "
-            "min_new_tokens would apply again",
+            "min_new_tokens would apply again to every partial sample: it continues with new weights as a new "
+            "request, for which the engine counts tokens from 0",
             where="rollout.sampling.min_new_tokens",
             found=config.rollout.sampling.min_new_tokens,
             allowed=f"0 with {PARTIAL}=true",
@@ -164,63 +158,57 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
 
 
 def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
-    """Raise an error unless the rollout's team can run its nodes group by group, and those after the generation
-    need no model."""
+    """Check that the rollout's team can run its nodes group by group, and that the nodes after generation need no
+    model.
+    """
     first, *later = (graph[id] for id in team.nodes)
     if first.func_name != ROLLOUT_STAGE:
         raise _refused(
-            f"the team {team.name} generates group by group instead of the stage "
-            f"{ROLLOUT_STAGE.partition(':')[2]}, but its first "
-            "node is a different stage",
+            f"the first node of the team {team.name} must be the stage {ROLLOUT_STAGE.partition(':')[2]}, which "
+            "generation group by group replaces",
             f"node {first.id!r}, {first.func_name}",
             f"a pipeline whose first node in this team is {ROLLOUT_STAGE}",
         )
     for node in later:
         if node.models:
-            raise _refused(_model_reason(node, team), f"node {node.id!r}", *_model_way_out(node, team))
+            raise _model_error(node, team)
         if node.declared.resamples:
             raise _refused(
-                f"a step has one group per prompt from {first.id!r}, but node {node.id!r} in the same team "
-                f"{team.name} changes the "
-                "samples",
+                f"node {node.id!r} in the team {team.name} changes the samples, but a step has one group per prompt "
+                f"from {first.id!r} in this team",
                 f"node {node.id!r}",
                 f"no other node that resamples in the team {team.name}",
             )
 
 
-def _model_reason(node: Node, team: TeamPlan) -> str:
+def _model_error(node: Node, team: TeamPlan) -> ConfigError:
+    """Return the error that a node after generation uses a model."""
+    models = " and the ".join(node.models)
     if node.func_name == _GREEDY:
-        return (
+        problem = (
             f"node {node.id!r} generates greedy responses for a whole step, while the engine is busy with other groups"
         )
-    return (
-        f"node {node.id!r} uses the {' and the '.join(node.models)}, which needs all replicas of a team at once, but "
-        f"the "
-        f"replicas of the team {team.name} finish their groups independently"
-    )
-
-
-def _model_way_out(node: Node, team: TeamPlan) -> tuple[str, str | None]:
-    """Return the allowed value, and the fix; None: the usual fix."""
-    others = [role for role in node.models if role != Role.ROLLOUT.value]
+    else:
+        problem = (
+            f"node {node.id!r} uses the {models}, which needs all replicas of a team at once, but the replicas of the "
+            f"team {team.name} finish their groups independently"
+        )
     allowed = f"in the team {team.name} nodes that work with no model, after the one that generates"
-    if Role.ROLLOUT.value in node.models or not others:
-        return allowed, None
-    return allowed, f"put the {' and the '.join(others)} into another team than {team.name}, or set {ORDER}=in_order"
+    fix = f"put the {models} into another team than {team.name}, or set {ORDER}=in_order"
+    return _refused(problem, f"node {node.id!r}", allowed, None if Role.ROLLOUT.value in node.models else fix)
 
 
-def _refused(what: str, found: str, allowed: str, fix: str | None = None) -> ConfigError:
-    """Return the error for a setting that excludes groups that come one by one."""
-    return ConfigError(what, where=ORDER, found=found, allowed=allowed, fix=fix or f"set {ORDER}=in_order {KEY}=1")
+def _refused(problem: str, found: str, allowed: str, fix: str | None = None) -> ConfigError:
+    """Return the error for a setting that async.order=as_ready excludes."""
+    return ConfigError(problem, where=ORDER, found=found, allowed=allowed, fix=fix or f"set {ORDER}=in_order {KEY}=1")
 
 
 def _refuse_samples(config: RunConfig, placement: Placement, team: TeamPlan) -> None:
     samples = {handover.samples for handover in placement.given_by(team.name)}
     if len(samples) > 1:
         raise ConfigError(
-            f"the team {team.name} passes on samples of several nodes, but a checkpoint keeps those of one node "
-            f"for the next "
-            "step",
+            f"the team {team.name} hands over samples of several nodes, but a checkpoint holds the samples of one "
+            "node only",
             where=KEY,
             found=", ".join(sorted(samples)),
             allowed="0, or a pipeline whose nodes in this team resample once",

@@ -57,8 +57,8 @@ _OUTLINES = (
 def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping[str, float] | None = None) -> str:
     """Draw the graph as text in 80 columns: the flow, with parallel nodes in brackets, and a table of all nodes.
 
-    The fields that a node reads and writes are below its row. With several teams, each node has its team, and a second
-    table lists the transfers between teams.
+    Below a node's row are the fields that it reads and writes. With several teams, the table has a column with the team
+    of each node, and a second table lists the transfers between teams.
 
     Args:
         placement: placement of the graph; None: one team.
@@ -128,7 +128,8 @@ def as_svg(graph: TaskGraph, placement: Placement | None = None) -> str:
     plan = lay_out(graph)
     roles = list(dict.fromkeys(graph[id].role for id in graph.order()))
     teams = [team.name for team in placement.teams] if placement else []
-    width = max(plan.width, 24 + sum(_label_width(_team_label(team)) for team in teams))
+    outlines = {f"outline team{number}": f"team {team}" for number, team in enumerate(teams)}
+    width = max(plan.width, 24 + sum(map(_label_width, outlines.values())))
     height = plan.height + (20 if teams else 0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
@@ -142,8 +143,8 @@ def as_svg(graph: TaskGraph, placement: Placement | None = None) -> str:
     for edge, route in zip(graph.direct(), plan.routes, strict=True):
         parts.append(_edge(route, crosses.get(edge)))
     parts += [_box(graph, id, plan, placement) for id in graph.order()]
-    parts += _legend(roles, plan.height - 26)
-    parts += _team_legend(teams, plan.height - 6)
+    parts += _legend({role.value: role.name.lower().replace("_", " ") for role in roles}, plan.height - 26)
+    parts += _legend(outlines, plan.height - 6)
     return "\n".join([*parts, "</svg>"])
 
 
@@ -173,7 +174,8 @@ def _styles(roles: list[Role], teams: int) -> str:
 def _edge(route: list[Point], crosses: str | None) -> str:
     """Draw an edge through the points of its route, horizontal at both ends, with an arrow head.
 
-    An edge between teams gets a queue."""
+    An edge between teams shows a queue whose tooltip is `crosses`.
+    """
     (x, y), *rest = route
     path = [f"M {x:.1f} {y:.1f}"]
     for next_x, next_y in rest:
@@ -196,7 +198,8 @@ def _box(graph: TaskGraph, id: str, plan: Drawing, placement: Placement | None) 
     if placement is not None:
         team = placement.of_node(id)
         hover += f"\nteam: {team.name}"
-        hover += "".join(f"\nto {', '.join(one.takers)}: {', '.join(one.fields)}" for one in placement.given(id))
+        given = placement.given(id)
+        hover += "".join(f"\nto {', '.join(handover.takers)}: {', '.join(handover.fields)}" for handover in given)
         outline = (
             f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="{width + 8:.1f}" height="{height + 8:.1f}" rx="12" '
             f'class="outline team{placement.teams.index(team)}"/>'
@@ -210,12 +213,12 @@ def _box(graph: TaskGraph, id: str, plan: Drawing, placement: Placement | None) 
     )
 
 
-def _legend(roles: list[Role], y: float) -> list[str]:
+def _legend(labels: Mapping[str, str], y: float) -> list[str]:
+    """Return a row of boxes with labels; `labels` has the label of each CSS class."""
     parts, x = [], 24.0
-    for role in roles:
-        label = role.name.lower().replace("_", " ")
-        parts.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="12" height="12" rx="3" class="{role.value}"/>')
-        parts.append(f'<text x="{x + 18:.0f}" y="{y + 10:.0f}" class="note">{label}</text>')
+    for style, label in labels.items():
+        parts.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="12" height="12" rx="3" class="{style}"/>')
+        parts.append(f'<text x="{x + 18:.0f}" y="{y + 10:.0f}" class="note">{escape(label)}</text>')
         x += _label_width(label)
     return parts
 
@@ -225,21 +228,5 @@ def _outline(team: int) -> tuple[str, str]:
     return _OUTLINES[team % len(_OUTLINES)]
 
 
-def _team_label(team: str) -> str:
-    return f"team {team}"
-
-
 def _label_width(label: str) -> float:
     return 34 + 6.2 * len(label)
-
-
-def _team_legend(teams: list[str], y: float) -> list[str]:
-    parts, x = [], 24.0
-    for number, team in enumerate(teams):
-        label = _team_label(team)
-        parts.append(
-            f'<rect x="{x:.0f}" y="{y:.0f}" width="12" height="12" rx="3" class="outline team{number}"/>'
-            f'<text x="{x + 18:.0f}" y="{y + 10:.0f}" class="note">{escape(label)}</text>'
-        )
-        x += _label_width(label)
-    return parts

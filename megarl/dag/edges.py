@@ -4,9 +4,8 @@ The order in which a recipe lists its nodes gives every field a history, like a 
 parts of this order that matter:
 
 1. Data. A node comes after the last earlier node that writes a field that it reads. Optional reads count if there is
-such
-   a node; a field of the graph's entry needs none. A required field must not come from a node that only may write it,
-   or after a node that consumes it.
+   such a node; a field of the graph's entry needs none. A required field must not come from a node that writes it in
+   some steps only, or after a node that consumes it.
 
        reward (writes score), advantage (reads score)           reward -> advantage
 
@@ -16,15 +15,13 @@ such
        reward, dynamic_sampling (resamples), old_logp            reward -> dynamic_sampling -> old_logp
 
 3. Rewriting. A node that writes a field again comes after the last node that wrote or consumed it, and after all
-earlier
-   readers of that value. So every reader sees the value that it would see in the listed order, and an optional reader
-   sees no value if no earlier node writes one.
+   earlier readers of that value. So every reader sees the value that it would see in the listed order, and an optional
+   reader sees no value if no earlier node writes one.
 
        reward (writes token_rewards), overlong (rewrites it), advantage (reads it)   reward -> overlong -> advantage
        kl_in_reward (reads response_mask), filter (rewrites it)                      kl_in_reward -> filter
 
 4. Models. A node that trains a model comes after the earlier nodes that use this model, and before the later ones.
-
 
        old_logp (actor), actor_train (trains the actor)          old_logp -> actor_train
 
@@ -52,11 +49,11 @@ class MissingFieldError(UserError):
 class _Value:
     """The value of a field at one place of the list: its writer (None: the graph's entry) and its readers so far.
 
-    `there` is False if no node wrote it, if a node consumed it, or if it is written in some steps only.
+    `available` is False if no node wrote it, if a node consumed it, or if it is written in some steps only.
     """
 
     writer: str | None
-    there: bool
+    available: bool
     readers: list[str] = field(default_factory=list)
 
     def after(self) -> list[str]:
@@ -72,19 +69,19 @@ class _History:
     """
 
     def __init__(self, entry: Iterable[str]) -> None:
-        self._values = {name: _Value(None, there=True) for name in entry}
+        self._values = {name: _Value(None, available=True) for name in entry}
         self.resampler: str | None = None
         self._since: list[str] = []  # nodes since the last one that resampled
         self._trained: dict[str, str] = {}  # last node that trained each model
         self._users: dict[str, list[str]] = {}  # nodes that have used each model since then
 
     @property
-    def there(self) -> list[str]:
-        """Fields on which the next node can rely."""
-        return [name for name, value in self._values.items() if value.there]
+    def available(self) -> list[str]:
+        """Fields that the next node may read as required."""
+        return [name for name, value in self._values.items() if value.available]
 
     def _value(self, name: str) -> _Value:
-        return self._values.setdefault(name, _Value(None, there=False))
+        return self._values.setdefault(name, _Value(None, available=False))
 
     def waits(self, node: Node) -> list[str]:
         """Return the nodes that must run before `node`, the next one of the list."""
@@ -103,13 +100,13 @@ class _History:
         return before
 
     def sources(self, node: Node) -> dict[str, str]:
-        """Return the writers of the fields that `node`, the next one, uses, except fields from the graph's entry."""
-        writers = {name: self._value(name).writer for name in node.declared.uses}
-        return {name: writer for name, writer in writers.items() if writer is not None}
+        """Return the writer of each field that `node`, the next one, uses, except fields from the graph's entry.
 
-    def all_sources(self) -> dict[str, str]:
-        """Return the writers of all fields, except fields from the graph's entry."""
-        return {name: value.writer for name, value in self._values.items() if value.writer is not None}
+        A node that resamples keeps all fields, whether it reads them or not, so it uses them all.
+        """
+        names = self._values if node.declared.resamples else node.declared.uses
+        writers = {name: self._value(name).writer for name in names}
+        return {name: writer for name, writer in writers.items() if writer is not None}
 
     def add(self, node: Node) -> None:
         """Add `node` to the list, and record its effects."""
@@ -117,14 +114,14 @@ class _History:
         for name in contract.uses:
             self._value(name).readers.append(node.id)
         for name in contract.may_write:
-            self._values[name] = _Value(node.id, self._value(name).there)
+            self._values[name] = _Value(node.id, self._value(name).available)
         for name in contract.consumes:
-            self._values[name] = _Value(node.id, there=False)
+            self._values[name] = _Value(node.id, available=False)
         for name in contract.writes:
-            self._values[name] = _Value(node.id, there=True)
+            self._values[name] = _Value(node.id, available=True)
         self._since.append(node.id)
         if contract.resamples:
-            self._values = {name: _Value(node.id, value.there) for name, value in self._values.items()}
+            self._values = {name: _Value(node.id, value.available) for name, value in self._values.items()}
             self.resampler, self._since = node.id, []
         for model in node.models:
             if model != node.trains:
@@ -155,12 +152,10 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
     for node in nodes:
         _check_deps(node, place, where)
         for name in node.reads:
-            if name not in history.there:
+            if name not in history.available:
                 raise _missing(node, name, nodes, history, where)
         waits = sorted(set(history.waits(node)), key=place.__getitem__)
-        # A node that resamples keeps all fields, whether it reads them or not.
-        sources = history.all_sources() if node.declared.resamples else history.sources(node)
-        inputs[node.id] = Inputs(waits, sources, history.resampler)
+        inputs[node.id] = Inputs(waits, history.sources(node), history.resampler)
         history.add(node)
     return inputs
 
@@ -168,11 +163,11 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
 def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, where: str) -> MissingFieldError:
     """Return the error that `node` reads `name`, which is not available at its place in the list."""
     number = [other.id for other in nodes].index(node.id)
-    before, later = [other.id for other in nodes[:number]], nodes[number + 1 :]
+    before, later = nodes[:number], nodes[number + 1 :]
     writer = next((other.id for other in later if name in other.declared.writes), None)
-    perhaps = next((other.id for other in nodes[:number] if name in other.declared.may_write), None)
-    near = close_matches(name, history.there)
-    consumer = next((other.id for other in nodes[:number] if name in other.declared.consumes), None)
+    perhaps = next((other.id for other in before if name in other.declared.may_write), None)
+    near = close_matches(name, history.available)
+    consumer = next((other.id for other in before if name in other.declared.consumes), None)
     if writer is not None:
         hint = f"{writer!r} writes it but is listed after {node.id!r}; list it first"
     elif consumer is not None:
@@ -184,8 +179,8 @@ def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, wh
     error = MissingFieldError(
         f"node {node.id!r} reads {name!r}, which no node before it writes",
         where=where,
-        found=f"before it: {', '.join(before) or 'none'}",
-        allowed=f"fields there: {', '.join(sorted(history.there)) or 'none'}",
+        found=f"nodes before it: {', '.join(other.id for other in before) or 'none'}",
+        allowed=f"fields available there: {', '.join(sorted(history.available)) or 'none'}",
         fix=hint,
     )
     error.role, error.field = node.role, name

@@ -5,9 +5,9 @@ Every worker runs this loop by itself; there is no controller process. The order
     samples = the batch that enters
     for node in topological order, of its team:
         samples = samples with the fields from other teams that it uses            (take)
-        samples = samples with the fields that the node wrote          (a node that resamples: its new samples,
-                                                             and replicas may exchange these)
-        send fields that other teams read                          (give)
+        samples = samples with the fields that the node wrote                      (a node that resamples: its new
+                                                                         samples, which replicas may exchange)
+        send fields that other teams read                                          (give)
 
 A node sees the fields that it declares. Edges put every reader between the last writer before it and the next writer,
 so a node always reads the right values.
@@ -32,11 +32,10 @@ class NodeError(MegarlError):
 
 
 class Channel(Protocol):
-    """Transfers between teams around the nodes of this worker; every rank of its team calls both methods."""
+    """Transfers samples between teams around the nodes of this worker; every rank of its team calls both methods."""
 
     def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
-        """Return `batch` with the fields from other teams that `node` uses; `batch` is None if there are no samples
-        yet."""
+        """Return `batch` (None: no samples yet) with the fields from other teams that `node` uses."""
         ...
 
     def give(self, context: Any, node: Node, batch: Batch) -> None:
@@ -45,7 +44,7 @@ class Channel(Protocol):
 
 
 class NoChannel:
-    """The channel of a run with one team: nothing comes from another team, and nothing goes there."""
+    """The channel of a run with one team, which transfers nothing."""
 
     tokens = 0
 
@@ -64,9 +63,9 @@ class Executor:
     """Runs a graph, once per step.
 
     Args:
-        roles: by the names under which stages take them (`megarl.dag.stage.ROLES`).
-        nodes: those that this worker's team walks, in the graph's order; None: all.
-        channel: to and from other teams; None: there are none.
+        roles: the roles by the argument names of stages (`megarl.dag.stage.ROLES`).
+        nodes: ids of the nodes that this worker's team runs, in the graph's order; None: all.
+        channel: transfers to and from other teams; None: there are no other teams.
         exchange: function that redistributes the samples which a node produced among the replicas of the team and
             returns this replica's share; every rank calls it. None: every replica keeps its samples.
     """
@@ -88,8 +87,8 @@ class Executor:
 
         Args:
             context: first argument of every node's function.
-            prompts: this rank's part of the batch that enters the graph; None: its team starts with another team's
-                samples.
+            prompts: this rank's part of the batch that enters the graph; None: its team starts with samples of another
+                team.
             more: later prompts, for a stage that declares `refills`.
 
         Raises:
@@ -99,7 +98,7 @@ class Executor:
         for id in self.nodes:
             node = self.graph[id]
             batch = self._channel.take(context, node, batch)
-            assert batch is not None, "the first node of a team is given prompts, or samples of another team"
+            assert batch is not None, "the first node of a team gets prompts, or samples of another team"
             with phase(node.id):
                 batch = self._call(node, context, batch, more)
             if self._exchange is not None and node.declared.resamples:
@@ -123,14 +122,14 @@ class Executor:
             state.check(f"node {node.id!r} ({node.func_name})")
             return settle(node, batch, output, before)
         except Exception as error:
-            story = f"node {node.id!r} ({node.func_name}) failed"
+            problem = f"node {node.id!r} ({node.func_name}) failed"
             if isinstance(error, MegarlError):
-                error.add_note(story)
+                error.add_note(problem)
                 raise
-            raise NodeError(f"{story}: {type(error).__name__}: {error}") from error
+            raise NodeError(f"{problem}: {type(error).__name__}: {error}") from error
 
     def _refill(self, node: Node, context: Any, more: Iterator[Batch] | None) -> Batch:
-        """Return the next prompts, after all nodes before `node`, as this node sees them."""
+        """Run all nodes before `node` on the next prompts, and return the resulting batch for `node`."""
         from megarl.dag.guard import GuardedBatch
 
         if more is None:

@@ -36,8 +36,6 @@ class TaskGraph:
     def _where(self) -> str:
         return f"pipeline {self.id!r}"
 
-    # -- queries -------------------------------------------------------------------------------------------------
-
     @property
     def roles(self) -> set[Role]:
         """The roles of its nodes, and the roles that their stages take as arguments."""
@@ -98,8 +96,7 @@ class TaskGraph:
         return rows
 
     def direct(self) -> list[tuple[str, str]]:
-        """Return the edges without shortcuts: u -> w is left out if another path leads from u to w (transitive
-        reduction)."""
+        """Return the edges, without u -> w if another path leads from u to w (transitive reduction)."""
         return [
             (parent, id)
             for id, parents in self._parents.items()

@@ -15,17 +15,17 @@ from megarl.system.errors import MegarlError
 
 
 class ContractError(MegarlError):
-    """A node did something that its stage does not declare; the message names the node, the field, and what to
-    declare."""
+    """A node read or wrote a field that its stage does not declare; the message names node, field and declaration."""
 
     repeats = True
 
 
 class GuardedBatch(Batch):
-    """The samples as one node may see them; batches that the node derives from them are guarded as well.
+    """The samples with only those fields that one node may read; batches that it derives from them are guarded, too.
 
     Reading an undeclared field, or checking whether it exists, is an error. If a node resamples, undeclared fields are
-    carried along by `select`, `repeat`, `concat` and so on, but still cannot be read. A stage may read what it sets.
+    carried along by `select`, `repeat`, `concat` and so on, but still cannot be read. A stage may read fields that it
+    has set.
     """
 
     _node: Node
@@ -65,12 +65,12 @@ class GuardedBatch(Batch):
         return super().__getitem__(name)
 
     def set(self, name: str, value: Tensor | Jagged | list) -> None:
-        """Do as `Batch.set`; the stage may read the fields it has set."""
+        """Set a field, as `Batch.set` does; the stage may then read it."""
         super().set(name, value)
         self._carried -= {name}
 
     def with_values(self, values: Mapping[str, Tensor | Jagged | list]) -> GuardedBatch:
-        """Do as `Batch.with_values`; the stage may read these fields."""
+        """Return a batch with these fields added, as `Batch.with_values` does; the stage may read them."""
         every = {**self.fields, **self.columns, **values}
         unseen = self._carried - values.keys()
         return self._make(*by_kind(every), len(self), self._node, every.keys() - unseen)
@@ -98,18 +98,17 @@ def writes_in_place(node: Node, batch: Batch) -> dict[str, int]:
     """
     contract = node.declared
     allowed = {*contract.writes, *contract.may_write}
-    return {name: _writes(value) for name, value in batch.fields.items() if name not in allowed}
-
-
-def _writes(value: Tensor | Jagged) -> int:
-    tensors = (value.values, value.offsets) if isinstance(value, Jagged) else (value,)
-    return sum(
-        tensor._version for tensor in tensors if not tensor.is_inference()
-    )  # views share the count of their storage
+    counts = {}
+    for name, value in batch.fields.items():
+        if name not in allowed:
+            tensors = (value.values, value.offsets) if isinstance(value, Jagged) else (value,)
+            # views share the count of their storage
+            counts[name] = sum(tensor._version for tensor in tensors if not tensor.is_inference())
+    return counts
 
 
 def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> Batch:
-    """Check what `node` did, and return the samples after it: with its writes, or its new samples if it resamples.
+    """Check that `node` kept to its contract, and return the samples with its writes, or its new samples.
 
     Args:
         batch: the samples before the node.
@@ -125,7 +124,7 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
     if touched:
         raise ContractError(
             f"{name} writes into the tensor of {', '.join(map(repr, touched))} in place, which it does not declare\n"
-            "  fix:     work on a clone, and add the field to `writes` of its @stage if others are to see it"
+            "  fix:     work on a clone, and add the field to `writes` of its @stage if other nodes need the result"
         )
     if not isinstance(output, Batch):
         returned = "None" if output is None else type(output).__name__
@@ -145,13 +144,12 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
         )
     _check_forms(name, {field: value for field, value in made.items() if field in allowed})
     if contract.resamples:
-        kept = {field: value for field, value in made.items() if field not in contract.consumes}
-        return Batch(*by_kind(kept), size=len(output))
+        remaining = {field: value for field, value in made.items() if field not in contract.consumes}
+        return Batch(*by_kind(remaining), size=len(output))
     if len(output) != len(batch):
         raise ContractError(
-            f"{name} returned {len(output)} samples for {len(batch)}; only a stage with `resamples=True` may "
-            f"change the number of "
-            "samples"
+            f"{name} returned {len(output)} samples for {len(batch)}; only a stage with `resamples=True` may change "
+            "the number of samples"
         )
     other = [
         field for field in made if field in batch and field not in allowed and not _same(batch[field], made[field])
@@ -159,8 +157,7 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
     if other:
         raise ContractError(
             f"{name} changes {', '.join(map(repr, other))}, which it does not declare\n"
-            "  fix:     add it to `writes` of its @stage; a stage that reorders samples declares "
-            "`resamples=True`"
+            "  fix:     add it to `writes` of its @stage; a stage that reorders samples declares `resamples=True`"
         )
     for field in allowed & made.keys():
         batch.set(field, made[field])
@@ -169,14 +166,14 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
 
 def _check_forms(name: str, written: Mapping[str, Tensor | Jagged | list]) -> None:
     """Raise an error if a written field of megarl has another form than `megarl.data.fields` lists."""
-    for name_of_field, value in written.items():
-        field = known(name_of_field)
-        if field is not None and (form := field.misfit(value)):
+    for field, value in written.items():
+        expected = known(field)
+        if expected is not None and (form := expected.misfit(value)):
             raise ContractError(
-                f"{name} sets {name_of_field!r} to a value of another form\n"
+                f"{name} sets {field!r} to a value of another form\n"
                 f"  found:   {form}\n"
-                f"  allowed: {field.form}: {field.meaning}\n"
-                "  fix:     convert it, or give a field of your own another name"
+                f"  allowed: {expected.form}: {expected.meaning}\n"
+                "  fix:     convert it, or choose another name for your field"
             )
 
 

@@ -1,4 +1,4 @@
-"""Layout of a drawing: layers from left to right, few crossings, long edges around boxes."""
+"""Layout of a drawing of a task graph: layers from left to right, few crossings, long edges around boxes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from dataclasses import dataclass, field
 
 from megarl.dag.graph import TaskGraph
-from megarl.dag.node import Node
 
 Point = tuple[float, float]
 
@@ -39,11 +38,9 @@ class _Lane:
 
 
 def lay_out(graph: TaskGraph) -> Drawing:
-    """Compute the layout (Sugiyama): longest-path layers, lanes for long edges, barycentre ordering, straightened
-    rows."""
+    """Compute the layout (Sugiyama): longest-path layers, lanes for long edges, barycentre order, straightened rows."""
     layers: list[list[str | _Lane]] = [list(row) for row in graph.layers()]
     depth = {id: number for number, row in enumerate(graph.layers()) for id in row}
-    # Edges that a longer path implies are left out.
     chains: list[list[str | _Lane]] = []
     for source, target in graph.direct():
         lanes = [_Lane(source, target, k) for k in range(depth[source] + 1, depth[target])]
@@ -54,7 +51,9 @@ def lay_out(graph: TaskGraph) -> Drawing:
     _order(layers, links)
     plan = Drawing()
     for node in graph:
-        plan.captions[node.id] = _caption(node)
+        # the first fields that the node writes, or its kind of work if it writes none
+        shown = [*node.writes[:2], *([f"+{len(node.writes) - 2}"] if len(node.writes) > 2 else [])]
+        plan.captions[node.id] = ", ".join(shown) or node.kind.value.replace("_", " ")
         width = max(8.6 * len(node.id), 6.0 * len(plan.captions[node.id])) + 28
         plan.sizes[node.id] = (max(width, 92.0), _BOX_HEIGHT)
     centres = _rows(layers, links)
@@ -69,14 +68,6 @@ def lay_out(graph: TaskGraph) -> Drawing:
     plan.width = max(spans[-1][1] + _LEFT, 24 + 6.4 * len(graph.description) + 24, 320.0)
     plan.height = max(y + _BOX_HEIGHT for _, y in plan.boxes.values()) + _BOTTOM
     return plan
-
-
-def _caption(node: Node) -> str:
-    """Return the first fields that the node writes, or its kind of work if it writes none."""
-    writes = node.writes
-    if not writes:
-        return node.kind.value.replace("_", " ")
-    return ", ".join([*writes[:2], *([f"+{len(writes) - 2}"] if len(writes) > 2 else [])])
 
 
 def _order(layers: list[list[str | _Lane]], links: list[tuple]) -> None:

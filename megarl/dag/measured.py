@@ -14,7 +14,7 @@ from pathlib import Path
 from megarl.artifacts.timings import Timings, read_timings
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.dag.node import Node, team_of
+from megarl.dag.node import team_of
 from megarl.dag.stage import Role
 from megarl.system.errors import ConfigError, DataError
 
@@ -26,9 +26,8 @@ class Measured:
     """The measurements of the earlier run."""
 
     timings: Timings
-    workers: dict[str, int]  # number of workers that ran each node, by its id
-    # nodes whose work servers do on separate devices, so that more workers would not make them faster
-    served: frozenset[str]
+    workers: dict[str, int]  # number of workers of the team that ran each node, by the node's id
+    served: frozenset[str]  # nodes that servers run on separate devices, so that more workers would not speed them up
 
     def device_seconds(self, nodes: Iterable[str]) -> float:
         """Return the device-seconds of these nodes: seconds of a step times workers."""
@@ -54,20 +53,14 @@ def read_measured(config: RunConfig, graph: TaskGraph) -> Measured:
     missing = [id for id in graph.order() if id not in timings.seconds]
     if missing:
         raise ConfigError(
-            f"this run has no measurements of {', '.join(missing)}",
+            f"the earlier run has no measurements of the nodes {', '.join(missing)}",
             where=_KEY,
             found=folder,
             allowed=f"a run with the nodes {', '.join(graph.order())}",
-            fix="run this recipe for a few steps, with one team or with placement.auto=even, and set its folder",
+            fix=f"run this recipe for a few steps, with one team or placement.auto=even, and set {_KEY} to its folder",
         )
     by_servers = config.rollout.servers is not None and not config.rollout.colocated
     served = frozenset(node.id for node in graph if by_servers and node.role is Role.ROLLOUT)
-    return Measured(timings, {node.id: _workers(timings, node) for node in graph}, served)
-
-
-def _workers(timings: Timings, node: Node) -> int:
-    """Return the number of workers of the team that ran the node in the earlier run."""
-    if not timings.teams:
-        return timings.workers
     owner = {Role(role): name for name, (roles, _) in timings.teams.items() for role in roles}
-    return timings.teams[team_of(node, owner)][1]
+    workers = {node.id: timings.teams[team_of(node, owner)][1] if timings.teams else timings.workers for node in graph}
+    return Measured(timings, workers, served)

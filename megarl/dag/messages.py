@@ -44,15 +44,13 @@ and may be read any number of times. Of a series (`name/1`, `name/2`, ...) only 
 from __future__ import annotations
 
 import json
-from dataclasses import fields
-from typing import Any, ClassVar, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, dataclass_transform
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from megarl.system.errors import WorkerError
 
-_STRICT = ConfigDict(strict=True, extra="forbid")
 #: Metrics as `Metrics.to_json` returns them.
 MetricsJson: TypeAlias = dict[str, list[Any]]
 
@@ -61,24 +59,24 @@ class Mail(Protocol):
     """The mailbox between the teams of a run: texts by name."""
 
     def post(self, name: str, text: str) -> None:
-        """Keep a text under a name that has none yet."""
+        """Keep a text under a new name."""
 
     def read(self, name: str) -> str:
         """Wait until a text is posted under this name, and return it."""
 
 
 class NoMail:
-    """The mailbox of a run with one team: nobody else posts or reads."""
+    """The mailbox of a run with one team: no other team posts or reads."""
 
     def post(self, name: str, text: str) -> None:
         """Drop the text, since there is no other team."""
 
     def read(self, name: str) -> str:
         """Raise, because the message would never arrive."""
-        raise AssertionError(f"the run has one team, which waits for message {name!r} of another team")
+        raise AssertionError(f"the run has only one team, so message {name!r} would never arrive")
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass_transform(frozen_default=True)
 class Message:
     """A message between teams, posted as JSON under a name, which is its topic and its first `keys` fields.
 
@@ -92,6 +90,10 @@ class Message:
     topic: ClassVar[str]
     keys: ClassVar[int] = 0
 
+    def __init_subclass__(cls) -> None:
+        """Make every message a frozen dataclass that accepts its own fields only, each of its type."""
+        dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))(cls)
+
     @classmethod
     def name_of(cls, *keys: str | int) -> str:
         """Return the name of the message of this class with these values of its first fields."""
@@ -101,15 +103,15 @@ class Message:
     @property
     def name(self) -> str:
         """The name of this message."""
-        return self.name_of(*(getattr(self, field.name) for field in fields(self)[: self.keys]))
+        return self.name_of(*list(vars(self).values())[: self.keys])
 
     def encode(self) -> str:
         """Return the fields as JSON."""
-        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)})
+        return json.dumps(vars(self))
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """Return the message that `encode` made this JSON text of.
+        """Return the message with the fields in `text`, which is JSON from `encode`.
 
         Raises:
             WorkerError: a field is missing, unknown or of another type.
@@ -133,7 +135,6 @@ class Message:
 # -- start ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=_STRICT)
 class LoaderAtStart(Message):
     """Rollout's team to actor's team, before it chooses a checkpoint: the data, and the loader's place at the start."""
 
@@ -141,7 +142,6 @@ class LoaderAtStart(Message):
     state: dict[str, Any]  # `PromptLoader.state_dict`
 
 
-@dataclass(frozen=True, config=_STRICT)
 class RunStart(Message):
     """Actor's team to all teams, as soon as it has the actor that RL starts from: where the run begins."""
 
@@ -164,7 +164,6 @@ class RunStart(Message):
         return -1 if self.resumed_at == 0 else self.resumed_at
 
 
-@dataclass(frozen=True, config=_STRICT)
 class EngineAddresses(Message):
     """Rollout's team to actor's team, when its embedded engines wait for weights."""
 
@@ -173,7 +172,6 @@ class EngineAddresses(Message):
     engines: list[list[list[str | int]]]
 
 
-@dataclass(frozen=True, config=_STRICT)
 class ServersStarted(Message):
     """Rollout's team to actor's team, when its servers answer: their addresses and states (`Fleet.reports`)."""
 
@@ -181,7 +179,6 @@ class ServersStarted(Message):
     servers: list[dict[str, Any]]
 
 
-@dataclass(frozen=True, config=_STRICT)
 class WeightsName(Message):
     """Actor's team to rollout's team, after `ServersStarted`: the first part of the names of weight versions
     (megarl/sync/protocol.py)."""
@@ -190,7 +187,6 @@ class WeightsName(Message):
     run: str
 
 
-@dataclass(frozen=True, config=_STRICT)
 class TeamReady(Message):
     """Every other team to the actor's team, when it has loaded its models; no step begins before that."""
 
@@ -202,7 +198,6 @@ class TeamReady(Message):
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=_STRICT)
 class WeightsPushed(Message):
     """Actor's team to rollout's team, when all embedded engines have received the weights of `version`."""
 
@@ -210,7 +205,6 @@ class WeightsPushed(Message):
     version: int
 
 
-@dataclass(frozen=True, config=_STRICT)
 class ServerStates(Message):
     """Rollout's team to actor's team, before each push to servers: their states, after failed ones are restarted."""
 
@@ -219,7 +213,6 @@ class ServerStates(Message):
     servers: list[dict[str, Any]]  # `Fleet.reports`
 
 
-@dataclass(frozen=True, config=_STRICT)
 class ServersFilled(Message):
     """Actor's team to rollout's team, after each push to servers; only servers with this version get requests."""
 
@@ -229,7 +222,6 @@ class ServersFilled(Message):
     failed: dict[str, str]  # why each other server failed, by its number
 
 
-@dataclass(frozen=True, config=_STRICT)
 class StepGenerated(Message):
     """Rollout's team to actor's team (in order), when all its replicas have generated the samples of `step`."""
 
@@ -237,7 +229,6 @@ class StepGenerated(Message):
     step: int
 
 
-@dataclass(frozen=True, config=_STRICT)
 class UpdateWanted(Message):
     """Actor's team to rollout's team (as ready), after a step: stop generating, so that an update can be sent."""
 
@@ -245,7 +236,6 @@ class UpdateWanted(Message):
     update: int  # number of the weight update since the start of the processes
 
 
-@dataclass(frozen=True, config=_STRICT)
 class ReplicasOpen(Message):
     """Rollout's team to actor's team (as ready), when all its replicas wait for weight update number `update`."""
 
@@ -253,7 +243,6 @@ class ReplicasOpen(Message):
     update: int
 
 
-@dataclass(frozen=True, config=_STRICT)
 class UpdateSent(Message):
     """Actor's team to rollout's team (as ready), before it pushes: the weight version of update number `update`."""
 
@@ -265,7 +254,6 @@ class UpdateSent(Message):
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=_STRICT)
 class LoaderPlace(Message):
     """Rollout's team to actor's team, for a checkpoint: the loader's state after it has generated `step`; as ready,
     before it generates with the weights of `step`."""
@@ -275,7 +263,6 @@ class LoaderPlace(Message):
     state: dict[str, Any]
 
 
-@dataclass(frozen=True, config=_STRICT)
 class Validated(Message):
     """Rollout's team to actor's team, after it has evaluated the weights of `step`."""
 
@@ -286,7 +273,6 @@ class Validated(Message):
     rows: list[dict[str, Any]]  # generated samples for the report
 
 
-@dataclass(frozen=True, config=_STRICT)
 class StepIsLast(Message):
     """Actor's team to rollout's team, after a step at which `trainer.early_stop` may end the run by a training metric:
     whether it does, because the last weights are validated."""
@@ -296,7 +282,6 @@ class StepIsLast(Message):
     last: bool
 
 
-@dataclass(frozen=True, config=_STRICT)
 class StepMetrics(Message):
     """Every other team to the actor's team, at the end of its step."""
 
@@ -306,7 +291,6 @@ class StepMetrics(Message):
     metrics: MetricsJson  # reduced over its ranks
 
 
-@dataclass(frozen=True, config=_STRICT)
 class StepFormed(Message):
     """The buffer to the actor's team (as ready), when it has formed a step: the metrics of the step's samples."""
 
@@ -318,7 +302,6 @@ class StepFormed(Message):
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=_STRICT)
 class SavesStep(Message):
     """Actor's team to rollout's team (as ready), before it sends the weights of `step`: whether it may save a
     checkpoint."""
@@ -328,7 +311,6 @@ class SavesStep(Message):
     saves: bool
 
 
-@dataclass(frozen=True, config=_STRICT)
 class CheckpointTag(Message):
     """Actor's team to all teams with a part in checkpoints, after each step."""
 
@@ -337,7 +319,6 @@ class CheckpointTag(Message):
     tag: str | None  # part of the name of the checkpoint's temporary folder; None: the step has no checkpoint
 
 
-@dataclass(frozen=True, config=_STRICT)
 class PartCopied(Message):
     """Every other team that writes into checkpoints to the actor's team, when it has copied its part to host memory.
 
@@ -355,7 +336,6 @@ class PartCopied(Message):
     nbytes: int  # bytes of all its files
 
 
-@dataclass(frozen=True, config=_STRICT)
 class CheckpointFolder(Message):
     """Actor's team to all teams that write into a checkpoint, when it has made the folder, or failed to."""
 

@@ -18,11 +18,14 @@ _TRAINED = tuple(role.value for role in _WITH_MODEL if role is not Role.ROLLOUT)
 
 @dataclass(frozen=True)
 class Node:
-    """One node."""
+    """One node, as the recipe lists it, or `resolved`.
+
+    Attributes:
+        func: called as `func(context, batch, **roles, **config)`, returns a batch. A callable, or
+            "pkg.mod:Class.method", "pkg.mod:fn" or "pkg.mod.fn".
+    """
 
     id: str  # unique name in the graph, also used for its phase in traces and errors
-    # called as `func(context, batch, **roles, **config)`, returns a batch. A callable, or "pkg.mod:Class.method",
-    # "pkg.mod:fn" or "pkg.mod.fn".
     func: Callable[..., Any] | str
     deps: tuple[str, ...] = ()  # ids of nodes that must run before it, in addition to those that fields imply
     config: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of `func`
@@ -47,7 +50,7 @@ class Node:
                 f"this stage uses the {' and the '.join(needed)}, but does not declare its role",
                 where=where,
                 allowed=[role.name for role in Role if role is not Role.DEFAULT],
-                fix=f"@stage(..., role=Role.{ROLES[needed[0]].name})",
+                fix=f"declare @stage(..., role=Role.{ROLES[needed[0]].name})",
             )
         if contract.kind is Kind.MODEL_TRAIN:
             _check_trains(contract.role, (*needed, *possible), where)
@@ -105,14 +108,14 @@ class Node:
 
 
 def _settled(contract: Contract, settings: Any, where: str) -> Contract:
-    """Return `contract` with the fields that depend on the settings added."""
+    """Return `contract` with the fields added that depend on the run's configuration (`needs`, `gives`)."""
     if contract.needs is None and contract.gives is None:
         return contract
     if settings is None:
         raise UserError(
-            "the fields of this stage depend on the settings, but the pipeline has no settings",
+            "the fields of this stage depend on the run's configuration, but the pipeline was made without one",
             where=where,
-            fix="Pipeline(id, description, config)",
+            fix="make it with Pipeline(id, description, config)",
         )
     more = () if contract.needs is None else tuple(contract.needs(settings))
     made = () if contract.gives is None else tuple(contract.gives(settings))
@@ -142,7 +145,9 @@ def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tu
             where=where,
             found=", ".join(inspect.signature(func).parameters),
             allowed=ROLES,
-            fix=f"did you mean {near[0]!r}?" if near else f"p.add(stage, config={{{unknown!r}: ...}}), or a default",
+            fix=f"did you mean {near[0]!r}?"
+            if near
+            else f"add it with p.add(stage, config={{{unknown!r}: ...}}), or give it a default",
         )
     return needed, tuple(a.name for a in named if a.name in ROLES and a.default is not a.empty)
 
@@ -152,14 +157,15 @@ def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
     models = [name for name in _TRAINED if name in named]
     if role.value in models:
         return
+    fix = (
+        f"declare @stage(..., role=Role.{ROLES[models[0]].name})" if models else "take it: def ...(c, batch, *, actor)"
+    )
     raise UserError(
         f"this stage trains (kind MODEL_TRAIN, role {role.name}), but does not take the role's model as an argument",
         where=where,
         found=", ".join(named) or "no role",
         allowed=_TRAINED,
-        fix=f"@stage(..., role=Role.{ROLES[models[0]].name})"
-        if models
-        else "take it by name: def ...(c, batch, *, actor)",
+        fix=fix,
     )
 
 
@@ -173,28 +179,29 @@ def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str)
         signature.bind(None, None, **config)
     except TypeError as error:
         raise UserError(
-            f"func cannot be called as func(context, batch{''.join(f', {k}=...' for k in config)}): {error}",
+            f"the stage cannot be called as func(context, batch{''.join(f', {k}=...' for k in config)}): {error}",
             where=where,
             found=f"{getattr(func, '__qualname__', func)}{signature}",
-            fix="take (context, batch) and the keys of the node's config",
+            fix="make it take context, batch and the keys of the node's config",
         ) from error
 
 
 def team_of(node: Node, owner: Mapping[Role, str]) -> str:
     """Return the team that runs `node`; rewards run in the team that generates samples."""
     named = [role for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in owner]
+    scores = "scorer" in node.needs_roles
     if node.role in owner:
         home = owner[node.role]
-    elif node.role is Role.REWARD or "scorer" in node.needs_roles:
+    elif node.role is Role.REWARD or scores:
         home = owner[Role.ROLLOUT]
     else:
         home = owner[named[0]] if named else owner[Role.ACTOR]
-    away = [role for role in named if owner[role] != home]
-    if away or ("scorer" in node.needs_roles and home != owner[Role.ROLLOUT]):
+    if any(owner[role] != home for role in named) or (scores and home != owner[Role.ROLLOUT]):
         roles = list(dict.fromkeys(role.value for role in named)) or [node.role.value]
         raise ConfigError(
             f"node {node.id!r} needs the {' and the '.join(roles)}"
-            + (" and the scorer, which is in the rollout's team" if "scorer" in node.needs_roles else ""),
+            + (" and the scorer, which is in the rollout's team" if scores else "")
+            + ", which must be in one team",
             where="placement.teams",
             found=", ".join(f"{role} in {owner[Role(role)]}" for role in roles if Role(role) in owner),
             fix="put these roles into one team",

@@ -1,4 +1,4 @@
-"""Builds a task graph from stages in reading order; `build` checks them, derives the edges and returns the graph."""
+"""Builds a task graph from a list of stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.system.errors import UserError
 
 
 class Pipeline:
-    """A list of nodes from which a TaskGraph is built.
+    """A list of nodes in reading order; `build` checks them, derives the edges and returns the graph.
 
     Args:
         description: purpose of the graph, in a few words.
@@ -65,6 +65,6 @@ class Pipeline:
         return self
 
     def build(self, entry: Iterable[str] = LOADER_FIELDS) -> TaskGraph:
-        """Check the nodes and return the graph. `entry`: fields of the batch that enters the graph."""
+        """Check the nodes and return the graph; `entry` names the fields of the batch that enters it."""
         nodes = [node.resolved(self.config) for node in self._nodes.values()]
         return TaskGraph(self.id, self.description, nodes, entry)

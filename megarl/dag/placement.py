@@ -6,7 +6,7 @@
 
 A node with a model belongs to the team of its role, which must also hold the other models that the node uses. Rewards
 are computed in the team that generates samples; other nodes without a model run in the actor's team. A team runs its
-nodes in the graph's order. Other teams send the fields that they wrote and this team reads.
+nodes in the graph's order, and gets the fields that other teams wrote and it reads from these teams.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class TeamPlan:
     def may_restart(self) -> bool:
         """Whether the team only scores samples, so that it can lose its processes and start again.
 
-        Other teams have state that no message carries: trained weights, and what they generate with.
+        Other teams have state that no message carries: trained weights, and the state of generation.
         """
         return bool(self.roles) and not _KEPT & {*self.roles}
 
 
 def begins_again(config: RunConfig, team: TeamPlan) -> bool:
-    """Return whether a team may start again by itself when one of its processes dies."""
+    """Return whether the launcher restarts this team alone when one of its processes dies."""
     return bool(config.placement.restarts) and team.may_restart
 
 
 @dataclass(frozen=True)
 class Handover:
-    """The fields of one node that the same other teams read; a node may have several handovers."""
+    """The fields of one node that are read by the same other teams; a node may have several handovers."""
 
     node: str  # node that wrote the fields; `giver` is its team
     giver: str
@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def asking(self) -> int:
-        """Number of workers of a team with only the rollout, which with servers hold no model and send requests."""
+        """Number of workers in teams with only the rollout; with servers they hold no model and send requests."""
         return sum(team.devices for team in self.teams if team.roles == (Role.ROLLOUT,))
 
     def of_node(self, id: str) -> TeamPlan:
@@ -133,13 +133,14 @@ def devices_key(config: RunConfig, team: TeamPlan) -> str:
 def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
     """Return the models that a run of this graph holds.
 
-    There is always an actor and, unless the data have responses, something that generates them."""
+    There is always an actor, and a rollout unless the data have responses.
+    """
     needed = graph.roles | ({Role.ACTOR} if graph.has_responses else {Role.ACTOR, Role.ROLLOUT})
     return tuple(role for role in MODEL_ROLES if role in needed)
 
 
 def together(config: RunConfig, roles: Sequence[Role] = (Role.ACTOR, Role.ROLLOUT)) -> Placement:
-    """Return one team of all workers with the actor's layout, for commands that run no graph."""
+    """Return a placement with one team of all workers and the actor's layout, for commands that run no graph."""
     return Placement((TeamPlan(ONLY_TEAM, tuple(roles), config.cluster.nproc, 0, config.actor.parallel, ()),))
 
 
@@ -152,17 +153,8 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
     nodes = {node.id: team_of(node, owner) for node in graph}
     for name, (team_roles, devices) in shares.items():
         team_nodes = tuple(id for id in graph.order() if nodes[id] == name)
-        teams.append(
-            TeamPlan(
-                name,
-                team_roles,
-                devices,
-                first,
-                _layout(config, name, team_roles),
-                team_nodes,
-                _cuts(config, team_roles),
-            )
-        )
+        layout, cuts = _layout(config, name, team_roles), _cuts(config, team_roles)
+        teams.append(TeamPlan(name, team_roles, devices, first, layout, team_nodes, cuts))
         first += devices
     placement = Placement(tuple(teams), tuple(_handovers(graph, nodes, config)) if len(teams) > 1 else ())
     refuse_ahead(config, placement, graph)
@@ -172,7 +164,7 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
 def settled(config: RunConfig, placement: Placement) -> RunConfig:
     """Return the recipe with the teams of `placement` written out if `placement.auto` chose them.
 
-    The run keeps them: what they were chosen from, another run's folder or a model's files, may change or disappear.
+    A resumed run needs the same teams, and the folder or files from which they were chosen may change or disappear.
     """
     if config.placement.auto is None:
         return config
@@ -227,7 +219,7 @@ def _check_names(names: Iterable[str]) -> None:
     wrong = [name for name in names if not _NAME.fullmatch(name)]
     if wrong:
         raise ConfigError(
-            "invalid name of a team",
+            "invalid team name",
             where="placement.teams",
             found=", ".join(map(repr, wrong)),
             allowed="letters, digits, _ and -, beginning with a letter",
@@ -238,7 +230,7 @@ def _check_names(names: Iterable[str]) -> None:
 def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> None:
     """Check that every role of the graph is in exactly one team, and that every team has a role of the graph."""
     for role in MODEL_ROLES:
-        holders = [name for name, held in named.items() for held_role in held if held_role is role]
+        holders = [name for name, team_roles in named.items() for team_role in team_roles if team_role is role]
         if len(holders) > 1:
             raise ConfigError(
                 f"the role {role.value} is in two teams",
@@ -250,24 +242,25 @@ def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> N
             raise ConfigError(
                 f"no team has the role {role.value}, which this recipe's graph needs",
                 where="placement.teams",
-                found="; ".join(f"{name}: {', '.join(r.value for r in held)}" for name, held in named.items()),
+                found="; ".join(
+                    f"{name}: {', '.join(r.value for r in team_roles)}" for name, team_roles in named.items()
+                ),
                 allowed=[role.value for role in roles],
                 fix=f"add {role.value} to the roles of a team",
             )
-    for name, held in named.items():
-        if not any(role in roles for role in held):
+    for name, team_roles in named.items():
+        if not any(role in roles for role in team_roles):
             raise ConfigError(
                 "this recipe's graph needs none of this team's roles",
                 where=f"placement.teams.{name}.roles",
-                found=", ".join(role.value for role in held),
+                found=", ".join(role.value for role in team_roles),
                 allowed=[role.value for role in roles],
                 fix="remove the team, or give it another role",
             )
 
 
-def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConfig:
+def _layout(config: RunConfig, name: str, roles: tuple[Role, ...]) -> ParallelConfig:
     """Return the layout shared by all roles of a team."""
-    roles = tuple(roles)
     if roles == (Role.ROLLOUT,) and not config.rollout.holds_model:
         return config.rollout.parallel or ParallelConfig()  # its workers have no model: they send requests to servers
     layouts = {role.value: config.parallel_of(role.value) for role in roles}
@@ -275,8 +268,8 @@ def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConf
     other = next((role for role, layout in layouts.items() if layout != first), None)
     if other is not None:
         raise ConfigError(
-            f"the {other} and the {next(iter(layouts))} are in the team {name!r} with different layouts, but a "
-            f"team has one layout",
+            f"the {other} and the {next(iter(layouts))} are in the team {name!r} with different layouts, but a team "
+            "has one layout",
             where=f"{other}.parallel",
             found=layouts[other].model_dump(exclude_defaults=True) or "one process per replica",
             allowed=first.model_dump(exclude_defaults=True) or "one process per replica",
@@ -312,21 +305,15 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> It
         if node.declared.resamples:
             known[nodes[id]] = id
     for writer, fields in readers.items():
-        made = {takers: [f for f in fields if fields[f] == set(takers)] for takers in map(_ordered, fields.values())}
-        resamples = graph[writer].declared.resamples
-        samples = writer if resamples else graph.inputs(writer).samples
-        for takers, names in made.items():
+        samples = writer if graph[writer].declared.resamples else graph.inputs(writer).samples
+        for takers in dict.fromkeys(tuple(sorted(teams)) for teams in fields.values()):
             assert samples is not None, "the first node of a graph resamples, or all its readers are in its team"
-            yield Handover(writer, nodes[writer], tuple(names), takers, samples)
-
-
-def _ordered(teams: set[str]) -> tuple[str, ...]:
-    return tuple(sorted(teams))
+            names = tuple(name for name, teams in fields.items() if teams == set(takers))
+            yield Handover(writer, nodes[writer], names, takers, samples)
 
 
 def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: dict[str, str]) -> None:
-    """Check the team of a node that resamples, requests more prompts or reads prompts: it must also run all nodes
-    before.
+    """Check that a node is in one team with the nodes before it if it resamples, requests more prompts or reads them.
 
     Args:
         samples: node that made the samples that `node` reads; None: it reads prompts.
@@ -364,8 +351,7 @@ def _one_team(*nodes: Node) -> str:
 def _unknown_samples(node: Node, maker: Node, nodes: dict[str, str]) -> ConfigError:
     return ConfigError(
         f"node {node.id!r} uses the samples of {maker.id!r} but reads none of their fields, so its team does not get "
-        f"these "
-        "samples",
+        "these samples",
         where="placement.teams",
         found=f"{maker.id} in {nodes[maker.id]}, {node.id} in {nodes[node.id]}",
         fix=f"make its stage read one of their fields, or {_one_team(maker, node)}",

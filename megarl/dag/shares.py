@@ -1,4 +1,4 @@
-"""Distribute workers over teams for `placement.auto`: whole replicas, evenly or by each team's work."""
+"""Distributes workers over teams for `placement.auto`: whole replicas, evenly or by each team's work."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
             allowed="null, with placement.teams",
             fix="remove one of the two",
         )
-    held: list[Roles] = [(Role.ACTOR, Role.ROLLOUT)]
-    held += [(role,) for role in roles if role not in held[0]]
-    sizes = [config.parallel_of(team[0].value).model_parallel_size for team in held]
-    needs = ", ".join(f"{team[0].value} {size}" for team, size in zip(held, sizes, strict=True))
+    teams: list[Roles] = [(Role.ACTOR, Role.ROLLOUT)]
+    teams += [(role,) for role in roles if role not in teams[0]]
+    sizes = [config.parallel_of(team[0].value).model_parallel_size for team in teams]
+    needs = ", ".join(f"{team[0].value} {size}" for team, size in zip(teams, sizes, strict=True))
     if nproc < sum(sizes):
         raise ConfigError(
             f"the teams need {count(sum(sizes), 'worker')}, but the run has {nproc}",
@@ -40,25 +40,25 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
             allowed=f"at least {sum(sizes)}: {needs}",
             fix=f"set cluster.nproc={sum(sizes)}, or remove placement.auto",
         )
-    weights = [1.0] * len(held)
+    weights = [1.0] * len(teams)
     if placement.auto == "measured":
-        weights = _measured(config, graph, held)
+        weights = _measured(config, graph, teams)
     elif placement.auto == "param_aware":
-        weights = [_work(config, graph, team) for team in held]
-    batches = [math.gcd(*batch_sizes(config, team).values()) for team in held]
+        weights = [_work(config, graph, team) for team in teams]
+    batches = [math.gcd(*batch_sizes(config, team).values()) for team in teams]
     shares = whole_replicas(nproc, sizes, weights, batches)
     if shares is None:
         near = next((n for n in range(nproc - 1, 0, -1) if whole_replicas(n, sizes, weights, batches)), None)
-        rows = [(team[0].value, batch) for team, batch in zip(held, batches, strict=True) if batch]
+        rows = [(team[0].value, batch) for team, batch in zip(teams, batches, strict=True) if batch]
         raise ConfigError(
             f"{count(nproc, 'worker')} cannot be distributed as whole replicas whose number divides the batches",
             where="placement.auto",
             found=f"cluster.nproc={nproc}",
             allowed=f"workers per replica: {needs}; replicas: "
             + ", ".join(f"{name} a divisor of {batch}" for name, batch in rows),
-            fix="other batch sizes or layouts" + ("" if near is None else f", or cluster.nproc={near}"),
+            fix="set other batch sizes or layouts" + ("" if near is None else f", or cluster.nproc={near}"),
         )
-    return {team[0].value: (team, share) for team, share in zip(held, shares, strict=True)}
+    return {team[0].value: (team, share) for team, share in zip(teams, shares, strict=True)}
 
 
 def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
@@ -118,12 +118,12 @@ def _attainable(devices: int, choices: Sequence[Sequence[int]]) -> list[int]:
     return sums_from
 
 
-def _measured(config: RunConfig, graph: TaskGraph, held: Sequence[Roles]) -> list[float]:
+def _measured(config: RunConfig, graph: TaskGraph, teams: Sequence[Roles]) -> list[float]:
     """Return the device-seconds per step of each team's nodes in an earlier run."""
     run = read_measured(config, graph)
-    owner = {role: team[0].value for team in held for role in team}
+    owner = {role: team[0].value for team in teams for role in team}
     homes = {node.id: team_of(node, owner) for node in graph}
-    seconds = [run.device_seconds(id for id in homes if homes[id] == team[0].value) for team in held]
+    seconds = [run.device_seconds(id for id in homes if homes[id] == team[0].value) for team in teams]
     return [max(each, 1e-9) for each in seconds]  # a team whose model no node uses also gets a share
 
 

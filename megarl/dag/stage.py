@@ -95,20 +95,18 @@ def stage(
 ) -> Callable[[F], F]:
     """Declare what a stage function does; the function itself is not changed.
 
-    It is called as `fn(context, batch, **roles, **config)`: roles are those that its signature names (`ROLES`); one
-    with a
-    default is only passed if the run has it. The stage gets no other fields, and may write no others: an undeclared
-    read or write is an error.
+    It is called as `fn(context, batch, **roles, **config)`. It gets the roles that its signature names (`ROLES`); a
+    role with a default is only passed if the run has it. An undeclared read or write of a field is an error.
 
     Args:
         reads: fields that it needs; megarl's own fields are listed in `megarl.data.fields`.
         writes: fields that it always adds or replaces.
         optional: fields that it uses if an earlier stage writes them.
         may_write: fields that it adds or replaces in some steps only; later stages read them as `optional`.
-        consumes: fields that it needs and that later stages cannot read (such as handles of work that it waits for).
+        consumes: fields that it needs and that later stages cannot read, such as handles of pending work.
         kind: kind of work.
         role: its role.
-        resamples: it may return different samples; all their fields are kept, whether it reads them or not
+        resamples: it may return different samples; all their fields are kept, whether it reads them or not.
         refills: it also gets `more`: `more()` returns the next prompts, processed by all stages before it.
         needs: `needs(config)` returns further fields that it needs under these settings.
         gives: `gives(config)` returns further fields that it writes under these settings.
@@ -125,17 +123,14 @@ def stage(
     contract = Contract(*always, *sometimes, kind, role, resamples, refills, needs, gives)
 
     def declare(func: F) -> F:
-        _refuse_unknown(func, contract)
+        unknown = [name for name in (*contract.uses, *contract.changes) if known(name) is None]
+        if unknown and func.__module__.partition(".")[0] == __package__.partition(".")[0]:
+            where = f"{func.__module__}.{func.__qualname__}"
+            raise ValueError(f"{where} declares fields that are missing in megarl/data/fields.py: {unknown}")
         func.__stage__ = contract  # type: ignore[attr-defined]
         return func
 
     return declare
-
-
-def _refuse_unknown(func: Callable[..., Any], contract: Contract) -> None:
-    unknown = [name for name in (*contract.uses, *contract.changes) if known(name) is None]
-    if unknown and func.__module__.partition(".")[0] == __package__.partition(".")[0]:
-        raise ValueError(f"{func.__module__}.{func.__qualname__}: fields missing in megarl/data/fields.py: {unknown}")
 
 
 def contract_of(func: Callable[..., Any]) -> Contract:

@@ -44,7 +44,7 @@ def test_what_scores_the_samples_frozen_may_be_with_it():
             APART,
             ("async.max_staleness=2", "actor.engine.offload=true"),
             "actor.engine.offload",
-            "copies of the actor's parameters",
+            "are copied from the actor's parameters",
         ),
         (
             "grpo_quickstart",
@@ -170,7 +170,7 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
             APART,
             ("async.partial=true",),
             "async.partial",
-            ["no partial samples", "async.order=as_ready"],
+            ["so none are partial", "async.order=as_ready"],
         ),
         (
             "grpo_quickstart",
@@ -200,7 +200,7 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
             APART,
             (READY, "async.partial=true", "rollout.sampling.min_new_tokens=2"),
             "rollout.sampling.min_new_tokens",
-            ["from 0 again", "async.partial=false"],
+            ["counts tokens from 0", "async.partial=false"],
         ),
         (
             "ppo_quickstart",
@@ -245,8 +245,8 @@ def chooses(c, samples):
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        ((first, second, trains), ["its first node is a different stage", "node 'first'"]),
-        ((rollout, chooses, looks_at_first), ["node 'chooses' in the same team draw changes the"]),
+        ((first, second, trains), ["the first node of the team draw must be the stage rollout", "node 'first'"]),
+        ((rollout, chooses, looks_at_first), ["node 'chooses' in the team draw changes the samples"]),
     ],
 )
 def test_only_the_stage_of_this_project_draws_and_makes_samples(stages, words):

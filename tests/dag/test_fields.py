@@ -39,7 +39,7 @@ def test_a_misspelt_field_is_found_when_a_stage_is_imported():
 
     assert stage(reads=["scores"], writes=[])(own) is own, "a user's stage may have fields of its own"
     own.__module__ = "megarl.runtime.stages.own"
-    with pytest.raises(ValueError, match=r"megarl\.runtime\.stages\.own.*fields missing in.*\['scores'\]"):
+    with pytest.raises(ValueError, match=r"megarl\.runtime\.stages\.own.*fields that are missing in.*\['scores'\]"):
         stage(reads=["scores"], writes=["advantages"])(own)
 
 

@@ -147,7 +147,7 @@ def test_func_must_take_context_and_batch():
 def test_missing_field_names_node_field_and_who_would_write_it():
     text = refusal(Pipeline("p").add(rollout).add(advantage).add(reward))
     assert "node 'advantage' reads 'score', which no node before it writes" in text
-    assert "before it: rollout" in text
+    assert "nodes before it: rollout" in text
     assert "'reward' writes it but is listed after 'advantage'; list it first" in text
 
 

@@ -71,7 +71,9 @@ def test_a_run_that_cannot_be_gone_by_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", SECONDS)
     file = tmp_path / "run" / "metrics.jsonl"
     file.write_text(re.sub(r', "timing_s/(value|ref_logp)": \d', "", file.read_text()))
-    with pytest.raises(ConfigError, match=r"placement\.measured: this run has no measurements of (value, ref|ref_log)"):
+    with pytest.raises(
+        ConfigError, match=r"placement\.measured: the earlier run has no measurements of the nodes (value, ref|ref_log)"
+    ):
         shares_of(MEASURED, run, "cluster.nproc=9")
 
 

@@ -96,4 +96,4 @@ def test_a_stage_with_a_role_says_whose_work_it_is():
     with pytest.raises(UserError, match="uses the critic, but does not declare its role") as caught:
         built(silent)
     assert "CRITIC" in str(caught.value.allowed)
-    assert caught.value.fix == "@stage(..., role=Role.CRITIC)"
+    assert caught.value.fix == "declare @stage(..., role=Role.CRITIC)"
