@@ -21,8 +21,8 @@ FOLDER = Path("runs/certificate")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl doctor gpu`."""
-    for name, what in (("--only", "run these sections, in their order"), ("--skip", "leave these sections out")):
-        parser.add_argument(name, metavar="A,B", action="append", default=[], help=f"{what}; may be repeated")
+    for option, effect in (("--only", "run these sections, in their order"), ("--skip", "leave these sections out")):
+        parser.add_argument(option, metavar="A,B", action="append", default=[], help=f"{effect}; may be repeated")
     parser.add_argument("--again", action="store_true", help="also repeat sections that have passed")
     parser.add_argument("--list", action="store_true", help="print the sections, and stop")
     parser.add_argument(
@@ -34,31 +34,30 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the sections, print and save their results; return the exit code."""
     from rich.console import Console
 
-    from megarl.certificate.catalogue import SECTIONS
-    from megarl.certificate.harness import certify, machine_key, read_result
+    from megarl.certificate.harness import SECTIONS, certify, machine_key, read_result
     from megarl.certificate.report import as_table, bug_report, write_reports
     from megarl.system.processes import write_atomically
 
     if arguments.list:
-        print("\n".join(f"{one.name:<14} {one.title}" for one in SECTIONS))
+        print("\n".join(f"{section.name:<14} {section.title}" for section in SECTIONS))
         return 0
-    names = chosen([one.name for one in SECTIONS], arguments.only, arguments.skip)
+    sections = {section.name: section for section in SECTIONS}
+    names = chosen(list(sections), arguments.only, arguments.skip)
     folder = arguments.out.resolve()
     console = Console(highlight=False)
-    by_name = {one.name: one for one in SECTIONS}
 
     def tell(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    results = certify([by_name[name] for name in names], folder, again=arguments.again, tell=tell)
-    failed = [one for one in results if one.status == "failed"]
-    for one in failed:
-        text = bug_report(by_name[one.section], one, folder)
-        write_atomically(folder / one.section / "bug.txt", text)
-        console.print(f"\n== {one.section} failed ==\n{text}", markup=False, soft_wrap=True)
+    results = certify([sections[name] for name in names], folder, again=arguments.again, tell=tell)
+    failed = [result for result in results if result.status == "failed"]
+    for result in failed:
+        text = bug_report(result, folder)
+        write_atomically(folder / result.section / "bug.txt", text)
+        tell(f"\n== {result.section} failed ==\n{text}")
     machine = results[0].machine if results else machine_key()
-    kept = (read_result(folder / name) for name in by_name)
-    everything = [result for result in kept if result is not None and result.machine == machine]
+    saved = (read_result(folder / name) for name in sections)
+    everything = [result for result in saved if result is not None and result.machine == machine]
     write_reports(everything, folder)
     console.print(as_table(everything))
     console.print(f"saved: {folder / 'certificate.html'}, certificate.json")

@@ -62,14 +62,14 @@ class Findings:
         self._write("figure", name, value=value, unit=unit, expected=expected, source=source)
 
     def _write(self, kind: str, name: str, **values: Any) -> None:
-        finite = {
-            key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in values.items()
-        }
-        line = {"kind": kind, "name": name, **finite, "at_s": round(time.monotonic() - self._began, 2)}
+        for key, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[key] = None  # JSON has neither NaN nor infinity
+        line = {"kind": kind, "name": name, **values, "at_s": round(time.monotonic() - self._began, 2)}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        told = "; ".join(f"{one}" for key, one in values.items() if one not in ("", None) and key != "passed")
-        print(f"[{kind}{'' if values.get('passed', True) else ' FAILED'}] {name}: {told}", flush=True)
+        details = "; ".join(str(value) for key, value in values.items() if value not in ("", None) and key != "passed")
+        print(f"[{kind}{'' if values.get('passed', True) else ' FAILED'}] {name}: {details}", flush=True)
 
 
 def read_findings(path: Path) -> list[dict[str, Any]]:

@@ -4,12 +4,14 @@
     FOLDER/certificate.html   the same as a page        FOLDER/NAME/log.txt       what its processes said
                                                         FOLDER/NAME/bug.txt       of one that failed, for a report
 
-A section that has passed is not repeated as long as versions and devices are the same, unless it is asked for.
+A section that has passed is not repeated while commit, versions and devices are the same, unless `--again` is given.
+`python -m megarl.certificate.harness MODULE:FUNCTION FOLDER DEADLINE_S` is the process of one section.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import shutil
@@ -17,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,14 +28,15 @@ from typing import Any, Literal
 import psutil
 
 from megarl.benchmarks.sources import commit_now
-from megarl.certificate.findings import read_findings
-from megarl.system.imports import installed_version
+from megarl.certificate.findings import Findings, Skipped, read_findings
+from megarl.system.imports import import_callable, installed_version
 from megarl.system.machine import visible_gpus
-from megarl.system.processes import ending, has_nvidia_device, write_atomically
+from megarl.system.processes import ending, has_nvidia_device, signals_raise, write_atomically
 
 Status = Literal["passed", "failed", "skipped"]
 _SECTION_OF = "MEGARL_SECTION_OF"  # environment variable of all processes of a section, with the section's folder
 _GRACE_S = 20.0  # seconds in which a section may end itself and what it has started
+_BEFORE_S = 5.0  # seconds before the deadline at which stacks are written, so that the log shows where a section hangs
 _PACKAGES = (
     *("megarl", "torch", "triton", "megatron-core", "transformers", "transformer-engine", "flash-attn", "liger-kernel"),
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "ray"),
@@ -46,16 +50,31 @@ class CertificateSection:
     Attributes:
         name: name on the command line.
         title: what it tests.
-        run: its work, `run(found, folder)`.
         deadline_s: seconds that it may take on GPUs.
         cpu_deadline_s: seconds that it may take without GPUs.
+        function: `module:function` of (findings, folder); empty: `run` of the module with the section's name.
     """
 
     name: str
     title: str
-    run: Callable[..., None]
     deadline_s: float
-    cpu_deadline_s: float
+    cpu_deadline_s: float = 400
+    function: str = ""
+
+
+#: In the order in which they run.
+SECTIONS = (
+    CertificateSection("environment", "driver, compiler, NCCL, topology, shared memory", 300),
+    CertificateSection("kernels", "attention, log-probs, norm, activation against float64", 300),
+    CertificateSection("training", "dense, tied, mixture, critic against float64, offload round trips", 600),
+    CertificateSection("parity", "log-probs of every architecture against transformers", 600),
+    CertificateSection("layouts", "every layout that fits the devices against one process", 900),
+    CertificateSection("generation", "embedded generation: graphs, log-probs, memory", 600),
+    CertificateSection("servers", "SGLang servers, colocated and apart, each transport, checksums", 3600, 600),
+    CertificateSection("recovery", "checkpoints, kill -9 of a worker, the run that goes on", 900),
+    CertificateSection("performance", "products, memory, copies, attention beside the data sheet", 300),
+    CertificateSection("steps", "steps of GRPO: tokens/s, MFU by phase, decoding, weight updates", 7800),
+)
 
 
 @dataclass(frozen=True)
@@ -106,16 +125,17 @@ def certify(
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine, results = machine_key(), []
-    for one in sections:
-        kept = read_result(folder / one.name)
-        same = kept is not None and kept.machine == machine and not machine["commit"].endswith("+")
-        if kept is not None and same and kept.status == "passed" and not again:
-            tell(f"{one.name:<14} passed before, {kept.seconds:.0f} s")
-            results.append(kept)
+    for section in sections:
+        earlier = read_result(folder / section.name)
+        same = earlier is not None and earlier.machine == machine and not machine["commit"].endswith("+")
+        if earlier is not None and same and earlier.status == "passed" and not again:
+            tell(f"{section.name:<14} passed before, {earlier.seconds:.0f} s")
+            results.append(earlier)
             continue
-        tell(f"{one.name:<14} {one.title} ...")
-        result = run_section(one, folder / one.name, machine)
-        tell(f"{one.name:<14} {result.status}, {result.seconds:.0f} s{': ' * bool(result.reason)}{result.reason}")
+        tell(f"{section.name:<14} {section.title} ...")
+        result = run_section(section, folder / section.name, machine)
+        reason = f": {result.reason}" if result.reason else ""
+        tell(f"{section.name:<14} {result.status}, {result.seconds:.0f} s{reason}")
         results.append(result)
     return results
 
@@ -133,8 +153,8 @@ def run_section(section: CertificateSection, folder: Path, machine: dict[str, An
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     deadline = section.deadline_s if has_nvidia_device() else section.cpu_deadline_s
-    work = f"{section.run.__module__}:{section.run.__qualname__}"
-    command = [sys.executable, "-u", "-m", "megarl.certificate.process", work, str(folder), str(deadline)]
+    function = section.function or f"megarl.certificate.sections.{section.name}:run"
+    command = [sys.executable, "-u", "-m", __name__, function, str(folder), str(deadline)]
     began = time.monotonic()
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
@@ -160,30 +180,25 @@ def run_section(section: CertificateSection, folder: Path, machine: dict[str, An
 
 def verdict(findings: Sequence[dict[str, Any]], code: int | None, deadline_s: float) -> tuple[Status, str]:
     """Return status and reason from a section's findings and its process's exit code (None: it ran out of time)."""
-    failed = [one["name"] for one in findings if one["kind"] == "check" and not one["passed"]]
-    done = [one for one in findings if one["kind"] == "check"]
+    checks = [line for line in findings if line["kind"] == "check"]
+    last = f", after {checks[-1]['name']}" if checks else ""
     if code is None:
-        return "failed", f"not done within {deadline_s:g} s" + (f", after {done[-1]['name']}" if done else "")
+        return "failed", f"not done within {deadline_s:g} s{last}"
     if code != 0:
-        return "failed", f"its process ended with {ending(code)}" + (f", after {done[-1]['name']}" if done else "")
-    if failed:
+        return "failed", f"its process ended with {ending(code)}{last}"
+    if failed := [line["name"] for line in checks if not line["passed"]]:
         return "failed", ", ".join(failed)
-    skips = [f"{one['name']}: {one['detail']}" for one in findings if one["kind"] == "skip"]
-    figures = [one for one in findings if one["kind"] == "figure"]
-    return ("passed" if done or figures else "skipped"), "; ".join(skips)
-
-
-def _section_of(process: psutil.Process) -> str | None:
-    with contextlib.suppress(psutil.Error):
-        return process.environ().get(_SECTION_OF)
-    return None
+    skips = [f"{line['name']}: {line['detail']}" for line in findings if line["kind"] == "skip"]
+    figures = [line for line in findings if line["kind"] == "figure"]
+    return ("passed" if checks or figures else "skipped"), "; ".join(skips)
 
 
 def end_family(process: subprocess.Popen[bytes], folder: Path) -> None:
     """Kill a section's process with everything that it started, also in other sessions; wait until all are gone. They
     are found by an environment variable with the section's `folder`, since a dead process has no children any more.
     """
-    family = [one for one in psutil.process_iter() if one.pid != process.pid and _section_of(one) == str(folder)]
+    processes = [other for other in psutil.process_iter(["environ"]) if other.pid != process.pid]
+    family = [other for other in processes if (other.info["environ"] or {}).get(_SECTION_OF) == str(folder)]
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -191,9 +206,29 @@ def end_family(process: subprocess.Popen[bytes], folder: Path) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for one in family:
+    for relative in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            relative.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # children that outlived the process
     psutil.wait_procs(family, timeout=_GRACE_S)
+
+
+def main(function: str, folder: Path, deadline_s: float) -> int:
+    """Run the section; return its exit code, which is 0 even if checks failed, because the findings record these."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(deadline_s - _BEFORE_S, deadline_s / 2))
+    findings = Findings(folder / "findings.jsonl")
+    try:
+        with signals_raise():
+            import_callable(function, where="section")(findings, folder)
+    except Skipped as why:
+        findings.skip("section", why)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.certificate.harness import CertificateSection, Result
+from megarl.certificate.harness import Result
 from megarl.system.credentials import CREDENTIAL, mask
 from megarl.system.processes import write_atomically
 
@@ -36,8 +36,8 @@ def as_table(results: Sequence[Result]) -> Table:
     from rich.table import Table
 
     table = Table("section", "", "s", "found", title="megarl doctor gpu", title_justify="left")
-    for one in results:
-        table.add_row(one.section, one.status, f"{one.seconds:.0f}", "\n".join(_notable(one)))
+    for result in results:
+        table.add_row(result.section, result.status, f"{result.seconds:.0f}", "\n".join(_notable(result)))
     return table
 
 
@@ -66,7 +66,7 @@ def figure_text(line: dict[str, Any]) -> str:
 def write_reports(results: Sequence[Result], folder: Path) -> None:
     """Write certificate.json and certificate.html."""
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    data = {"made": made, "platform": platform.platform(), "sections": [asdict(one) for one in results]}
+    data = {"made": made, "platform": platform.platform(), "sections": [asdict(result) for result in results]}
     write_atomically(folder / "certificate.json", json.dumps(data, indent=1) + "\n")
     write_atomically(folder / "certificate.html", page(results, folder, made))
 
@@ -77,41 +77,41 @@ def page(results: Sequence[Result], folder: Path, made: str) -> str:
     machine = results[0].machine if results else {}
     parts = ["<!doctype html><meta charset='utf-8'><title>megarl doctor gpu</title>", f"<style>{_STYLE}</style>"]
     parts += [f"<h1>megarl doctor gpu</h1><p>{e(made)}, {e(platform.platform())}</p><table>"]
-    for key, value in machine.items():
-        parts.append(f"<tr><th>{e(key)}<td>{e(_plain(value))}</tr>")
+    parts += [f"<tr><th>{e(key)}<td>{e(_plain(value))}</tr>" for key, value in machine.items()]
     parts.append("</table><table><tr><th>section<th><th>seconds<th></tr>")
-    for one in results:
-        state = f"<td class='{one.status}'>{one.status}<td>{one.seconds:.0f}<td>{e(one.reason)}"
-        parts.append(f"<tr><td><a href='#{one.section}'>{one.section}</a>{state}</tr>")
+    for result in results:
+        name, status = result.section, result.status
+        cells = f"<td><a href='#{name}'>{name}</a><td class='{status}'>{status}<td>{result.seconds:.0f}"
+        parts.append(f"<tr>{cells}<td>{e(result.reason)}</tr>")
     parts.append("</table>")
-    for one in results:
-        parts.append(f"<h2 id='{one.section}'>{one.section}</h2><table>")
-        for line in one.findings:
-            passed = {True: "passed", False: "failed", None: line["kind"]}[line.get("passed")]
-            told = figure_text(line).partition(": ")[2] if line["kind"] == "figure" else str(line["detail"])
-            parts.append(f"<tr><td class='{passed}'>{passed}<td>{e(line['name'])}<td>{e(mask(told))}</tr>")
+    for result in results:
+        parts.append(f"<h2 id='{result.section}'>{result.section}</h2><table>")
+        for line in result.findings:
+            verdict = {True: "passed", False: "failed", None: line["kind"]}[line.get("passed")]
+            detail = figure_text(line).partition(": ")[2] if line["kind"] == "figure" else str(line["detail"])
+            parts.append(f"<tr><td class='{verdict}'>{verdict}<td>{e(line['name'])}<td>{e(mask(detail))}</tr>")
         parts.append("</table>")
-        bug = folder / one.section / "bug.txt"
-        if one.status == "failed" and bug.is_file():
-            parts.append(f"<pre>{e(bug.read_text())}</pre>")
+        report = folder / result.section / "bug.txt"
+        if result.status == "failed" and report.is_file():
+            parts.append(f"<pre>{e(report.read_text())}</pre>")
     return "\n".join(parts) + "\n"
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
+        return ", ".join(f"{name} {part}" for name, part in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def bug_report(section: CertificateSection, result: Result, folder: Path) -> str:
+def bug_report(result: Result, folder: Path) -> str:
     """Return the text of a bug report: versions, command, failed checks, last log lines, environment."""
-    log = folder / section.name / "log.txt"
+    log = folder / result.section / "log.txt"
     last = log.read_text(errors="replace").splitlines()[-_LAST:] if log.is_file() else []
     failed = [line for line in result.findings if line["kind"] == "check" and not line["passed"]]
     variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.search(name)}
     lines = [
-        f"section      {section.name}: {result.reason}",
-        f"command      megarl doctor gpu --only {section.name} --out {folder}",
+        f"section      {result.section}: {result.reason}",
+        f"command      megarl doctor gpu --only {result.section} --out {folder}",
         *(f"{key:<12} {_plain(value)}" for key, value in result.machine.items()),
         f"platform     {platform.platform()}",
         *(f"failed       {line['name']}: {line['detail']}" for line in failed),

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.certificate import catalogue, harness
+from megarl.certificate import harness
 from megarl.certificate.command import chosen
 from megarl.certificate.findings import worst
 from megarl.certificate.harness import CertificateSection, certify, read_result
@@ -23,7 +23,8 @@ from tests.certificate import planted
 
 
 def section(run: Any, deadline_s: float = 60.0) -> CertificateSection:
-    return CertificateSection(run.__name__, f"a section that {run.__name__}", run, deadline_s, deadline_s)
+    function = f"{run.__module__}:{run.__name__}"
+    return CertificateSection(run.__name__, f"a section that {run.__name__}", deadline_s, deadline_s, function)
 
 
 def one(run: Any, folder: Path, **limits: float) -> Any:
@@ -105,7 +106,7 @@ def test_a_failed_section_leaves_what_a_report_needs(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SGLANG_API_KEY", "secret")
     result = one(planted.raises, tmp_path)
-    text = bug_report(section(planted.raises), result, tmp_path)
+    text = bug_report(result, tmp_path)
     for part in (
         "megarl doctor gpu --only raises",
         "no such kernel",
@@ -138,7 +139,7 @@ def test_sections_are_chosen_by_name_in_their_own_order():
 
 
 def test_the_command_reports_what_ran_and_what_was_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(catalogue, "SECTIONS", (section(planted.passes), section(planted.fails)))
+    monkeypatch.setattr(harness, "SECTIONS", (section(planted.passes), section(planted.fails)))
     assert main(["doctor", "gpu", "--only", "passes", "--out", str(tmp_path)]) == 0
     assert main(["doctor", "gpu", "--skip", "passes", "--out", str(tmp_path)]) == 1
     text = capsys.readouterr().out

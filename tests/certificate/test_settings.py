@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-from megarl.certificate.catalogue import SECTIONS
+from megarl.certificate.harness import SECTIONS
 from megarl.certificate.runs import RECIPE, gpu_count
 from megarl.certificate.sections import layouts, servers, steps
 from megarl.checks.planned import refuse_plan
@@ -59,6 +61,7 @@ def test_devices_that_are_hidden_do_not_count(monkeypatch):
 
 def test_sections_have_names_of_their_own_and_deadlines():
     assert len({one.name for one in SECTIONS}) == len(SECTIONS)
+    assert all(find_spec(f"megarl.certificate.sections.{one.name}") for one in SECTIONS)
     assert all(one.title and 0 < one.cpu_deadline_s <= 600 for one in SECTIONS)
-    (of_steps,) = (one.deadline_s for one in SECTIONS if one.run is steps.run)
+    (of_steps,) = (one.deadline_s for one in SECTIONS if one.name == "steps")
     assert of_steps > 2 * len(steps.MODELS) * steps.RUN_S

@@ -21,7 +21,7 @@ BY_NAME = {
     "benchmarks/sync/receiver.py": "the loaders that servers have on their path, from their file",
     "launchers/relative_paths.py": "is a module of the user installed? nothing is imported",
     "megarl/algorithms/registry.py": "a function of the user",
-    "megarl/certificate/process.py": "the program runs the section that its command line names",
+    "megarl/certificate/harness.py": "the program runs the section that its command line names",
     "megarl/checks/environment.py": "is an optional package installed?",
     "megarl/checks/references.py": "where is the source of a function of the user?",
     "megarl/system/compat/megatron.py": "changes megatron-core while it loads",
