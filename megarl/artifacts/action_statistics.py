@@ -57,16 +57,16 @@ class ActionStatistics:
         rows: dict[str, list[float]] = {name: [] for name in NAMES}
         for column in table.T.astype(np.float64):
             low, high = np.quantile(column, [0.01, 0.99])
-            found = (column.mean(), column.std(), column.max(), column.min(), low, high)
-            for name, value in zip(NAMES, found, strict=True):
+            numbers = (column.mean(), column.std(), column.max(), column.min(), low, high)
+            for name, value in zip(NAMES, numbers, strict=True):
                 rows[name].append(float(value))
         return cls.from_json(rows if mask is None else rows | {"mask": list(mask)}, "values", bounds)
 
     @classmethod
     def plain(cls, dim: int) -> ActionStatistics:
         """Return the statistics of numbers that are already between -1 and 1: they pass unchanged."""
-        zero, one = np.zeros(dim), np.ones(dim)
-        return cls(mean=zero, std=one, max=one, min=-one, q01=-one, q99=one, mask=np.zeros(dim, np.bool_))
+        zeros, ones = np.zeros(dim), np.ones(dim)
+        return cls(mean=zeros, std=ones, max=ones, min=-ones, q01=-ones, q99=ones, mask=np.zeros(dim, np.bool_))
 
     @classmethod
     def from_json(cls, content: Any, where: str, bounds: Bounds = "q99") -> ActionStatistics:
@@ -175,9 +175,9 @@ class StatisticsCollector:
             raise DataError("some episodes have states and others have none", where=f"episode {episode}")
         new = [("actions", self.actions, actions), *([("states", self.states, states)] if states is not None else [])]
         tables: list[NDArray[np.float32]] = []
-        for name, kept, values in new:
+        for name, episodes, values in new:
             table = np.asarray(values, dtype=np.float32)
-            dim = kept[0].shape[1] if kept else "D"
+            dim = episodes[0].shape[1] if episodes else "D"
             steps = len(tables[0]) if tables else "T"
             if table.ndim != 2 or not table.size or dim not in ("D", table.shape[1]) or steps not in ("T", len(table)):
                 raise DataError(
@@ -188,8 +188,8 @@ class StatisticsCollector:
                 )
             _finite(table, f"episode {episode}: {name}")
             tables.append(table)
-        for (_, kept, _), table in zip(new, tables, strict=True):
-            kept.append(table)
+        for (_, episodes, _), table in zip(new, tables, strict=True):
+            episodes.append(table)
 
     def finish(self, mask: Sequence[bool] | None = None, bounds: Bounds = "q99") -> DatasetStatistics:
         """Return the statistics of all episodes.
@@ -220,12 +220,12 @@ def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[s
         raise DataError(
             "the file must map data sets to statistics", where=where, allowed='{"name": {"action": {...}, ...}, ...}'
         )
-    found = {}
+    data_sets = {}
     for name, entry in content.items():
         if not isinstance(entry, dict) or "action" not in entry:
             raise DataError("the entry has no 'action'", where=f"{where}: {name}", allowed="a dictionary with `action`")
-        found[name] = DatasetStatistics.from_json(entry, f"{where}: {name}", bounds)
-    return found
+        data_sets[name] = DatasetStatistics.from_json(entry, f"{where}: {name}", bounds)
+    return data_sets
 
 
 def statistics_text(statistics: Mapping[str, DatasetStatistics]) -> str:
@@ -250,7 +250,7 @@ def choose_statistics(
     if unnorm_key is None and len(statistics) == 1:
         return next(iter(statistics.values()))
     if unnorm_key is None or unnorm_key not in statistics:
-        what = (
+        problem = (
             "the statistics have several data sets, but none is chosen"
             if unnorm_key is None
             else "the statistics have no such data set"
@@ -259,7 +259,7 @@ def choose_statistics(
             key for key in statistics if key == f"{unnorm_key}_no_noops"
         ]
         fix = f"set `unnorm_key` to {near[0]!r}" if near else "set `unnorm_key` to one of them"
-        raise ConfigError(what, where=where, found=unnorm_key, allowed=statistics, fix=fix)
+        raise ConfigError(problem, where=where, found=unnorm_key, allowed=statistics, fix=fix)
     return statistics[unnorm_key]
 
 

@@ -188,9 +188,9 @@ def dispatch_problem(
         obstacle = "a token has too many experts", f"{choices} (experts of a token * etp)", f"at most {_DEEPEP_CHOICES}"
     if obstacle is None:
         return None
-    what, value, allowed = obstacle
+    reason, value, allowed = obstacle
     return ConfigError(
-        f"DeepEP cannot bring tokens to these experts: {what}",
+        f"DeepEP cannot bring tokens to these experts: {reason}",
         where=f"{key}.dispatch",
         found=value,
         allowed=allowed,

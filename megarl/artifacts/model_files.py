@@ -68,9 +68,12 @@ _GENERAL = "use the folder that save_pretrained or a hub download wrote"
 def no_model(folder: Path, key: str) -> ConfigError:
     """Return the error for a folder, set at `key`, without config.json; it says what the folder is and what to use
     instead."""
-    what, fix = _adapter(folder) or _run(folder) or _checkpoints(folder) or _other_form(folder) or ("", _GENERAL)
+    description, fix = _adapter(folder) or _run(folder) or _checkpoints(folder) or _other_form(folder) or ("", _GENERAL)
     return ConfigError(
-        f"the model folder has no config.json{what and f': it {what}'}", where=key, found=str(folder), fix=fix
+        f"the model folder has no config.json{description and f': it {description}'}",
+        where=key,
+        found=str(folder),
+        fix=fix,
     )
 
 

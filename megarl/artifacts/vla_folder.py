@@ -55,16 +55,16 @@ def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def projector_file(folder: Path) -> Path | None:
     """Return the separate file of the state's projector, if there is one."""
-    found = sorted(file for file in folder.glob("*proprio_projector*") if file.is_file())
-    if len(found) > 1:
+    files = sorted(file for file in folder.glob("*proprio_projector*") if file.is_file())
+    if len(files) > 1:
         raise ConfigError(
             "several projectors of the policy's state",
             where=str(folder),
-            found=[file.name for file in found],
+            found=[file.name for file in files],
             allowed="one file",
             fix="keep the file that belongs to the weights, usually that of the latest step",
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def read_projector(file: Path) -> dict[str, Tensor]:
@@ -122,12 +122,12 @@ def read_mapping(file: Path) -> dict[str, Any] | None:
 
 def _refuse_other_parts(folder: Path) -> None:
     for part, why in _OTHER_PARTS.items():
-        found = sorted(file.name for file in folder.glob(f"*{part}*checkpoint*") if file.is_file())
-        if found:
+        files = sorted(file.name for file in folder.glob(f"*{part}*checkpoint*") if file.is_file())
+        if files:
             raise ConfigError(
                 f"this part of the policy is not supported: {why}",
                 where=str(folder),
-                found=found,
+                found=files,
                 allowed="a policy of discrete actions without FiLM, such as SimpleVLA-RL's",
                 fix="use another checkpoint; removing the file leaves a policy that was not trained to act without it",
             )

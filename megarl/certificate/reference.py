@@ -39,16 +39,16 @@ class Reference:
 
     def outputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return log-probs and entropies of all response tokens, or values."""
-        found: dict[str, list[Tensor]] = {}
+        rows_by_name: dict[str, list[Tensor]] = {}
         for prompt, response in zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True):
             hidden = self._model.model(torch.cat([prompt, response])[None]).last_hidden_state[0, len(prompt) - 1 : -1]
             if self._value is not None:
-                found.setdefault("value", []).append((hidden @ self._value.t())[:, 0])
+                rows_by_name.setdefault("value", []).append((hidden @ self._value.t())[:, 0])
                 continue
             rows = torch.log_softmax(self._model.lm_head(hidden), -1)
-            found.setdefault("log-prob", []).append(rows.gather(1, response[:, None])[:, 0])
-            found.setdefault("entropy", []).append(-(rows.exp() * rows).sum(-1))
-        return {name: torch.cat(parts) for name, parts in found.items()}
+            rows_by_name.setdefault("log-prob", []).append(rows.gather(1, response[:, None])[:, 0])
+            rows_by_name.setdefault("entropy", []).append(-(rows.exp() * rows).sum(-1))
+        return {name: torch.cat(parts) for name, parts in rows_by_name.items()}
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Make one optimizer step; return loss and gradient norm before clipping."""

@@ -129,4 +129,4 @@ def planned(overrides: Sequence[str], hardware: str | None) -> dict[str, float]:
     output, _ = run_program(
         [sys.executable, "-m", "megarl", "plan", RECIPE, *overrides, *chosen, "--json"], limit_s=300
     )
-    return {one["name"]: one["value"] for one in json.loads(output)["numbers"]}
+    return {number["name"]: number["value"] for number in json.loads(output)["numbers"]}

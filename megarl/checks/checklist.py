@@ -94,8 +94,8 @@ class Checklist:
 
     def from_error(self, error: UserError) -> None:
         """Record a problem that was raised as an error, or each of several."""
-        for one in error.problems if isinstance(error, ConfigErrors) else [error]:
-            self._add("fail", one.what, one.where, one.found, one.allowed, one.fix)
+        for problem in error.problems if isinstance(error, ConfigErrors) else [error]:
+            self._add("fail", problem.what, problem.where, problem.found, problem.allowed, problem.fix)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:

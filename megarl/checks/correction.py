@@ -122,7 +122,7 @@ def _unweighted_terms(config: RunConfig) -> list[str]:
         "algorithm.kl.use=loss": algorithm.kl.use == "loss",
         "algorithm.distillation.coef": algorithm.distillation.coef > 0,
     }
-    return [name for name, there in terms.items() if there]
+    return [name for name, weighs in terms.items() if weighs]
 
 
 def _check_rejection(config: RunConfig, correction: ResolvedCorrection, checks: Checklist) -> None:

@@ -25,18 +25,18 @@ def check_disk(
     folder = Path(run_dir or config.tracking.dir).expanduser().absolute()
     while not folder.is_dir():
         folder = folder.parent
-    one = _checkpoint_bytes(config, sizes, roles)
-    kept = _checkpoints(config, job)
-    more = max(0, kept - (0 if run_dir is None else len(steps_in(run_dir / "checkpoints"))))
-    needed, free = more * one + _model_bytes(config, sizes), shutil.disk_usage(folder).free
+    checkpoint = _checkpoint_bytes(config, sizes, roles)
+    number = _checkpoints(config, job)
+    more = max(0, number - (0 if run_dir is None else len(steps_in(run_dir / "checkpoints"))))
+    needed, free = more * checkpoint + _model_bytes(config, sizes), shutil.disk_usage(folder).free
     passing = ", one of them only to go on from" if _passing(config, job) else ""
-    what = f"{count(kept, 'checkpoint')} of {_gb(one)}{passing}"
+    files = f"{count(number, 'checkpoint')} of {_gb(checkpoint)}{passing}"
     if needed <= free:
-        checks.ok(f"{what}: {_gb(free)} are free in {folder}")
+        checks.ok(f"{files}: {_gb(free)} are free in {folder}")
         return
     checks.warn(
         "tracking.dir" if run_dir is None else "--run-dir",
-        f"the run needs up to {_gb(needed)} for {what} and its model, and there is less free space",
+        f"the run needs up to {_gb(needed)} for {files} and its model, and there is less free space",
         found=f"{_gb(free)} free in {folder}",
         fix="name a folder on a larger disk, or keep fewer checkpoints (trainer.keep_last, trainer.best_metric=null)",
     )

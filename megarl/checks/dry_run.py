@@ -64,9 +64,9 @@ def make_plan(
     if checked.placement is not None and checked.placement.separate:
         sections["Teams"] = _teams_text(config, checked, checked.placement, machine)
     sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config, checked.placement)
-    found = memory_and_checks(config, checked, checks, job, machine)
+    last_sections = memory_and_checks(config, checked, checks, job, machine)
     text = _as_text(sections)
-    return RunPlan(f"{text}\n\n{found}. Nothing was started.", problems_of(checks))
+    return RunPlan(f"{text}\n\n{last_sections}. Nothing was started.", problems_of(checks))
 
 
 def _full_text(config: RunConfig) -> str:
@@ -131,7 +131,7 @@ def _graph_text(config: RunConfig, checked: Checked) -> str:
         return "cannot be built, see the checks"
     placement = checked.placement
     handovers = () if placement is None else placement.handovers
-    return as_text(checked.graph, placement, {one.key: handover_bytes(config, one) for one in handovers})
+    return as_text(checked.graph, placement, {handover.key: handover_bytes(config, handover) for handover in handovers})
 
 
 def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machine: Machine) -> str:

@@ -31,7 +31,7 @@ def check_packages(
         _require("mlflow", "tracking.mlflow", True, "set tracking.mlflow=false", checks)
     for logger in config.tracking.loggers if job != "generate" else ():
         _check_logger(logger, checks, starts=starts and launcher != "ray")
-    for reward in dict.fromkeys(one.name for one in config.reward.functions.values()):
+    for reward in dict.fromkeys(section.name for section in config.reward.functions.values()):
         package = REWARDS.spec(reward).package if reward in REWARDS.names() else None
         if job != "generate" and package is not None:
             key = "reward.parts" if config.reward.parts else "reward.name"
@@ -96,7 +96,7 @@ def _is_installed(module: str) -> bool:
 def check_secrets(config: RunConfig, checks: Checklist) -> None:
     """Refuse credentials in the recipe: files of the run would show them, so they belong into the environment."""
     uri = config.tracking.mlflow_uri
-    if uri is not None and mask(kept := take_out(uri, {})) != kept:
+    if uri is not None and mask(without := take_out(uri, {})) != without:
         checks.of("tracking").fail(
             "tracking.mlflow_uri",
             "this address contains a secret that would be written to config.yaml, run.json and the report",

@@ -161,17 +161,17 @@ def _check_vocabulary(name: str, facts: ModelFacts | None, checks: Checklist) ->
     included.
     """
     tokens, special = written_tokens(name), len(SPECIAL_TOKENS)
-    what, needed = count(len(tokens), "word" if name.startswith(WORDS) else "character"), len(tokens) + special
+    tokens_text, needed = count(len(tokens), "word" if name.startswith(WORDS) else "character"), len(tokens) + special
     if facts is not None and facts.vocab < needed:
         checks.of("vocabulary").fail(
             "model.hf_config.vocab_size",
-            f"the model's vocabulary is smaller than the tokenizer's ({what} + {special} special)",
+            f"the model's vocabulary is smaller than the tokenizer's ({tokens_text} + {special} special)",
             found=facts.vocab,
             allowed=f"integer >= {needed}",
             fix=f"set model.hf_config.vocab_size={needed}",
         )
     else:
-        checks.ok(f"{what} + {special} special tokens")
+        checks.ok(f"{tokens_text} + {special} special tokens")
 
 
 def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
@@ -191,12 +191,12 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
             fix=f"set data.{needed}, for example to [{needed.partition('_')[0]}.jsonl]",
         )
     _check_held_out(config, checks)
-    found = {"data.val_files": data.val_files}
+    sources_by_key = {"data.val_files": data.val_files}
     if job in ("train", "sft") or data.val_split is not None:
-        found = {"data.train_files": data.train_files} | found
+        sources_by_key = {"data.train_files": data.train_files} | sources_by_key
     if trains_supervised(config, job):
-        found["sft.train_files"] = examples
-    for key, sources in found.items():
+        sources_by_key["sft.train_files"] = examples
+    for key, sources in sources_by_key.items():
         for source in sources:
             check_source(source, key, checks)
 
@@ -220,7 +220,7 @@ def _check_held_out(config: RunConfig, checks: Checklist) -> None:
 
 def _check_split(config: RunConfig, checks: Checklist) -> None:
     """Check that rows can be held out by `data.val_split`."""
-    data, own = config.data, config.sft.train_files
+    data, examples = config.data, config.sft.train_files
     if data.val_split is None:
         return
     problem = None
@@ -231,7 +231,7 @@ def _check_split(config: RunConfig, checks: Checklist) -> None:
         )
     elif config.task.split_problem is not None:
         problem = (config.task.split_problem, "remove it")
-    elif own and data.val_split >= 1:
+    elif examples and data.val_split >= 1:
         problem = ("examples of sft.train_files cannot be held out by a number", "name a share, such as 0.05")
     elif data.val_split > 1 and data.val_split != int(data.val_split):
         problem = ("neither a share nor a whole number of prompts", f"set data.val_split={int(data.val_split)}")
@@ -410,24 +410,24 @@ def check_other_models(
             continue
         role = work.value
         try:
-            found = model_facts(ModelConfig(path=path, freeze=config.model.freeze))
+            model = model_facts(ModelConfig(path=path, freeze=config.model.freeze))
         except ConfigError as error:
             where = error.where if error.where != "model.path" else key
             checks.of(role).from_error(as_config_error(error, where=where))
             continue
-        if found is None:
+        if model is None:
             checks.of(role).skip(f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
             continue
-        sizes[work] = max(filter(None, (largest, found)), key=lambda one: one.parameters)
+        sizes[work] = max(filter(None, (largest, model)), key=lambda one: one.parameters)
         if role == "critic":
-            check_only_in_training(found, checks)
+            check_only_in_training(model, checks)
         if work is Role.REWARD_MODEL:
-            fits = _is_reward_model(key, found, facts if config.reward_model.form == "tokens" else None, checks)
+            fits = _is_reward_model(key, model, facts if config.reward_model.form == "tokens" else None, checks)
         else:
-            fits = _fits_the_policy(role, key, found, facts, checks)
+            fits = _fits_the_policy(role, key, model, facts, checks)
         if fits:
-            checks.of(role).ok(f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
-            check_local_weights(role, path, found, checks)
+            checks.of(role).ok(f"{model.source}: {model.model_type}, {model.parameters:,} parameters")
+            check_local_weights(role, path, model, checks)
     return sizes
 
 

@@ -66,12 +66,12 @@ def _is_users_mistake(config: RunConfig, missing: MissingFieldError, checks: Che
     algorithm, field = config.algorithm, missing.field
     if field in FIELDS:
         return False  # the pipeline lacks a node that writes the field
-    asked: dict[Registry[Any], tuple[str, list[str]]] = {
+    readers: dict[Registry[Any], tuple[str, list[str]]] = {
         ADVANTAGES: (algorithm.advantage.name, estimator_fields(algorithm)),
         POLICY_LOSSES: (algorithm.loss.name, loss_fields(algorithm)),
         FILTERS: (algorithm.filter.name, filter_fields(algorithm)),
     }
-    for registry, (name, fields) in asked.items():
+    for registry, (name, fields) in readers.items():
         if field not in fields:
             continue
         function = registry.get(name)
@@ -203,12 +203,12 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
     if not preference.scores and config.sft.steps:
         why = "a cold start is not evaluated (megarl sft is)"
         wrong["sft.stop_at_accuracy"] = (config.sft.stop_at_accuracy, None, why)
-    for key, (found, wanted, why) in wrong.items():
-        if found != wanted:
+    for key, (value, wanted, why) in wrong.items():
+        if value != wanted:
             checks.fail(
                 key,
                 f"this has no effect with preference pairs: {why}",
-                found=found,
+                found=value,
                 allowed=wanted,
                 fix="remove it",
             )
@@ -222,12 +222,12 @@ def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checkli
     if preference.loss not in ("sigmoid", "robust"):
         ignored.append("label_smoothing")
     for name in ignored:
-        found, default = getattr(preference, name), type(preference).model_fields[name].default
-        if found != default:
+        value, default = getattr(preference, name), type(preference).model_fields[name].default
+        if value != default:
             checks.fail(
                 f"preference.{name}",
                 f"the loss {preference.loss} does not use this key",
-                found=found,
+                found=value,
                 allowed="null" if default is None else default,
                 fix="remove the key, or choose another preference.loss",
             )

@@ -70,9 +70,11 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
     state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp, lora=config.model.lora)
     adapters = state["gradients"] / GRADIENT * BYTES[config.model.dtype]
     written = state["parameters"] if config.model.lora is None else adapters
-    own = ranks * (state["optimizer"] + written / dp) if Role.ACTOR in team.roles else 0.0
+    checkpoint = ranks * (state["optimizer"] + written / dp) if Role.ACTOR in team.roles else 0.0
     layout = layout_key(config, team.roles[0], team)
-    staging = [Term("a checkpoint on its way to disk", own, f"the model's size, {layout}", 0.0)] if own else []
+    staging = (
+        [Term("a checkpoint on its way to disk", checkpoint, f"the model's size, {layout}", 0.0)] if checkpoint else []
+    )
     if gpu:
         away = ranks * offloaded_bytes(config, sizes, team)
         offloaded = [term("offloaded state", away, "actor.engine.offload, critic.engine.offload")] if away else []
@@ -86,19 +88,19 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
         for moment in device_memory(config, sizes, team, gpu=False, job=job).moments
     ]
     if staging and job in ("train", "sft"):
-        held = learned_parts("actor", facts, parallel, actor.engine, config.model.dtype, dp, layout, config.model.lora)
-        moments.append(Moment("a checkpoint", (*(_times(ranks, part) for part in held.values()), *staging)))
+        parts = learned_parts("actor", facts, parallel, actor.engine, config.model.dtype, dp, layout, config.model.lora)
+        moments.append(Moment("a checkpoint", (*(_times(ranks, part) for part in parts.values()), *staging)))
     return Memory(tuple(moments))
 
 
 def _times(ranks: int, part: Term) -> Term:
-    what = f"{part.what}, {ranks} ranks" if ranks > 1 else part.what
-    return Term(what, ranks * part.bytes, part.keys, ranks * part.least, part.shrinks)
+    name = f"{part.what}, {ranks} ranks" if ranks > 1 else part.what
+    return Term(name, ranks * part.bytes, part.keys, ranks * part.least, part.shrinks)
 
 
 def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *, gpu: bool, job: str) -> list[Term]:
     """Return terms for data, reward processes, CPU servers (with their workers), and stored older or newer weights."""
-    found = []
+    terms = []
     generates = job in ("eval", "generate")
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
     ranks = _ranks_here(config, team)
@@ -106,26 +108,26 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     rows = ranks * _DATA * _file_bytes(files) if config.task.writes_text else 0.0
     if rows:
         key = "data.val_files" if generates else "data.train_files"
-        found.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))
+        terms.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))
     if processes := reward_processes(config.reward):
         count = processes * max(1, ranks // team.parallel.model_parallel_size)
-        found.append(term(f"{count} reward processes", count * _REWARD_WORKER, "reward.workers", rough=True))
+        terms.append(term(f"{count} reward processes", count * _REWARD_WORKER, "reward.workers", rough=True))
     if config.rollout.stale_steps and job == "train":
         weights = parameter_bytes(facts, team.parallel, config.model.dtype)
         copies = ranks * (config.rollout.stale_steps + 1) * weights
-        found.append(term("weights of past steps", copies, "rollout.stale_steps"))
+        terms.append(term("weights of past steps", copies, "rollout.stale_steps"))
     actor = placement.of_role(Role.ACTOR)
     if actor is not None and job == "train" and (copies := policy_of(config).copies):
         # None if training limits the speed of the run; one more while one of them is sent.
         weights = _ranks_here(config, actor) * (copies + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
-        found.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
+        terms.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
     if job != "sft":
-        found += config.task.host_terms(config, facts, team, ranks, job)
+        terms += config.task.host_terms(config, facts, team, ranks, job)
     servers = config.rollout.servers
     if servers is not None and not servers.urls and not gpu and job != "sft":
-        held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
-        found.append(term(f"{servers.servers} servers", held, "rollout.sglang.servers", rough=True))
-    return found
+        needed = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
+        terms.append(term(f"{servers.servers} servers", needed, "rollout.sglang.servers", rough=True))
+    return terms
 
 
 def _file_bytes(sources: list[str]) -> int:

@@ -25,12 +25,12 @@ def sources(config: RunConfig, job: str) -> list[HubSource]:
         models["critic.path"] = config.critic.path
     if job == "train" or (job == "eval" and config.reward.of_model is not None):
         models["reward_model.path"] = config.reward_model.path
-    found = [
+    models_here = [
         HubSource(key, "models", name)
         for key, name in models.items()
         if name and is_hub_name(name) and not name.startswith(("chars:", "words:")) and not Path(name).exists()
     ]
-    return found + [
+    return models_here + [
         HubSource(key, "datasets", name)
         for key, files in data.items()
         for name in dict.fromkeys(filter(None, map(hub_dataset, files)))
@@ -46,17 +46,17 @@ def check_hub(config: RunConfig, job: str, *, ask: bool) -> None:
     Args:
         ask: also contact the hub; otherwise only look at this machine.
     """
-    found = sources(config, job)
-    missing = [source for source in found if not source.cached]
-    if not found or hub.offline() is not None:
+    wanted = sources(config, job)
+    missing = [source for source in wanted if not source.cached]
+    if not wanted or hub.offline() is not None:
         raise_problems([hub.problem_of(source, None) for source in missing])
         return
     if not ask:
         return
-    answers, why = hub.ask(found)
+    answers, why = hub.ask(wanted)
     problems = [hub.problem_of(source, why) for source in missing if why is not None or answers[source] == "not there"]
     raise_problems(problems)
     if why is not None:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        names = ", ".join(dict.fromkeys(source.name for source in found))
+        names = ", ".join(dict.fromkeys(source.name for source in wanted))
         warnings.warn(f"the hub cannot be reached ({why}): {names} come from the cache", ConfigWarning, stacklevel=2)

@@ -146,11 +146,11 @@ def _check_dispatch(config: RunConfig, team: TeamPlan, sizes: Sizes, checks: Che
     if team.parallel.dispatch != "deepep":
         return
     known = {role: facts for role in team.roles if (facts := sizes.get(role)) is not None}
-    asked = {role: facts for role, facts in known.items() if facts.is_moe}
-    if not asked:
-        asked = {role: facts for role, facts in known.items() if role in (Role.ACTOR, Role.CRITIC)}
+    models = {role: facts for role, facts in known.items() if facts.is_moe}
+    if not models:
+        models = {role: facts for role, facts in known.items() if role in (Role.ACTOR, Role.CRITIC)}
     here = min(team.devices, max(1, config.cluster.nproc // config.cluster.nnodes))
-    for role, facts in asked.items():
+    for role, facts in models.items():
         problem = dispatch_problem(layout_key(config, role, team), team.parallel, facts, config.model.dtype, here)
         if problem is not None:
             checks.of("dispatch").from_error(problem)

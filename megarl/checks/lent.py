@@ -141,8 +141,8 @@ def _fewest(config: RunConfig, placement: Placement, team: TeamPlan) -> int | No
     fewest.
     """
     others, size = sum(other.devices for other in placement.teams) - team.devices, team.parallel.model_parallel_size
-    own = config.launch.slurm.teams.get(team.name)
+    nodes_of_team = config.launch.slurm.teams.get(team.name)
     for devices in range(size, team.devices, size):
-        if (devices % own.nodes if own else (others + devices) % config.cluster.nnodes) == 0:
+        if (devices % nodes_of_team.nodes if nodes_of_team else (others + devices) % config.cluster.nnodes) == 0:
             return devices
     return None

@@ -74,8 +74,8 @@ def _check_expert_layout(role: str, parallel: ParallelConfig, checks: Checklist)
 
 
 def _check_targets(lora: LoraConfig, facts: ModelFacts, checks: Checklist) -> None:
-    found = {"attention": True, "mlp": facts.copies["mlp"] > 0, "experts": facts.copies["router"] > 0}
-    present = [target for target, there in found.items() if there]
+    targets = {"attention": True, "mlp": facts.copies["mlp"] > 0, "experts": facts.copies["router"] > 0}
+    present = [target for target, exists in targets.items() if exists]
     default = [target for target in present if target in DEFAULT_TARGETS]
     missing = [target for target in lora.targets or () if target not in present]
     if missing or lora.targets == []:

@@ -152,8 +152,8 @@ def _check_shared_memory(
     starts: bool,
 ) -> None:
     """Check the shared memory for data between teams, where a Ray is started for the run."""
-    own = launcher == "local" or (launcher == "ray" and not os.environ.get("RAY_ADDRESS"))
-    if placement is None or not placement.separate or not own:
+    starts_ray = launcher == "local" or (launcher == "ray" and not os.environ.get("RAY_ADDRESS"))
+    if placement is None or not placement.separate or not starts_ray:
         return
     free = machine.shared_memory
     problem = refuse_too_large(config, placement, free)
@@ -210,16 +210,16 @@ def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checkl
     if room >= longest * token:
         return
     least = math.ceil(100 * (weights + longest * token) / memory.free) / 100 if memory.free else 1.0
-    key, found, fix = "rollout.sglang.memory_fraction", servers.memory_fraction, f"change one of: {ROOM_KEYS}"
+    key, fraction, fix = "rollout.sglang.memory_fraction", servers.memory_fraction, f"change one of: {ROOM_KEYS}"
     message = (
         f"a server has room for {int(room / token):,} tokens beside {weights / 1e9:,.1f} GB of weights on a GPU of "
         f"which {memory.free / 1e9:,.1f} GB are free when it starts, but the longest sample has {longest:,}"
     )
     if refuse:
         allowed = f"{least:g} or more" if least < 1 else "use more ranks per server, or shorter samples"
-        checks.fail(key, message, found=found, allowed=allowed, fix=fix)
+        checks.fail(key, message, found=fraction, allowed=allowed, fix=fix)
     else:
-        checks.warn(key, message, found=found, fix=fix)
+        checks.warn(key, message, found=fraction, fix=fix)
 
 
 def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, checks: Checklist, starts: bool) -> None:
@@ -235,8 +235,8 @@ def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, ch
         limits.append((_LARGEST_GPU_GB * 1e9, "any GPU", True))
     # Refusals come before mere warnings, even if the warning is about less memory.
     refused = [limit for limit in limits if limit[2] and memory.needed.least > limit[0]]
-    capacity, what, refuse = min(refused or limits)
-    _judge(memory, capacity, what, checks, refuse=refuse)
+    capacity, name, refuse = min(refused or limits)
+    _judge(memory, capacity, name, checks, refuse=refuse)
 
 
 def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, refuse: bool) -> None:
@@ -249,12 +249,12 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
             f"{needed.name} needs at least {needed.least / 1e9:,.1f} GB{_estimate_text(needed)}, but {what} has "
             f"{capacity / 1e9:,.1f}: {_largest(needed)}"
         )
-        found, allowed = f"{needed.least / 1e9:,.1f} GB", f"{capacity / 1e9:,.1f} GB"
+        least, allowed = f"{needed.least / 1e9:,.1f} GB", f"{capacity / 1e9:,.1f} GB"
         fix = f"change the largest parts: {_keys(needed)}"
         if refuse:
-            checks.fail(key, message, found=found, allowed=allowed, fix=fix)
+            checks.fail(key, message, found=least, allowed=allowed, fix=fix)
         else:
-            checks.warn(key, message, found=found, fix=fix)
+            checks.warn(key, message, found=least, fix=fix)
         return
     # Elastic terms, and terms that sum many others, count with their certain part.
     moments = {moment.name: held(moment.terms) for moment in memory.moments}
@@ -268,8 +268,8 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
             fix=f"if memory runs out, change: {_keys(moment)}",
         )
     else:
-        asked = max(moment.bytes for moment in memory.moments)
-        more = f", and up to {asked / 1e9:,.1f} with caches where there is room" if asked > 1.01 * moments[name] else ""
+        most = max(moment.bytes for moment in memory.moments)
+        more = f", and up to {most / 1e9:,.1f} with caches where there is room" if most > 1.01 * moments[name] else ""
         checks.ok(f"{name} needs about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}{more}")
 
 

@@ -21,8 +21,8 @@ def check_placement(
     """
     checks = checks.of("placement")
     if job != "train":
-        own = (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT, *asked_models(config, job))
-        return together(config, own)
+        roles = (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT, *asked_models(config, job))
+        return together(config, roles)
     if config.placement.measured is not None and config.placement.auto != "measured":
         checks.warn(
             "placement.measured",
@@ -33,18 +33,18 @@ def check_placement(
     if graph is None:  # the graph's error is already recorded
         return None if config.placement.asks_for_teams else together(config)
     try:
-        found = place(graph, config)
+        placement = place(graph, config)
     except ConfigError as error:
         if not checks.failed(error.where):
             checks.from_error(error)
         return None
-    if found.separate:
-        checks.ok(", ".join(f"{team.name} {count(team.devices, 'worker')}" for team in found.teams))
-        _check_launcher(found, launcher, checks)
-        _check_servers(config, found, checks)
-        _check_rollout(config, found, checks)
-        _check_offload(config, found, checks)
-    return found
+    if placement.separate:
+        checks.ok(", ".join(f"{team.name} {count(team.devices, 'worker')}" for team in placement.teams))
+        _check_launcher(placement, launcher, checks)
+        _check_servers(config, placement, checks)
+        _check_rollout(config, placement, checks)
+        _check_offload(config, placement, checks)
+    return placement
 
 
 def asked_models(config: RunConfig, job: str) -> frozenset[Role]:

@@ -37,9 +37,9 @@ def check_reference(text: str, key: str) -> ast.Module | None:
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes, as in UTF-16 text
-        line, what = (error.lineno, error.msg) if isinstance(error, SyntaxError) else (1, str(error))
+        line, problem = (error.lineno, error.msg) if isinstance(error, SyntaxError) else (1, str(error))
         raise ConfigError(
-            f"{file}:{line}: the file is not valid Python ({what})",
+            f"{file}:{line}: the file is not valid Python ({problem})",
             where=key,
             found=text,
             fix="correct the file; it has to be text in UTF-8",
@@ -61,28 +61,28 @@ def check_reference(text: str, key: str) -> ast.Module | None:
 
 def check_reward_kwargs(tree: ast.Module, reference: str, kwargs: dict[str, object]) -> None:
     """Refuse keyword arguments that a reward function does not accept, as far as its source code shows."""
-    found = _definition(tree, reference)
-    if found is None:
+    definition = _definition(tree, reference)
+    if definition is None:
         return
-    signature = _signature(found.args)
+    signature = _signature(definition.args)
     try:
         bind(signature, kwargs)
     except TypeError as error:
-        text = f"{found.name}({ast.unparse(found.args)})"
+        text = f"{definition.name}({ast.unparse(definition.args)})"
         raise kwargs_error(reference, kwargs, signature, text, error) from error
 
 
 def signature_of(tree: ast.Module, reference: str) -> inspect.Signature | None:
     """Return the signature of the function as far as its source `tree` shows it; None when unknown."""
-    found = _definition(tree, reference)
-    return None if found is None else _signature(found.args)
+    definition = _definition(tree, reference)
+    return None if definition is None else _signature(definition.args)
 
 
 def _definition(tree: ast.Module, reference: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     function = reference.rpartition(":")[2]
-    found = [node for node in _statements(tree.body) if isinstance(node, _FUNCTIONS) and node.name == function]
+    definitions = [node for node in _statements(tree.body) if isinstance(node, _FUNCTIONS) and node.name == function]
     # A decorator may change the signature.
-    return found[0] if len(found) == 1 and not found[0].decorator_list else None
+    return definitions[0] if len(definitions) == 1 and not definitions[0].decorator_list else None
 
 
 def strings(tree: ast.Module) -> set[str]:
@@ -171,14 +171,14 @@ def _top_level_names(tree: ast.Module) -> list[str] | None:
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     """Return the module-level statements, including those inside if, try and with."""
-    found = []
+    statements = []
     for node in body:
-        found.append(node)
+        statements.append(node)
         if isinstance(node, (ast.If, ast.Try, ast.With)):
             inner = [*node.body, *getattr(node, "orelse", []), *getattr(node, "finalbody", [])]
             inner += [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
-            found += _statements(inner)
-    return found
+            statements += _statements(inner)
+    return statements
 
 
 def check_arguments(config: RunConfig, limit_s: float = _IMPORT_S) -> None:

@@ -280,13 +280,13 @@ class _Rows:
         longest = max(lengths, key=lengths.__getitem__)
         tokens = f"{_range(lengths.values())} tokens without what the chat template adds"
         if lengths[longest] > limit and (data.overlong == "error" or min(lengths.values()) > limit):
-            one = data.overlong == "error"
+            single = data.overlong == "error"
             raise DataError(
-                "the prompt is longer than the limit" if one else "all prompts are longer than the limit",
-                where=known[longest].where if one else f"data.{split}_files",
-                found=f"{lengths[longest]:,} tokens without what the chat template adds" if one else tokens,
+                "the prompt is longer than the limit" if single else "all prompts are longer than the limit",
+                where=known[longest].where if single else f"data.{split}_files",
+                found=f"{lengths[longest]:,} tokens without what the chat template adds" if single else tokens,
                 allowed=f"data.max_prompt_tokens: {limit}",
-                fix="raise data.max_prompt_tokens" + (", or set data.overlong: filter" if one else ""),
+                fix="raise data.max_prompt_tokens" + (", or set data.overlong: filter" if single else ""),
             )
         number = f"{len(lengths):,} of " if len(lengths) < len(known) else ""
         self.lengths.ok(f"{_of(split)}: {number}{len(known):,} prompts of {tokens}")
@@ -337,11 +337,11 @@ class _Rows:
             return
         check_answers(self.config.reward, key, answers)
         objects = [value for _, value in answers if isinstance(value, dict) and TRUTH in value]
-        own = [one.name for one in reward.functions.values() if one.name not in REWARDS.names()]
-        if objects and own:
-            what = f"the reference answers are objects, which {own[0]} gets whole"
+        functions = [section.name for section in reward.functions.values() if section.name not in REWARDS.names()]
+        if objects and functions:
+            problem = f"the reference answers are objects, which {functions[0]} gets whole"
             _warn(
-                what,
+                problem,
                 "data.answer_key",
                 str(objects[0])[:100],
                 f"set data.answer_key={key}.{TRUTH} to pass their content",
@@ -349,7 +349,7 @@ class _Rows:
 
     def _signatures(self) -> list[tuple[RewardConfig, str, inspect.Signature]]:
         """Return the users' reward functions with known parameters, as (section, its key, signature)."""
-        found = []
+        signatures = []
         for label, reward in self.config.reward.functions.items() if uses_reward(self.config) else ():
             if reward.name in REWARDS.names():
                 continue
@@ -357,8 +357,8 @@ class _Rows:
                 tree = check_reference(reward.name, REWARDS.key)
             signature = None if tree is None else signature_of(tree, reward.name)
             if signature is not None:
-                found.append((reward, f"reward.parts.{label}.kwargs" if label else KWARGS, signature))
-        return found
+                signatures.append((reward, f"reward.parts.{label}.kwargs" if label else KWARGS, signature))
+        return signatures
 
     def _check_parameters(self, rows: Sequence[Row]) -> None:
         """Check that the columns that a user's reward function takes as parameters exist."""
@@ -377,14 +377,16 @@ class _Rows:
                 continue
             with located(label):
                 names = spec.names(reward_settings(reward.name, reward.kwargs, spec))
-            own = SAMPLE_KEYS | {TRUTH, "data_source"}
-            for row, name in ((row, name) for row in rows for name in sorted(names) if name not in own | row.keys()):
-                near = close_matches(name, [*own, *row])
+            sample_keys = SAMPLE_KEYS | {TRUTH, "data_source"}
+            for row, name in (
+                (row, name) for row in rows for name in sorted(names) if name not in sample_keys | row.keys()
+            ):
+                near = close_matches(name, [*sample_keys, *row])
                 raise DataError(
                     f"samples have no field {name!r}, which the reward {reward.name} is set to read",
                     where=row.where,
                     found=f"{f'reward.parts.{label}.kwargs' if label else KWARGS}: {name}",
-                    allowed=f"columns here: {', '.join(row)}; of every sample: {', '.join(sorted(own))}",
+                    allowed=f"columns here: {', '.join(row)}; of every sample: {', '.join(sorted(sample_keys))}",
                     fix=f"did you mean {near[0]!r}?" if near else None,
                 )
 
@@ -392,29 +394,29 @@ class _Rows:
         """Warn of columns that the sample's own values hide from a user's reward, and of settings that may be meant as
         columns.
         """
-        own = []
+        readers = []
         for reward, place, signature in self._signatures():
             if form_of(signature) is OWN:
-                own.append(reward.name)
+                readers.append(reward.name)
                 continue
             for key, value in reward.kwargs.items():
                 if isinstance(value, str) and rows and rows[0].has(value):
-                    what = (
+                    problem = (
                         f"this is the name of a column, but {reward.name} gets the text itself, not the column's "
                         "content"
                     )
-                    _warn(what, f"{place}.{key}", value, _rename_fix(key, value, reward.name))
-        if not own:
+                    _warn(problem, f"{place}.{key}", value, _rename_fix(key, value, reward.name))
+        if not readers:
             return
         config, hidden = self.config, dict[str, None]()
         for row in rows:
             hidden |= dict.fromkeys(hidden_columns(row, config.data.prompt_key, config.data.answer_key))
         if hidden:
-            what = (
+            problem = (
                 "samples have their own values under these names, so that a reward finds the columns only in "
                 f"sample['row']: {', '.join(hidden)}"
             )
-            _warn(what, ", ".join(own), None, "read them there, or rename the columns")
+            _warn(problem, ", ".join(readers), None, "read them there, or rename the columns")
 
     def _response(self, row: Row, key: str) -> str:
         """Return a response to train on as text, with everything that it says."""

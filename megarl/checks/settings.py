@@ -204,13 +204,13 @@ def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
     """Check lengths against the model, and sampling settings that make training off-policy."""
     checks = checks.of("sampling")
-    training, own = config.rollout.sampling, config.validation.sampling
+    training, held_out = config.rollout.sampling, config.validation.sampling
     if config.task.writes_text:  # other tasks check a call's length once the model is loaded
         _check_lengths("rollout.sampling", training, config, facts, checks)
         _check_stop_tokens("rollout.sampling", training.stop_token_ids, facts, checks)
-        if own.max_new_tokens is not None or own.min_new_tokens is not None:
+        if held_out.max_new_tokens is not None or held_out.min_new_tokens is not None:
             _check_lengths("validation.sampling", config.validation_sampling, config, facts, checks)
-        _check_stop_tokens("validation.sampling", own.stop_token_ids, facts, checks)
+        _check_stop_tokens("validation.sampling", held_out.stop_token_ids, facts, checks)
         _check_stop_strings("rollout.sampling", training, checks)
         _check_stop_strings("validation.sampling", config.validation_sampling, checks)
     if not config.has_turns:
@@ -223,7 +223,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
             allowed="number > 0",
             fix="set rollout.sampling.temperature=1",
         )
-    for key, temperature in (("rollout", training.temperature), ("validation", own.temperature)):
+    for key, temperature in (("rollout", training.temperature), ("validation", held_out.temperature)):
         if 0 < temperature < _COLDEST:
             checks.fail(
                 f"{key}.sampling.temperature",
@@ -232,7 +232,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
                 allowed=f"0, or number from {_COLDEST} to 100",
                 fix=f"set {key}.sampling.temperature=" + ("1" if key == "rollout" else "0, which is greedy"),
             )
-    for key, size in (("rollout", training.n), ("validation", own.n)):
+    for key, size in (("rollout", training.n), ("validation", held_out.n)):
         if size > _LARGEST_GROUP:
             checks.warn(
                 f"{key}.sampling.n",
@@ -318,12 +318,12 @@ def _check_lengths(
 def _check_limits(limits: LimitsConfig, checks: Checklist) -> None:
     """Refuse limits of turns without an environment: a sample then has one turn, with only its token limit."""
     for key in limits.model_fields_set:
-        default, found = LimitsConfig.model_fields[key].default, getattr(limits, key)
-        if found != default:
+        default, value = LimitsConfig.model_fields[key].default, getattr(limits, key)
+        if value != default:
             checks.of("limits").fail(
                 f"rollout.limits.{key}",
                 "this limits episodes of several turns, but the recipe names no environment",
-                found=found,
+                found=value,
                 allowed=f"{'null' if default is None else default}, or any with env.name",
                 fix="set rollout.sampling.max_new_tokens" if key == "tokens" else "remove it, or set env.name",
             )

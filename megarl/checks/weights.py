@@ -64,9 +64,9 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
         read |= {name for form in forms for name in form}
     sight = None
     if policy:
-        own = projector_file(folder)
-        place |= {} if own is None else _in_its_file(own)
-        files = files if own is None else [*files, own]
+        projector = projector_file(folder)
+        place |= {} if projector is None else _in_its_file(projector)
+        files = files if projector is None else [*files, projector]
         sight = VisionShape.from_config(complete_config(raw, folder), facts.hidden, where)
     for eyes in (facts.encoder, sight):
         if eyes is not None:
@@ -97,7 +97,7 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             header: dict[str, Any] = json.loads(opened.read(length))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-            found = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
+            entries = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
         except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
             raise ConfigError(
                 "this is not a safetensors file: its header cannot be read", where=str(file), fix=_AGAIN
@@ -112,7 +112,7 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             allowed=f"{end} bytes",
             fix=_AGAIN,
         )
-    return found
+    return entries
 
 
 def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator[list[Shapes]]:
@@ -183,12 +183,12 @@ def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], 
                 allowed="a checkpoint whose tensors match its config.json",
                 fix="check that config.json belongs to these files",
             )
-        file, dtype, found = place[name]
-        if found != shape:
+        file, dtype, stored = place[name]
+        if stored != shape:
             raise ConfigError(
                 f"tensor {name!r} has another shape than config.json implies",
                 where=str(file),
-                found=found,
+                found=stored,
                 allowed=[shape],
                 fix="check that config.json belongs to these files",
             )

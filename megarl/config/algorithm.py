@@ -96,8 +96,8 @@ class DynamicSamplingConfig(Section):
         bounds = [
             f"{word} {value:g}" for word, value in (("at least", self.low), ("at most", self.high)) if value is not None
         ]
-        what = "scores that differ" if self.metric == "score" else "successes and failures"
-        condition = f"a mean {self.metric} of {' and '.join(bounds)}" if bounds else what
+        differing = "scores that differ" if self.metric == "score" else "successes and failures"
+        condition = f"a mean {self.metric} of {' and '.join(bounds)}" if bounds else differing
         return f"{condition} and no episode that was cut" if self.drop_cut else condition
 
 

@@ -106,8 +106,8 @@ def load_config(
     document.inherited -= given  # all overrides form one layer, whatever their order
     dropped = _drop_inherited(document, components) if components is not None else []
     _expand_home(document.data)
-    config, found = _validate(document, str(file), components if check_own else None)
-    raise_problems(problems + found)
+    config, invalid = _validate(document, str(file), components if check_own else None)
+    raise_problems(problems + invalid)
     assert config is not None
     if config.model.dtype == "auto":
         config, line = with_precision(config, run_dir)
@@ -128,8 +128,8 @@ def _written(document: Document, file: Path) -> set[str]:
     """Return the dotted keys that the user set, in an override or in `file`, unless it is shipped or a run's record."""
     shipped = file.resolve().parent == recipe_folder()
     # the recipe in a run folder has every key
-    own = () if shipped or (file.parent / _RECORD).exists() else (f"{file}:",)
-    places = ("override ", *own)
+    user_file = () if shipped or (file.parent / _RECORD).exists() else (f"{file}:",)
+    places = ("override ", *user_file)
     return {".".join(path) for path in _value_paths(document.data) if _origin(document, path, "").startswith(places)}
 
 
@@ -310,16 +310,16 @@ def find_recipe(
         said_in: the line of another recipe that names this one; None: the command line does.
         takes_runs: the command also accepts a run folder, and `path` is none.
     """
-    asked = Path(path).expanduser()
-    base = (relative_to or Path()) / asked
+    recipe = Path(path).expanduser()
+    base = (relative_to or Path()) / recipe
     for candidate in (base, base.with_name(base.name + ".yaml") if base.name else base):
         if candidate.is_file():
             return candidate
     folder = recipe_folder()
-    if folder is not None and len(asked.parts) == 1 and (folder / f"{asked.stem}.yaml").is_file():
-        return folder / f"{asked.stem}.yaml"
+    if folder is not None and len(recipe.parts) == 1 and (folder / f"{recipe.stem}.yaml").is_file():
+        return folder / f"{recipe.stem}.yaml"
     neighbours = [file.name for file in sorted(base.parent.glob("*.y*ml"))] if base.parent.is_dir() else []
-    close = close_files(asked.name, [*neighbours, *recipe_names()])
+    close = close_files(recipe.name, [*neighbours, *recipe_names()])
     raise ConfigError(
         "there is no such recipe" if not base.is_dir() else "this is a folder, not a recipe file",
         where=said_in or str(path),

@@ -59,8 +59,8 @@ def _devices(found: Findings) -> None:
     if not has_nvidia_device():
         raise Skipped("no GPU")
     cuda = torch.version.cuda
-    told = f"torch {torch.__version__} is built for {f'CUDA {cuda}' if cuda else 'the CPU only'}"
-    if not found.check("torch computes on CUDA", torch.cuda.is_available(), told):
+    build = f"torch {torch.__version__} is built for {f'CUDA {cuda}' if cuda else 'the CPU only'}"
+    if not found.check("torch computes on CUDA", torch.cuda.is_available(), build):
         return
     for number in range(torch.cuda.device_count()):
         ones = torch.ones(1024, device=f"cuda:{number}")
@@ -155,8 +155,8 @@ def take(user: str) -> None:
 
     for line in sys.stdin:
         flat = open_handle(json.loads(line))
-        own = flat.to(user, copy=True)
+        copied = flat.to(user, copy=True)
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
-        print(int(own.sum(dtype=torch.int64)), flush=True)
-        del flat, own
+        print(int(copied.sum(dtype=torch.int64)), flush=True)
+        del flat, copied

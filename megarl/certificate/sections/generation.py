@@ -48,27 +48,27 @@ def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) ->
 
     name = f"{model} {str(dtype).removeprefix('torch.')}"
     engine = make_engine(model, layout, dtype, frozen=True)
-    asked, sampling = _requests(), SamplingConfig(max_new_tokens=16, temperature=1.0)
+    requests, sampling = _requests(), SamplingConfig(max_new_tokens=16, temperature=1.0)
     plain, captured = (
         EmbeddedEngine(engine.chunks, RolloutConfig(cuda_graphs=graphs, max_running=8), layout)
         for graphs in (False, True)
     )
-    samples = plain.generate(asked, sampling, _EOS)
-    error = difference(_logprobs(samples), _training_logprobs(engine, asked, samples))
+    samples = plain.generate(requests, sampling, _EOS)
+    error = difference(_logprobs(samples), _training_logprobs(engine, requests, samples))
     found.within(f"{name}: log-probs are those of the training pass", error, _LIMITS[dtype])
     stage = DecoderStage(engine.chunks, Mesh.of(layout), dtype, rows=8, steps=1)
     if has_cuda() and not stage.can_be_captured:
         found.skip(f"{name}: graphs", "its steps wait for the device, and are not captured")
     elif has_cuda():
-        same = captured.generate(asked, sampling, _EOS)
-        tokens = [[one.token_ids for one in group] for group in same]
+        same = captured.generate(requests, sampling, _EOS)
+        tokens = [[sample.token_ids for sample in group] for group in same]
         found.check(
-            f"{name}: graphs change no token", tokens == [[one.token_ids for one in group] for group in samples]
+            f"{name}: graphs change no token", tokens == [[sample.token_ids for sample in group] for group in samples]
         )
-    captured.generate(asked, sampling, _EOS)
+    captured.generate(requests, sampling, _EOS)
     before = live_bytes()
     for _ in range(_ROUNDS):
-        captured.generate(asked, sampling, _EOS)
+        captured.generate(requests, sampling, _EOS)
     grown = live_bytes() - before
     found.check(
         f"{name}: memory is given back", grown <= _SLACK, f"{grown} bytes more after {_ROUNDS} more generations"
@@ -84,9 +84,9 @@ def live_bytes() -> int:
         empty_cache()
         return torch.cuda.memory_allocated()
     storages = {}
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu":
-            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu":
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
 
@@ -102,16 +102,16 @@ def _requests(count: int = 5, n: int = 2) -> list[Request]:
 
 
 def _logprobs(samples: Sequence[Sequence[Completion]]) -> torch.Tensor:
-    return torch.tensor([value for group in samples for one in group for value in one.logprobs])
+    return torch.tensor([value for group in samples for sample in group for value in sample.logprobs])
 
 
 def _training_logprobs(
-    engine: MegatronEngine, asked: Sequence[Request], samples: Sequence[Sequence[Completion]]
+    engine: MegatronEngine, requests: Sequence[Request], samples: Sequence[Sequence[Completion]]
 ) -> torch.Tensor:
-    pairs = [(request, one) for request, group in zip(asked, samples, strict=True) for one in group]
+    pairs = [(request, sample) for request, group in zip(requests, samples, strict=True) for sample in group]
     columns = {
         "prompt_ids": Jagged.from_list([torch.tensor(request.prompt_ids) for request, _ in pairs]),
-        "response_ids": Jagged.from_list([torch.tensor(one.token_ids) for _, one in pairs]),
+        "response_ids": Jagged.from_list([torch.tensor(sample.token_ids) for _, sample in pairs]),
     }
     logp, _ = engine.logprobs(Batch(columns, {}), entropy=False)
     return logp.values.cpu()

@@ -81,14 +81,14 @@ def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) ->
     from megarl.models.packing import cp_split, pack_stream
 
     padded = list(pack_stream(lengths, cp_size=ranks).params.lengths)
-    held = [part.to(device()) for rank in range(ranks) if (part := cp_split(padded, ranks, rank)) is not None]
+    places = [part.to(device()) for rank in range(ranks) if (part := cp_split(padded, ranks, rank)) is not None]
 
     def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = (torch.cat([one[mine] for mine in held]) for one in (k, v))
+        keys, values = (torch.cat([stream[own_places] for own_places in places]) for stream in (k, v))
         out = torch.empty_like(q)
-        for rank, mine in enumerate(held):
+        for rank, own_places in enumerate(places):
             packed = pack_stream(lengths, cp_size=ranks, cp_rank=rank, device=device()).params
-            out = out.index_copy(0, mine, attend(q[mine], keys, values, packed, _DIM**-0.5, None))
+            out = out.index_copy(0, own_places, attend(q[own_places], keys, values, packed, _DIM**-0.5, None))
         return out
 
     inputs = _heads(sum(padded), dtype)
@@ -98,8 +98,8 @@ def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) ->
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
     """Return causal attention [t, heads, d] within each sequence, by explicit formulas."""
     parts, repeat = [], q.shape[1] // k.shape[1]
-    for one in zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True):
-        a, b, c = (x.transpose(0, 1) for x in one)
+    for qkv in zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True):
+        a, b, c = (x.transpose(0, 1) for x in qkv)
         b, c = b.repeat_interleave(repeat, 0), c.repeat_interleave(repeat, 0)
         places = torch.arange(a.shape[1], device=a.device)
         distance = places[:, None] - places
@@ -140,13 +140,13 @@ def _with_gradients(
     """Return the largest relative difference between `ours` and `exact`, of result and gradients. `floor_share` times
     the norm of the upstream gradient is added to the denominator.
     """
-    mine = [one.clone().requires_grad_() for one in inputs]
-    theirs = [one.double().requires_grad_() for one in inputs]
-    out, wanted = ours(*mine), exact(*theirs)
+    tested = [value.clone().requires_grad_() for value in inputs]
+    references = [value.double().requires_grad_() for value in inputs]
+    out, wanted = ours(*tested), exact(*references)
     upstream = torch.randn_like(out)
     out.backward(upstream)
     wanted.backward(upstream.double())
-    pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]
+    pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(tested, references, strict=True))]
     floor = floor_share * float(upstream.double().norm())
     return worst(math.inf if got is None or want is None else difference(got, want, floor) for got, want in pairs)
 

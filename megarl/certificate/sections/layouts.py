@@ -35,21 +35,21 @@ def run(found: Findings, folder: Path) -> None:
         model = name.partition(" ")[0]
         for layout in together[0]:
             if layout.startswith(f"{model} "):
-                for what, error in differences(expected, [rank[layout] for rank in together]).items():
-                    found.within(f"{layout}: {what}", error, _LIMIT)
+                for quantity, error in differences(expected, [rank[layout] for rank in together]).items():
+                    found.within(f"{layout}: {quantity}", error, _LIMIT)
 
 
 def differences(expected: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, float]:
     """Return the largest differences between the results of one process and of all ranks, for samples and for steps."""
     errors: dict[str, float] = {}
-    for what, rows in expected["samples"].items():
-        found = {name: row for rank in ranks for name, row in rank["samples"][what].items()}
-        same = found.keys() == rows.keys() and all(len(found[name]) == len(row) for name, row in rows.items())
-        pairs = [(a, b) for name, row in rows.items() for a, b in zip(row, found[name], strict=True)] if same else []
-        errors[what] = worst(abs(a - b) for a, b in pairs) if same else float("inf")
-    for what in expected["steps"][0]:
-        errors[what] = worst(
-            abs(ours[what] - theirs[what]) / max(abs(theirs[what]), 1.0)
+    for quantity, rows in expected["samples"].items():
+        samples = {name: row for rank in ranks for name, row in rank["samples"][quantity].items()}
+        same = samples.keys() == rows.keys() and all(len(samples[name]) == len(row) for name, row in rows.items())
+        pairs = [(a, b) for name, row in rows.items() for a, b in zip(row, samples[name], strict=True)] if same else []
+        errors[quantity] = worst(abs(a - b) for a, b in pairs) if same else float("inf")
+    for quantity in expected["steps"][0]:
+        errors[quantity] = worst(
+            abs(ours[quantity] - theirs[quantity]) / max(abs(theirs[quantity]), 1.0)
             for rank in ranks
             for ours, theirs in zip(rank["steps"], expected["steps"], strict=True)
         )
@@ -65,13 +65,16 @@ def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
     sizes += [{"ep": 2}, {"ep": 4}, {"ep": 8}, {"ep": 2, "etp": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}]
     sizes += [{"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "cp": 2, "sp": True}, {"tp": 2, "pp": 2, "cp": 2}]
     for model in _MODELS:
-        for one in sizes:
-            layout = ParallelConfig(**one)
+        for layout_sizes in sizes:
+            layout = ParallelConfig(**layout_sizes)
             experts = layout.ep * layout.expert_tp * layout.pp if layout.ep > 1 else 1
             heads = layout.tp <= 2  # number of query groups in the small models
             fits = processes % layout.model_parallel_size == 0 and processes % experts == 0 and heads
             if fits and (model == "mixture" or layout.ep == 1):
-                yield f"{model} {' '.join(f'{key} {value}' for key, value in one.items()) or 'dp only'}", layout
+                yield (
+                    f"{model} {' '.join(f'{key} {value}' for key, value in layout_sizes.items()) or 'dp only'}",
+                    layout,
+                )
 
 
 def work(config: RunConfig, run_dir: Path) -> None:
@@ -80,7 +83,7 @@ def work(config: RunConfig, run_dir: Path) -> None:
     from megarl.runtime.setup import init_processes
     from megarl.training.parallel import init_parallel
 
-    first, found = init_processes(config, run_dir, ParallelConfig()), {}
+    first, results = init_processes(config, run_dir, ParallelConfig()), {}
     world = first.world
     first.close()
     for name, parallel in layouts_of(world.size):
@@ -90,9 +93,9 @@ def work(config: RunConfig, run_dir: Path) -> None:
         batch = whole.select(list(range(layout.dp_rank, len(whole), layout.dp_size)))
         lengths = batch["response_ids"].lengths.tolist()
         numbers = {
-            what: dict(zip(batch["sample_id"], (row.tolist() for row in values.cpu().split(lengths)), strict=True))
-            for what, values in outputs(engine, batch).items()
+            quantity: dict(zip(batch["sample_id"], (row.tolist() for row in values.cpu().split(lengths)), strict=True))
+            for quantity, values in outputs(engine, batch).items()
         }
-        found[name] = {"samples": numbers, "steps": [step(engine, batch) for _ in range(_STEPS)]}
+        results[name] = {"samples": numbers, "steps": [step(engine, batch) for _ in range(_STEPS)]}
         layout.close()
-    write_numbers(run_dir, world.rank, found)
+    write_numbers(run_dir, world.rank, results)

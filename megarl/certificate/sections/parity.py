@@ -22,5 +22,5 @@ def run(found: Findings, folder: Path) -> None:
         for dtype in ("fp32", "bf16") if has_cuda() else ("fp32",):
             result = parity(folder / model, dtype, server=False)
             worst = max((*result.places, *result.logprobs), key=lambda place: place.relative)
-            told = f"largest relative difference {worst.relative:.2g} at {worst.name}, at most {result.tolerance:g}"
-            found.check(f"{model} {dtype}", result.first is None, told)
+            detail = f"largest relative difference {worst.relative:.2g} at {worst.name}, at most {result.tolerance:g}"
+            found.check(f"{model} {dtype}", result.first is None, detail)

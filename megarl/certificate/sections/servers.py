@@ -86,9 +86,9 @@ def _run_and_check(found: Findings, name: str, overrides: list[str], folder: Pat
 
 def _check(found: Findings, name: str, ranks: Sequence[dict[str, Any]]) -> None:
     numbers, servers = ranks[0]["updates"], ranks[0]["servers"]
-    updated = all(one["sync/failed"] == 0 and one["sync/servers"] == servers for one in numbers)
+    updated = all(metrics["sync/failed"] == 0 and metrics["sync/servers"] == servers for metrics in numbers)
     found.check(f"{name}: all servers updated", updated, f"{servers} servers, {len(numbers)} updates")
-    verified = [int(one["sync/verified_tensors"]) for one in numbers]
+    verified = [int(metrics["sync/verified_tensors"]) for metrics in numbers]
     found.check(f"{name}: checksums of all tensors", min(verified) > 0, f"{verified} tensors compared")
     crossing = ranks[0]["crossings"]
     found.check(f"{name}: colocated servers are fed from their own GPUs", not crossing, "; ".join(crossing))
@@ -105,14 +105,16 @@ def crossings(plan: SyncPlan, ranks: Sequence[str], servers: Sequence[Sequence[s
     """Return the servers that share GPUs with trainer ranks but get no weights from these. Memory of a colocated server
     can be written only from its own GPU, so weights from other GPUs take a detour.
     """
-    found = []
+    problems = []
     for route in plan.routes:
         for receiver in route.receivers:
-            own = set(servers[receiver])
-            if own & set(ranks) and not any(ranks[sender] in own for sender in route.senders):
+            server_gpus = set(servers[receiver])
+            if server_gpus & set(ranks) and not any(ranks[sender] in server_gpus for sender in route.senders):
                 gpus = ", ".join(sorted({ranks[sender] for sender in route.senders}))
-                found.append(f"server {receiver} on GPU {', '.join(sorted(own))} gets weights from GPU {gpus}")
-    return found
+                problems.append(
+                    f"server {receiver} on GPU {', '.join(sorted(server_gpus))} gets weights from GPU {gpus}"
+                )
+    return problems
 
 
 def _crossings_here(c: RankState) -> list[str]:
@@ -126,8 +128,10 @@ def _crossings_here(c: RankState) -> list[str]:
     assert isinstance(c.link, OwnServers), "one team starts and fills the servers"
     names = visible_gpus(os.environ) or [str(number) for number in range(present)]
     count = servers.servers
-    own = [server_gpus(servers, count, number, workers, os.environ, present) or () for number in range(count)]
-    return crossings(c.link.sync.plan, names[:workers], [gpus[: servers.ranks] for gpus in own])
+    gpus_of_servers = [
+        server_gpus(servers, count, number, workers, os.environ, present) or () for number in range(count)
+    ]
+    return crossings(c.link.sync.plan, names[:workers], [gpus[: servers.ranks] for gpus in gpus_of_servers])
 
 
 def work(config: RunConfig, run_dir: Path) -> None:
@@ -170,15 +174,15 @@ def _generate(c: RankState) -> tuple[float, list[int]]:
 
     g = torch.Generator().manual_seed(c.layout.rank)
     prompts = torch.randint(3, 20, (_PROMPTS, 12), generator=g).tolist()
-    asked = [Request(prompt, [1000 * c.layout.rank + i]) for i, prompt in enumerate(prompts)]
+    requests = [Request(prompt, [1000 * c.layout.rank + i]) for i, prompt in enumerate(prompts)]
     with c.offload.phase("generate"):
-        samples = [one for (one,) in c.rollout.engine.generate(asked, c.config.rollout.sampling, [2])]
+        samples = [sample for (sample,) in c.rollout.engine.generate(requests, c.config.rollout.sampling, [2])]
     rows = {
-        "prompt_ids": Jagged.from_list([torch.tensor(request.prompt_ids) for request in asked]),
-        "response_ids": Jagged.from_list([torch.tensor(one.token_ids) for one in samples]),
+        "prompt_ids": Jagged.from_list([torch.tensor(request.prompt_ids) for request in requests]),
+        "response_ids": Jagged.from_list([torch.tensor(sample.token_ids) for sample in samples]),
     }
     with c.offload.phase("score", "actor"):
         logp, _ = c.actor.engine.logprobs(Batch(rows, {}), entropy=False)
-    theirs = torch.tensor([value for one in samples for value in one.logprobs])
-    versions = sorted({version for one in samples for version, _ in one.versions})
+    theirs = torch.tensor([value for sample in samples for value in sample.logprobs])
+    versions = sorted({version for sample in samples for version, _ in sample.versions})
     return float((logp.values.cpu() - theirs).abs().max()), versions

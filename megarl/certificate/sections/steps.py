@@ -123,8 +123,8 @@ def _measure(found: Findings, name: str, overrides: list[str], kind: Hardware | 
     found.figure(f"{name}: step", wall, "s", expected["step"], source)
     rate = statistics.median(step.total_tokens / step.wall_s for step in steps) / gpus
     found.figure(f"{name}: tokens", rate, f"tokens/s/{device}", expected["tokens per second and device"], source)
-    for what, share in shares(config, lines[-1], steps, peak_flops(config.model.dtype) * gpus).items():
-        found.figure(f"{name}: MFU of {what}", 100 * share, "%")
+    for part, share in shares(config, lines[-1], steps, peak_flops(config.model.dtype) * gpus).items():
+        found.figure(f"{name}: MFU of {part}", 100 * share, "%")
     for phase in steps[0].phases:
         found.figure(
             f"{name}: seconds of {phase}", statistics.median(step.phases.get(phase, 0.0) for step in steps), "s"

@@ -64,18 +64,20 @@ def train(
     elsewhere = left_on_host(engine)
     found.check(f"{name}: all on {device()}", not elsewhere, ", ".join(elsewhere[:4]))
     before = outputs(engine, batch)
-    for what, values in before.items():
-        found.within(f"{name}: {what}", difference(values.cpu(), exact[what]), limit)
+    for quantity, values in before.items():
+        found.within(f"{name}: {quantity}", difference(values.cpu(), exact[quantity]), limit)
     _round_trip(engine)
-    same = all(torch.equal(values, before[what]) for what, values in outputs(engine, batch).items())
+    same = all(torch.equal(values, before[quantity]) for quantity, values in outputs(engine, batch).items())
     found.check(f"{name}: the same bits after a round trip to host memory", same)
     ours = []
     for _ in range(_STEPS):
         ours.append(step(engine, batch))
         _round_trip(engine)
-    for what in ("loss", "gradient norm"):
-        largest = worst(abs(a[what] - b[what]) / max(abs(b[what]), 0.1) for a, b in zip(ours, steps, strict=True))
-        found.within(f"{name}: {what} of {_STEPS} steps", largest, _AFTER_STEPS[dtype])
+    for quantity in ("loss", "gradient norm"):
+        largest = worst(
+            abs(a[quantity] - b[quantity]) / max(abs(b[quantity]), 0.1) for a, b in zip(ours, steps, strict=True)
+        )
+        found.within(f"{name}: {quantity} of {_STEPS} steps", largest, _AFTER_STEPS[dtype])
     found.check(f"{name}: loss falls", ours[-1]["loss"] < ours[0]["loss"], ", ".join(f"{s['loss']:.4f}" for s in ours))
 
 
