@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megarl.artifacts.jsonl import STEP, read_jsonl
 from megarl.system.errors import DataError
@@ -38,13 +37,17 @@ class Timings:
 
 def read_timings(run_dir: Path) -> Timings:
     """Return the timings of a training run's steps after the first `WARM_UP`; the run may be in progress."""
-    lines = _lines(run_dir / "metrics.jsonl")
+    file = run_dir / "metrics.jsonl"
+    try:
+        lines = read_jsonl(file, needs=STEP, must_exist=True)
+    except OSError as error:
+        raise _no_run(file, error) from error
     steps = {line["step"]: line for line in lines if line["stage"] == "train" and line["step"] > 0}
     counted = sorted(steps)[WARM_UP:]
     if not counted:
         raise DataError(
             "this run has too few measured steps",
-            where=str(run_dir / "metrics.jsonl"),
+            where=str(file),
             found=f"{len(steps)} RL steps",
             allowed=f"at least {WARM_UP + 1}, as the first {WARM_UP} do not count",
             fix="let the run make more steps",
@@ -57,13 +60,6 @@ def read_timings(run_dir: Path) -> Timings:
     seconds = {name: statistics.median(values) for name, values in measured.items()}
     teams, workers = _teams(run_dir / "run.json")
     return Timings(counted[0], counted[-1], seconds, teams, workers)
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    try:
-        return read_jsonl(file, needs=STEP, must_exist=True)
-    except OSError as error:
-        raise _no_run(file, error) from error
 
 
 def _teams(file: Path) -> tuple[dict[str, tuple[tuple[str, ...], int]], int]:

@@ -165,5 +165,5 @@ def step(engine: MegatronEngine, batch: Batch) -> dict[str, float]:
         return value, metrics
 
     critic = engine.chunks[0].has_value_head
-    found = (engine.value_step(batch, loss) if critic else engine.train_step(batch, loss)).result()
-    return {"loss": found["loss"], "gradient norm": found[f"{engine.name}/grad_norm"]}
+    result = (engine.value_step(batch, loss) if critic else engine.train_step(batch, loss)).result()
+    return {"loss": result["loss"], "gradient norm": result[f"{engine.name}/grad_norm"]}

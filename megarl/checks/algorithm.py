@@ -144,8 +144,9 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
             allowed="settings that are a subclass of megarl.algorithms.divergences.DivergenceSettings",
             fix="derive its settings from DivergenceSettings",
         )
-    elif _ignored_tail(chosen.settings):
-        default = type(chosen.settings).model_fields["tail"].default
+    elif chosen.settings.topk is None and chosen.settings.tail != (
+        default := type(chosen.settings).model_fields["tail"].default
+    ):
         checks.of("distillation").fail(
             f"{path}.tail",
             "the whole vocabulary is compared, so no tail of other tokens exists",
@@ -160,10 +161,6 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
             found="policy",
             fix=f"set {path}.through=loss, or {path}.estimator=k1",
         )
-
-
-def _ignored_tail(settings: DivergenceSettings) -> bool:
-    return settings.topk is None and settings.tail != type(settings).model_fields["tail"].default
 
 
 def _check_distillation(config: RunConfig, checks: Checklist) -> None:

@@ -20,17 +20,27 @@ def check_disk(
     policy are unknown.
     """
     checks = checks.of("disk")
-    if job not in ("train", "sft") or sizes[Role.ACTOR] is None:
+    policy, trainer = sizes[Role.ACTOR], config.trainer
+    if job not in ("train", "sft") or policy is None:
         return
     folder = Path(run_dir or config.tracking.dir).expanduser().absolute()
     while not folder.is_dir():
         folder = folder.parent
-    checkpoint = _checkpoint_bytes(config, sizes, roles)
-    number = _checkpoints(config, job)
+    trained = [policy] if Role.CRITIC not in (roles or ()) else [policy, sizes.get(Role.CRITIC) or policy]
+    checkpoint = sum(checkpoint_bytes(facts, config.model.dtype, config.model.lora) for facts in trained)
+    steps = config.sft.steps if job == "sft" else trainer.steps
+    written = -(-steps // trainer.save_every) if trainer.save_every else 1
+    keeps_best = trainer.best_metric is not None and trainer.save_every > 0
+    resumes = 0 < trainer.resume_every < steps and (
+        not trainer.save_every or trainer.resume_every % trainer.save_every != 0
+    )
+    # Those kept, the best, one that is being written, and one that serves only to resume.
+    number = min(written, trainer.keep_last + keeps_best + 1) + resumes
     more = max(0, number - (0 if run_dir is None else len(steps_in(run_dir / "checkpoints"))))
-    needed, free = more * checkpoint + _model_bytes(config, sizes), shutil.disk_usage(folder).free
-    passing = ", one of them only to go on from" if _passing(config, job) else ""
-    files = f"{count(number, 'checkpoint')} of {_gb(checkpoint)}{passing}"
+    # The last model is exported, and the best where it may be another one.
+    exported = trainer.export_hf * (1 + keeps_best) * policy.parameters * BYTES[config.model.dtype]
+    needed, free = more * checkpoint + exported, shutil.disk_usage(folder).free
+    files = f"{count(number, 'checkpoint')} of {_gb(checkpoint)}{', one of them only to go on from' if resumes else ''}"
     if needed <= free:
         checks.ok(f"{files}: {_gb(free)} are free in {folder}")
         return
@@ -40,36 +50,6 @@ def check_disk(
         found=f"{_gb(free)} free in {folder}",
         fix="name a folder on a larger disk, or keep fewer checkpoints (trainer.keep_last, trainer.best_metric=null)",
     )
-
-
-def _checkpoint_bytes(config: RunConfig, sizes: Sizes, roles: Roles) -> float:
-    """Return the bytes of one checkpoint: the state of all trained models."""
-    policy = sizes[Role.ACTOR]
-    assert policy is not None
-    learning = [policy] if Role.CRITIC not in (roles or ()) else [policy, sizes.get(Role.CRITIC) or policy]
-    return sum(checkpoint_bytes(facts, config.model.dtype, config.model.lora) for facts in learning)
-
-
-def _checkpoints(config: RunConfig, job: str) -> int:
-    """Return how many checkpoints are on disk at once: those kept, the best, one for resuming, one being written."""
-    trainer, steps = config.trainer, config.sft.steps if job == "sft" else config.trainer.steps
-    written = 1 if not trainer.save_every else -(-steps // trainer.save_every)
-    best = trainer.best_metric is not None and trainer.save_every > 0
-    return min(written, trainer.keep_last + best + 1) + _passing(config, job)
-
-
-def _passing(config: RunConfig, job: str) -> bool:
-    """Return whether some checkpoints serve only to resume."""
-    every, steps = config.trainer.resume_every, config.sft.steps if job == "sft" else config.trainer.steps
-    return 0 < every < steps and (not config.trainer.save_every or every % config.trainer.save_every != 0)
-
-
-def _model_bytes(config: RunConfig, sizes: Sizes) -> float:
-    """Return the bytes of the models exported at the end: the last one, and the best where it may be another one."""
-    policy, trainer = sizes[Role.ACTOR], config.trainer
-    assert policy is not None
-    models = trainer.export_hf * (1 + (trainer.best_metric is not None and trainer.save_every > 0))
-    return float(models * policy.parameters * BYTES[config.model.dtype])
 
 
 def _gb(size: float) -> str:

@@ -53,7 +53,7 @@ def make_plan(
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
     known = {check.key for check in checked.items if check.status == "fail"}  # the file's readers report it too
     checks = [*checked.items, *(one for one in more if one.status != "fail" or one.key not in known)]
-    sections = {"Configuration": _full_text(config) if full else _changed_text(config)}
+    sections = {"Configuration": _config_text(config, full=full)}
     if job == "train":
         sections["Steps"] = _steps_text(config)
         sections["Task graph"] = _graph_text(config, checked)
@@ -69,11 +69,9 @@ def make_plan(
     return RunPlan(f"{text}\n\n{last_sections}. Nothing was started.", problems_of(checks))
 
 
-def _full_text(config: RunConfig) -> str:
-    return to_yaml(hide(config.model_dump())[0])
-
-
-def _changed_text(config: RunConfig) -> str:
+def _config_text(config: RunConfig, *, full: bool) -> str:
+    if full:
+        return to_yaml(hide(config.model_dump())[0])
     changed, others = changed_keys(config, COMPONENTS)
     return f"{to_yaml(hide(changed)[0])}... and {others} keys with their defaults, which --full shows"
 

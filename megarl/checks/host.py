@@ -6,6 +6,7 @@ on several machines each machine is assumed to hold its part of every team.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
     ranks = _ranks_here(config, team)
     files = [*([] if generates else config.data.train_files), *config.data.held_out]
-    rows = ranks * _DATA * _file_bytes(files) if config.task.writes_text else 0.0
+    local = [file for file in map(Path, map(os.path.expanduser, dict.fromkeys(files))) if file.is_file()]
+    rows = ranks * _DATA * sum(file.stat().st_size for file in local) if config.task.writes_text else 0.0
     if rows:
         key = "data.val_files" if generates else "data.train_files"
         terms.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))
@@ -128,9 +130,3 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         needed = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
         terms.append(term(f"{servers.servers} servers", needed, "rollout.sglang.servers", rough=True))
     return terms
-
-
-def _file_bytes(sources: list[str]) -> int:
-    """Return the bytes of the local data files; those of a hub name or a function are unknown."""
-    files = [Path(source).expanduser() for source in dict.fromkeys(sources)]
-    return sum(file.stat().st_size for file in files if file.is_file())

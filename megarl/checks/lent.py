@@ -18,10 +18,10 @@ from megarl.system.errors import count
 def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan) -> list[int]:
     """Return the number of a team's workers on each machine, as the Ray launcher places them; empty when unknown."""
     apart = config.launch.slurm.teams
-    if (own := apart.get(team.name)) is not None:
-        return [] if team.devices % own.nodes else [team.devices // own.nodes] * own.nodes
+    if (nodes_of_team := apart.get(team.name)) is not None:
+        return [] if team.devices % nodes_of_team.nodes else [team.devices // nodes_of_team.nodes] * nodes_of_team.nodes
     shared = [other for other in placement.teams if other.name not in apart]
-    nodes = config.cluster.nnodes - sum(one.nodes for one in apart.values())
+    nodes = config.cluster.nnodes - sum(entry.nodes for entry in apart.values())
     workers = sum(other.devices for other in shared)
     if nodes < 1 or workers % nodes:
         return []
@@ -77,8 +77,8 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
         )
         return
     spread = "" if needed > team.devices else f", each on {where}, and have {' + '.join(map(str, machines))}"
-    own, settings = config.launch.slurm.teams.get(team.name), None
-    if needed > team.devices and own is None:
+    nodes_of_team, settings = config.launch.slurm.teams.get(team.name), None
+    if needed > team.devices and nodes_of_team is None:
         settings = settings_of_workers(config, config.cluster.nproc - team.devices + needed, ranks)
     fix = f"set rollout.sglang.servers={most}, or give the team more devices, with cluster.nproc and cluster.nnodes"
     if settings is not None:

@@ -127,6 +127,7 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
         note = "; they take turns; about one per core is fast" if here > machine.cores else ""
         checks.ok(f"{count(here, 'process')} on {count(machine.cores, 'core')}, no GPU{note}")
     if cluster.threads is not None and cluster.threads * here > machine.cores and not starts:
+        devices = ", and the devices of placement.teams" if config.placement.teams else ""
         checks.warn(  # when the run starts, the launcher warns with the workers' actual threads
             "cluster.threads",
             f"{count(here, 'process')} of {count(cluster.threads, 'thread')} share {count(machine.cores, 'core')}, "
@@ -134,13 +135,9 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
             found=cluster.threads,
             fix=f"set cluster.threads={max(1, machine.cores // here)}, or null"
             if cluster.threads > 1
-            else f"threads cannot be lowered: use fewer processes (cluster.nproc{_of_teams(config)}), one per core, "
+            else f"threads cannot be lowered: use fewer processes (cluster.nproc{devices}), one per core, "
             f"or a machine with {count(here, 'core')}",
         )
-
-
-def _of_teams(config: RunConfig) -> str:
-    return ", and the devices of placement.teams" if config.placement.teams else ""
 
 
 def _check_shared_memory(
@@ -244,9 +241,10 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
     checks = checks.of("memory")
     needed = memory.needed
     if needed.least > capacity:
-        key = _first_key(needed)
+        key, about = _first_key(needed), held(needed.terms)
+        estimate = f" (about {about / 1e9:,.1f})" if about > 1.01 * needed.least else ""
         message = (
-            f"{needed.name} needs at least {needed.least / 1e9:,.1f} GB{_estimate_text(needed)}, but {what} has "
+            f"{needed.name} needs at least {needed.least / 1e9:,.1f} GB{estimate}, but {what} has "
             f"{capacity / 1e9:,.1f}: {_largest(needed)}"
         )
         least, allowed = f"{needed.least / 1e9:,.1f} GB", f"{capacity / 1e9:,.1f} GB"
@@ -271,12 +269,6 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
         most = max(moment.bytes for moment in memory.moments)
         more = f", and up to {most / 1e9:,.1f} with caches where there is room" if most > 1.01 * moments[name] else ""
         checks.ok(f"{name} needs about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}{more}")
-
-
-def _estimate_text(moment: Moment) -> str:
-    """Return text about the estimate, if it exceeds the certain part."""
-    about = held(moment.terms)
-    return f" (about {about / 1e9:,.1f})" if about > 1.01 * moment.least else ""
 
 
 def _first_key(moment: Moment) -> str:

@@ -65,8 +65,10 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     sight = None
     if policy:
         projector = projector_file(folder)
-        place |= {} if projector is None else _in_its_file(projector)
-        files = files if projector is None else [*files, projector]
+        if projector is not None:  # the robot's state projector is in a torch file of its own
+            tensors = read_projector(projector)
+            place |= {name: (projector, _DTYPES[0], tuple(tensor.shape)) for name, tensor in tensors.items()}
+            files = [*files, projector]
         sight = VisionShape.from_config(complete_config(raw, folder), facts.hidden, where)
     for eyes in (facts.encoder, sight):
         if eyes is not None:
@@ -75,11 +77,6 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
             read |= tensors.keys()
     refuse_unread(place, read, sight, str(folder))
     return f"{len(place)} tensors in {file_names(files)}"
-
-
-def _in_its_file(file: Path) -> dict[str, Stored]:
-    """Return the tensors of the robot's state projector, which are in a torch file of their own."""
-    return {name: (file, _DTYPES[0], tuple(tensor.shape)) for name, tensor in read_projector(file).items()}
 
 
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -54,7 +54,8 @@ def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) ->
         for graphs in (False, True)
     )
     samples = plain.generate(requests, sampling, _EOS)
-    error = difference(_logprobs(samples), _training_logprobs(engine, requests, samples))
+    decoded = torch.tensor([value for group in samples for sample in group for value in sample.logprobs])
+    error = difference(decoded, _training_logprobs(engine, requests, samples))
     found.within(f"{name}: log-probs are those of the training pass", error, _LIMITS[dtype])
     stage = DecoderStage(engine.chunks, Mesh.of(layout), dtype, rows=8, steps=1)
     if has_cuda() and not stage.can_be_captured:
@@ -99,10 +100,6 @@ def _requests(count: int = 5, n: int = 2) -> list[Request]:
         Request(torch.randint(3, 131, (length,), generator=g).tolist(), [1000 * i + k for k in range(n)])
         for i, length in enumerate(lengths)
     ]
-
-
-def _logprobs(samples: Sequence[Sequence[Completion]]) -> torch.Tensor:
-    return torch.tensor([value for group in samples for sample in group for value in sample.logprobs])
 
 
 def _training_logprobs(
