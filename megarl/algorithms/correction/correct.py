@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.correction.moments import Moments, add_gap, add_weights
+from megarl.algorithms.correction.metrics import Moments, add_gap, add_weights
 from megarl.algorithms.correction.ratios import LIMIT, Ratios, Threshold, importance_weights, is_truncated
 from megarl.algorithms.correction.rejection import Rule, reject
 from megarl.algorithms.rows import Rows
