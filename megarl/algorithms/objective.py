@@ -207,8 +207,11 @@ class Objective:
         )
         if correction is not None:
             metrics.merge(correction.moments)
-        if late:
-            self._count(metrics, mask, inputs)
+        if late:  # the weights must be divided by the tokens for token-mean, otherwise by the sequences
+            from megarl.algorithms.aggregation import local_counts
+
+            counts = local_counts(mask, inputs.offsets, copies=inputs.copies).tolist()
+            metrics.sum(DIVISOR, counts[0 if self.settings.aggregation == "token-mean" else 1])
         if correction is not None and self.normalises_late(inputs):
             for name, value in zip((WEIGHT_SUM, WEIGHT_COUNT), correction.normaliser.tolist(), strict=True):
                 metrics.sum(name, value)
@@ -256,13 +259,6 @@ class Objective:
 
         mode, sum_norm = self.settings.aggregation, self.settings.sum_norm
         return aggregation_weights(mode, mask, counts, offsets=inputs.offsets, sum_norm=sum_norm, copies=inputs.copies)
-
-    def _count(self, metrics: Metrics, mask: Tensor, inputs: TokenInputs) -> None:
-        """Record the count by which late weights must be divided: tokens for token-mean, otherwise sequences."""
-        from megarl.algorithms.aggregation import local_counts
-
-        tokens, sequences = local_counts(mask, inputs.offsets, copies=inputs.copies).tolist()
-        metrics.sum(DIVISOR, tokens if self.settings.aggregation == "token-mean" else sequences)
 
 
 def actor_loss(

@@ -66,8 +66,9 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
         here, xs = flat_mask[tokens], [x[tokens] for x in flat_inputs]
         targets = [out.view(-1)[tokens] for out in outputs]
         whole = all_true(here)
-        if rows.width and (whole or _is_prefix(here.view(-1, rows.width))):
-            prefix = here.view(-1, rows.width)
+        prefix = here.view(-1, rows.width) if rows.width else here
+        # In a prefix no valid token follows a hidden one.
+        if rows.width and (whole or not bool((prefix[:, 1:] > prefix[:, :-1]).any())):
             dense = [x.view(prefix.shape) for x in xs]
             dense = [(x if whole else torch.where(prefix, x, 0)).to(dtype) for x in dense]
             for target, result in zip(targets, fn(*dense, prefix), strict=True):
@@ -92,8 +93,3 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
                     target.zero_()
                     target[here] = valid
     return outputs
-
-
-def _is_prefix(mask: Tensor) -> bool:
-    """Return whether in every row no valid token follows a hidden one."""
-    return not bool((mask[:, 1:] > mask[:, :-1]).any())

@@ -71,7 +71,9 @@ class Conversations:
             turns = [self._plain(prompt, given, talk, row)]
         answers = [message for message in talk if message["role"] == ASSISTANT]
         turns = [turn._replace(learnt=is_learnt(message)) for turn, message in zip(turns, answers, strict=True)]
-        if turns[-1].learnt and _is_opened(prompt) and not _has_reasoning(turns[-1].text):
+        reasoning, close, _ = turns[-1].text.partition(_CLOSE)
+        has_reasoning = close and reasoning.replace(_OPEN, "").strip()
+        if turns[-1].learnt and _is_opened(prompt) and not has_reasoning:
             self.without_reasoning.append(row)
         if any(turn.learnt and _is_shortened(message, turn.text) for message, turn in zip(answers, turns, strict=True)):
             self.shortened.append(row)
@@ -156,11 +158,11 @@ class Conversations:
         """
         is_last = place == len(messages) - 1
         if is_last not in self._inserted:
-            asked = chat.write([_QUESTION], row)
+            question = chat.write([_QUESTION], row)
             talk = [_QUESTION, _MARKED, *([] if is_last else [_QUESTION])]
             example = chat.write(talk, row, prompt=False).partition(MARK)[0]
-            differs = not (example.startswith(asked) or asked.startswith(example))
-            self._inserted[is_last] = None if differs else max(0, len(example) - len(asked))
+            differs = not (example.startswith(question) or question.startswith(example))
+            self._inserted[is_last] = None if differs else max(0, len(example) - len(question))
         marked = chat.write([*messages[:place], _MARKED, *messages[place + 1 :]], row, prompt=False)
         before, inserted = marked.partition(MARK)[0], self._inserted[is_last]
         if before == marked:
@@ -234,11 +236,6 @@ def _continued(prompt: str, content: str) -> str:
         return content
     opened = content.lstrip().removeprefix(_OPEN)
     return opened.lstrip("\n") if prompt.endswith("\n") else opened
-
-
-def _has_reasoning(text: str) -> bool:
-    reasoning, close, _ = text.partition(_CLOSE)
-    return bool(close and reasoning.replace(_OPEN, "").strip())
 
 
 def _is_shortened(message: Message, text: str) -> bool:

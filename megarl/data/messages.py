@@ -194,7 +194,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
             )
         role = _SHAREGPT[role]
     names = ("from", "value") if shared else ("role", "content")
-    more = {key: item for key, item in message.items() if key not in names and not _is_empty(item)}
+    more = {key: item for key, item in message.items() if key not in names and item not in (None, "", [], {})}
     if isinstance(content, list):
         content = _joined(content, number, row, column, images and role != ASSISTANT)
     if content is None and role == ASSISTANT and more.keys() - {WEIGHT}:
@@ -241,10 +241,6 @@ def _check_weight(more: Message, role: str, number: int, row: Row, column: str) 
             allowed="0 or 1 for the assistant's messages, 0 for all others, which are never learnt",
             fix="take the weight out",
         )
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def _wrong_type(value: Any, row: Row, column: str) -> DataError:

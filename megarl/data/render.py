@@ -133,8 +133,9 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
         if not tokens:
             raise DataError("the text has no tokens", where=row.where, found=text, fix=row.way_out)
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
+            unknown = (c for c in text if tokenizer.unk_token_id in tokenizer(c, add_special_tokens=False)["input_ids"])
             raise DataError(
-                f"the tokenizer has no token for {_unknown(tokenizer, text)!r}",
+                f"the tokenizer has no token for {next(unknown, text[:80])!r}",
                 where=row.where,
                 found=text[:200],
                 fix=f"add it to the tokenizer (model.tokenizer 'chars:...'), or {row.way_out}",
@@ -156,14 +157,6 @@ def uses_chat(config: DataConfig, has_template: bool) -> bool:
     if config.override_chat_template is not None:
         return True
     return has_template if config.chat_template == "auto" else config.chat_template
-
-
-def _unknown(tokenizer: Tokenizer, text: str) -> str:
-    """Return the first character of `text` without a token; the first 80 characters if each has one by itself."""
-    for character in text:
-        if tokenizer.unk_token_id in tokenizer(character, add_special_tokens=False)["input_ids"]:
-            return character
-    return text[:80]
 
 
 def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> list[int]:

@@ -98,16 +98,13 @@ def system_messages(data: DataConfig) -> set[str]:
     for source in data.train_files[:1]:
         with contextlib.suppress(UserError):
             if is_function(source) or Path(source).expanduser().exists():
-                rows = load_rows(source, {**data.loader_kwargs, "split": "train"})[:_ROWS_ASKED]
-                return {_system_message(row.column(data.prompt_key, "data.prompt_key")) for row in rows}
+                messages = set()
+                for row in load_rows(source, {**data.loader_kwargs, "split": "train"})[:_ROWS_ASKED]:
+                    prompt = row.column(data.prompt_key, "data.prompt_key")
+                    first = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else {}
+                    messages.add(str(first.get("content", "")) if first.get("role") in ("system", "developer") else "")
+                return messages
     return set()
-
-
-def _system_message(prompt: Any) -> str:
-    """Return the system message at the beginning of a prompt, or ""."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else None
-    is_system = isinstance(first, dict) and first.get("role") in ("system", "developer")
-    return str(first.get("content", "")) if isinstance(first, dict) and is_system else ""
 
 
 def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
@@ -358,9 +355,12 @@ def _not_utf8(error: UnicodeDecodeError, path: Path) -> DataError:
             try:
                 raw.decode()
             except UnicodeDecodeError as first:
-                found, fix = raw[max(0, first.start - 20) : first.start + 20], encoding_fix(raw, str(path))
                 return DataError(
-                    f"not UTF-8 text: {first.reason}", where=f"{path}:{number}", found=found, allowed="UTF-8", fix=fix
+                    f"not UTF-8 text: {first.reason}",
+                    where=f"{path}:{number}",
+                    found=raw[max(0, first.start - 20) : first.start + 20],
+                    allowed="UTF-8",
+                    fix=encoding_fix(raw, str(path)),
                 )
     return DataError(f"not UTF-8 text: {error}", where=str(path))
 
@@ -374,10 +374,11 @@ def _read_csv(path: Path) -> Iterator[Row]:
             for values in reader:
                 if None in values or None in values.values():
                     count = len(values) - 1 + len(values[None]) if None in values else None
+                    missing = next((name for name, value in values.items() if value is None), None)
                     raise DataError(
                         "the line has too many or too few values",
                         where=f"{path}:{reader.line_num}",
-                        found=f"{count} values" if count else f"no value for {_first_missing(values)!r}",
+                        found=f"{count} values" if count else f"no value for {missing!r}",
                         allowed=f"{len(reader.fieldnames or [])} values: {', '.join(reader.fieldnames or [])}",
                         fix="quote values that contain commas or line breaks",
                     )
@@ -413,10 +414,6 @@ def _check_header(reader: csv.DictReader[str], path: Path) -> None:
             allowed="a first line with one name per column, each once",
             fix="rename or delete the columns" if repeated else "delete the empty line, or write the header",
         )
-
-
-def _first_missing(values: Mapping[str, str | None]) -> str:
-    return next(name for name, value in values.items() if value is None)
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

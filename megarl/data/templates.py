@@ -271,7 +271,7 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools or None,
-                chat_template=self._text(bool(tools)),
+                chat_template=self._templates.get("tool_use" if tools else "default", self._templates["default"]),
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **self._more,
@@ -283,10 +283,6 @@ class ChatTemplate:
                 found=[message["role"] for message in messages],
                 fix=f"correct the messages or {_OVERRIDE}",
             ) from error
-
-    def _text(self, has_tools: bool) -> str:
-        """Return the template's Jinja text; a tokenizer may have a separate one for prompts with tools."""
-        return self._templates.get("tool_use" if has_tools else "default", self._templates["default"])
 
     def _announced(self, row: Row) -> list[dict[str, Any]]:
         """Return the tools in the row's column `tools`, or the environment's if it has none."""

@@ -75,18 +75,14 @@ class Turns:
         """
         if not _are_messages(observation):
             return self._plain(observation)
-        tail = self._tail(observation)
+        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *observation]
+        tail = self._rendered(talk).rpartition(MARK)[2]
         ids = self._after(tail) if ended else self._ids(tail)
         return ids[1:] if ended and ids and ids[0] in self._stops else ids
 
     def is_ended(self, turn: Sequence[int]) -> bool:
         """Return whether the turn's last token is one of `stop_ids`; a stop string may end a turn at any token."""
         return turn[-1] in self._stops
-
-    def _tail(self, messages: Messages) -> str:
-        """Return the template's text after the assistant's turn when `messages` follow it."""
-        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *messages]
-        return self._rendered(talk).rpartition(MARK)[2]
 
     def _after(self, tail: str) -> list[int]:
         """Tokenise the template's text after a turn, without blanks before the end token."""

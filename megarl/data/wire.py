@@ -331,11 +331,6 @@ def open_block(block: Block) -> Opened:
     )
 
 
-def _as_tensor(memory: np.ndarray, code: str, shape: Sequence[int]) -> Tensor:
-    dtype = _DTYPES[code]
-    return torch.from_numpy(memory).view(dtype).view(*shape) if len(memory) else torch.empty(*shape, dtype=dtype)
-
-
 def gather(ranges: Sequence[Range]) -> Parts:
     """Copy the samples of all ranges, in order, into new memory: fields, columns and size of a batch.
 
@@ -353,9 +348,12 @@ def gather(ranges: Sequence[Range]) -> Parts:
             np.concatenate(parts, out=memory)
         cuts = tuple(block.head["layout"][name] for block, _, _ in ranges)
         if cut is not None and cuts not in offsets:
-            offsets[cuts] = _offsets(ranges, cuts)
-        rows = size if cut is None else int(offsets[cuts][-1])
-        values = _as_tensor(memory, entry["dtype"], [rows, *entry["shape"][1:]])
+            every = zip(ranges, cuts, strict=True)
+            lengths = [np.diff(block.cuts[index][start : stop + 1]) for (block, start, stop), index in every]
+            offsets[cuts] = torch.from_numpy(np.cumsum(np.concatenate([_ZERO, *lengths])))
+        shape = (size if cut is None else int(offsets[cuts][-1]), *entry["shape"][1:])
+        dtype = _DTYPES[entry["dtype"]]
+        values = torch.from_numpy(memory).view(dtype).view(shape) if len(memory) else torch.empty(shape, dtype=dtype)
         fields[name] = values if cut is None else Jagged(values, offsets[cuts])
     columns = {
         name: [item for block, start, stop in ranges for item in block.head["columns"][name][start:stop]]
@@ -372,12 +370,6 @@ def _merged(ranges: Sequence[Range]) -> list[Range]:
             start = merged.pop()[1]
         merged.append((block, start, stop))
     return merged
-
-
-def _offsets(ranges: Sequence[Range], cuts: Sequence[int]) -> Tensor:
-    """Return the joined offsets of all ranges; `cuts` has the index of the offsets in each range's block."""
-    parts = [np.diff(block.cuts[cut][start : stop + 1]) for (block, start, stop), cut in zip(ranges, cuts, strict=True)]
-    return torch.from_numpy(np.cumsum(np.concatenate([_ZERO, *parts])))
 
 
 def _check_plain(name: str, value: Any) -> None:
