@@ -95,7 +95,7 @@ class Conversations:
         message = {**message, "content": content.removesuffix(end)}
         if not message["content"] and not extra_keys(message):
             if end:
-                raise DataError("the response is nothing but an end token", where=row.where, fix="take the row out")
+                raise DataError("the response consists of an end token only", where=row.where, fix="take the row out")
             raise DataError("the text has no tokens", where=row.where, found=content, fix=row.way_out)
         text = json.dumps(message, ensure_ascii=False)
         inside = next((end for end in self._ends if end in text), None)

@@ -55,8 +55,8 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: Dat
         if number < len(tokenizer) and (models_own or is_special(tokenizer, number)):
             sources.setdefault(number, []).append(GENERATION_CONFIG)
         else:
-            why = "is no special token of model.tokenizer" if number < len(tokenizer) else "is none of the tokenizer's"
-            notes.append(f"{GENERATION_CONFIG} ends a response at token {number}, which {why}: it is not used")
+            why = "is not special in model.tokenizer" if number < len(tokenizer) else "is not in the tokenizer"
+            notes.append(f"{GENERATION_CONFIG} ends a response at token {number}, which {why}: the token is not used")
     if uses_chat(data, bool(tokenizer.chat_template)):
         turn, text = turn_end(tokenizer, data)
         if turn is not None:

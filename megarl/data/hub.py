@@ -20,7 +20,7 @@ from megarl.data.sources import HUB, SUFFIXES, TEXT
 from megarl.system.errors import ConfigError
 from megarl.system.imports import is_module_reference
 
-ASK_S = 4.0  # for all questions together; a hub that can be reached answers in a fraction of a second
+ASK_S = 4.0  # deadline of all requests together; a hub that can be reached replies in a fraction of a second
 _TRUE = ("1", "ON", "YES", "TRUE")
 _SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 Answer = Literal["there", "not there", "unknown"]
@@ -86,13 +86,13 @@ def problem_of(source: HubSource, why: str | None) -> ConfigError:
     Args:
         why: why the hub could not be reached; None: it was reached, or requests to it are forbidden.
     """
-    switch = offline()
+    switch, noun = offline(), {"models": "model", "datasets": "data set"}[source.kind]
     download = f"download it where there is a network (hf download {source.name}), and name its folder"
     if switch is not None:
-        problem = f"{switch} is set, and this is not in the local cache"
+        problem = f"{switch} is set, and the {noun} is not in the local cache"
         fix = f"unset {switch}, or {download}"
     elif why is not None:
-        problem = f"this is not in the local cache, and the hub at {_endpoint()} cannot be reached ({why})"
+        problem = f"the {noun} is not in the local cache, and the hub at {_endpoint()} cannot be reached ({why})"
         fix = f"check the network, HTTPS_PROXY and HF_ENDPOINT, or {download}"
     else:
         problem = f"the hub at {_endpoint()} has no such public repository of {source.kind}"

@@ -45,7 +45,9 @@ def image_folder(config: DataConfig) -> Path | None:
     """Return `data.image_dir`; raises ConfigError if the folder does not exist."""
     folder = None if config.image_dir is None else Path(config.image_dir).expanduser()
     if folder is not None and not folder.is_dir():
-        raise ConfigError("no such folder", where="data.image_dir", found=str(folder), fix="check the path")
+        raise ConfigError(
+            "the folder of images does not exist", where="data.image_dir", found=str(folder), fix="check the path"
+        )
     return folder
 
 
@@ -196,7 +198,7 @@ def _decoded(url: str, where: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (ValueError, binascii.Error) as error:
         raise DataError(
-            "not an image in a URL", where=where, found=url[:60], allowed="data:image/png;base64,..."
+            "invalid data URL of an image", where=where, found=url[:60], allowed="data:image/png;base64,..."
         ) from error
 
 
@@ -211,7 +213,7 @@ def _path(text: str, where: str) -> Path:
         )
     try:
         if len(text) > _LONGEST_PATH or "\0" in text:
-            raise ValueError("too long, or with a zero")
+            raise ValueError(f"longer than {_LONGEST_PATH} characters, or with a NUL character")
         return Path(text).expanduser()
     except (ValueError, RuntimeError) as error:  # ~user of an unknown user
         raise DataError(

@@ -57,8 +57,8 @@ class PromptLoader:
         """Start at the first epoch. `batch_size` counts samples over all ranks."""
         if len(dataset) == 0 or batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ValueError(
-                f"no samples, an empty batch, or a rank that does not exist: {len(dataset)} samples, batch of "
-                f"{batch_size}, rank {dp_rank} of {dp_size}"
+                "a loader needs samples, a batch of at least 1 and a rank below the number of ranks, got "
+                f"{len(dataset)} samples, a batch of {batch_size} and rank {dp_rank} of {dp_size}"
             )
         self.dataset, self.batch_size = dataset, batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size

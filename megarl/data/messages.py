@@ -174,7 +174,7 @@ def _refuse_unlearnt(messages: list[Message], key: str, row: Row) -> None:
         )
     if not any(is_learnt(message) for message in messages if message["role"] == ASSISTANT):
         raise DataError(
-            f"nothing in column {key!r} is learnt: every message of the assistant has weight 0",
+            f"column {key!r} has no message to train on: every message of the assistant has weight 0",
             where=row.where,
             fix="take the row out",
         )

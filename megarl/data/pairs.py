@@ -144,7 +144,7 @@ def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chose
         shared -= 1
     if not shared or shared in (len(chosen), len(rejected)):
         raise DataError(
-            "no prompt: the two responses have no common beginning, or nothing follows it",
+            "the row has no prompt: the two responses have no common beginning, or nothing follows it",
             where=row.where,
             found=f"{settings.chosen_key}: {chosen!r:.80}, {settings.rejected_key}: {rejected!r:.80}",
             allowed=f"a column {config.prompt_key!r}, or responses with a common beginning",

@@ -52,7 +52,7 @@ def read_template(value: str, key: str) -> str:
         raise ConfigError(
             "the template file does not exist"
             if value.endswith(_FILE_SUFFIXES)
-            else "this is neither a template nor a file",
+            else "the value is neither Jinja text nor the name of a file",
             where=key,
             found=value,
             allowed="Jinja text such as '{{ content | trim }}', or a file with it",

@@ -107,7 +107,7 @@ class ScoreServer:
             try:
                 return read(json.loads(self._post(data, min(self.timeout_s, left))))
             except urllib.error.HTTPError as error:
-                last = f"status {error.code}: {_said(error)}"
+                last = f"status {error.code}: {_reply_text(error)}"
                 if error.code not in _AGAIN:
                     break
             except (OSError, http.client.HTTPException) as error:
@@ -153,7 +153,7 @@ def _key(variable: str) -> str:
     value = os.environ.get(variable)
     if not value:
         raise ConfigError(
-            "this environment variable is not set in the worker",
+            "the environment variable of the key is not set in the worker",
             where=f"{KWARGS}.api_key_env",
             found=variable,
             fix=f"export {variable} where workers start, or name another variable",
@@ -177,8 +177,8 @@ def ask_all(
         return [result for results in pool.map(one, requests) for result in results]
 
 
-def _said(error: urllib.error.HTTPError, limit: int = 300) -> str:
-    """Return where a redirect points, or the beginning of an error's text, as much as was received."""
+def _reply_text(error: urllib.error.HTTPError, limit: int = 300) -> str:
+    """Return where a redirect points, or the beginning of the text that came with an error status."""
     if 300 <= error.code < 400:
         return f"it redirects to {mask(str(error.headers.get('Location')))}, and redirects are not followed"
     try:

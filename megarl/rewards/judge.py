@@ -70,7 +70,8 @@ class JudgeSettings(EndpointSettings):
         """Return the errors in the address, the scale, the prompt and the budget."""
         errors = super().problems(path)
         if not self.low < self.high:
-            errors.append(ConfigError("the scale is empty", where=f"{path}.high", found=self.high, allowed="above low"))
+            problem = "the judge's scale is empty: its best score is not above its worst score"
+            errors.append(ConfigError(problem, where=f"{path}.high", found=self.high, allowed=f"above {self.low:g}"))
         if self.budget is not None and self.cache is None:
             problem = "calls are counted in the cache, and reward.kwargs.cache is not set"
             errors.append(ConfigError(problem, where=f"{path}.budget", found=self.budget, fix=f"set {path}.cache"))

@@ -142,8 +142,8 @@ def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequ
 
 
 def raise_part_problems(cfg: RewardConfig) -> None:
-    """Refuse names of parts that metrics cannot have, and a recipe with both a single reward and parts. Raise
-    ConfigError, which names the key."""
+    """Raise ConfigError for parts whose names metrics cannot have, for several parts that name the reward model, and
+    for a recipe with both a single reward and parts."""
     for label in cfg.parts:
         if not _LABEL.fullmatch(label) or label in RESERVED_PARTS | _MEANINGS:
             raise ConfigError(

@@ -37,8 +37,8 @@ def reads_answers(config: RunConfig) -> bool:
 
 @contextlib.contextmanager
 def explained_scoring(config: RunConfig) -> Iterator[None]:
-    """Within the block add to errors what scoring needs: a run that learns from preferences may lack rows with answers.
-    Raise DataError if a column is missing, in a recipe that learns from preferences."""
+    """Convert errors of missing columns inside the block: in a recipe that learns from preferences, the DataError
+    explains that scoring needs prompts with answers."""
     try:
         yield
     except MissingColumnError as error:
@@ -55,8 +55,8 @@ def explained_scoring(config: RunConfig) -> Iterator[None]:
 
 
 def uses_reward(config: RunConfig) -> bool:
-    """Return whether `reward` scores the samples. With a user's environment it does, unless the environment's class
-    says otherwise."""
+    """Return whether `reward` scores the samples: without an environment, with `tools`, and with a user's environment
+    whose class sets `scores = False`; other environments score their episodes themselves."""
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
     file = source_file(environment) if environment != _TOOLS else None
     return environment == _TOOLS or (
@@ -71,8 +71,8 @@ def gives_images(config: RunConfig) -> bool:
 
 
 def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
-    """Refuse a row whose reference answer an included reward cannot use; users' functions are not checked. Raise
-    DataError, which names the row, the value and the accepted form."""
+    """Raise DataError for a row whose reference answer an included reward cannot use; the error names the row, the
+    value and the accepted form. Users' functions are not checked."""
     pairs = list(answers)
     for function in reward.functions.values():
         _check_answers_of(function, key, pairs)

@@ -127,8 +127,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool =
 
 
 def refuse_images(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a function that requires images, in a run that has none. Raise ConfigError, which names the function, and
-    the missing key."""
+    """Raise ConfigError for a function that requires images, in a run whose recipe names none."""
     if signatures.requires_images(signature, kwargs):
         raise ConfigError(
             f"{name} requires images, but the recipe names no column of images",

@@ -91,7 +91,7 @@ def test_offline_without_a_cache_is_said_at_once_and_nobody_is_asked(
 ) -> None:
     monkeypatch.setenv(switch, "1")
     monkeypatch.setattr(hub, "ask", lambda asked: pytest.fail("asked the hub"))
-    with pytest.raises(ConfigError, match=rf"{switch} is set, and this is not in the local cache"):
+    with pytest.raises(ConfigError, match=rf"{switch} is set, and the (model|data set) is not in the local cache"):
         check_hub(recipe(), "train", ask=True)
     with pytest.raises(ConfigError, match=f"unset {switch}"):
         check_hub(recipe(), "train", ask=False)
@@ -100,14 +100,14 @@ def test_offline_without_a_cache_is_said_at_once_and_nobody_is_asked(
 def test_a_hub_that_cannot_be_reached_is_named_with_what_is_missing(no_network: None) -> None:
     with pytest.raises(ConfigErrors, match="refused") as caught:
         check_hub(recipe("data.val_files=[org/set@test]"), "train", ask=True)
-    assert "model.path: this is not in the local cache, and the hub at http://127.0.0.1" in str(caught.value)
-    assert "data.val_files: this is not in the local cache" in str(caught.value)
+    assert "model.path: the model is not in the local cache, and the hub at http://127.0.0.1" in str(caught.value)
+    assert "data.val_files: the data set is not in the local cache" in str(caught.value)
     assert "check the network" in str(caught.value)
 
 
 def test_epochs_of_a_hub_model_do_not_wait_for_a_hub_that_cannot_be_reached(no_network: None) -> None:
     for epochs in ("trainer.epochs=1", "sft.epochs=1"):
-        with pytest.raises(ConfigErrors, match="this is not in the local cache, and the hub"):
+        with pytest.raises(ConfigErrors, match=r"the (model|data set) is not in the local cache, and the hub"):
             with_steps(recipe("data.val_files=[org/set@test]", epochs), "train")
 
 

@@ -77,8 +77,8 @@ def test_a_letter_of_another_tokenizer_ends_nothing(tmp_path: Path) -> None:
     found = end_tokens(load_tokenizer(model), model, DataConfig())
     assert found.ids == [EOS]
     assert [note.split("which ")[1] for note in found.notes] == [
-        "is no special token of model.tokenizer: it is not used",
-        "is none of the tokenizer's: it is not used",
+        "is not special in model.tokenizer: the token is not used",
+        "is not in the tokenizer: the token is not used",
     ]
 
 

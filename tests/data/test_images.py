@@ -162,7 +162,7 @@ def several_frames() -> bytes:
         (claimed(40_000, 40_000), "too many pixels"),
         (as_bytes(picture(900, 2)), "a size that no vision encoder takes"),
         (several_frames(), "several frames"),
-        ("data:image/png;base64,???", "not an image in a URL"),
+        ("data:image/png;base64,???", "invalid data URL of an image"),
     ],
     ids=["missing", "text", "empty", "number", "cut", "cut_pil", "huge", "bomb", "thin", "frames", "url"],
 )

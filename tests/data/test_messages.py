@@ -238,7 +238,7 @@ def test_the_end_token_is_learnt_once(examples):
 
 
 def test_a_response_says_something_and_the_assistant_one_message_at_a_time(examples):
-    with pytest.raises(DataError, match=r"d.jsonl:1: the response is nothing but an end token"):
+    with pytest.raises(DataError, match=r"d.jsonl:1: the response consists of an end token only"):
         examples({"prompt": "1", "answer": "<eos>"})
     said = {"role": "assistant", "content": "2"}
     with pytest.raises(DataError, match=r"d.jsonl:1: two messages of the assistant follow each other in column 'talk'"):

@@ -100,7 +100,7 @@ def test_templates_run_in_a_sandbox():
     [
         ("{{ content", "data.format_prompt, line 1: broken template"),
         ("missing.jinja", "data.format_prompt: the template file does not exist"),
-        ("just words", "data.format_prompt: this is neither a template nor a file"),
+        ("just words", "data.format_prompt: the value is neither Jinja text nor the name of a file"),
     ],
 )
 def test_bad_templates_are_told(template, message):

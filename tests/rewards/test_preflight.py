@@ -55,7 +55,10 @@ def test_what_a_worker_would_refuse_is_refused(name, kwargs, words):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("import os; os._exit(0)", ["reward.name: loading this ends its process (exit code 0)", "'it.py:score'"]),
+        (
+            "import os; os._exit(0)",
+            ["reward.name: importing the function ends its process (exit code 0)", "'it.py:score'"],
+        ),
         ("import os; os.abort()", ["ends its process (signal SIGABRT)"]),
         ("raise SystemExit", ["does not import", "it raises SystemExit while it is imported", "it.py:1"]),
         ("import sys; sys.exit('no GPU here')", ["it raises SystemExit while it is imported: no GPU here"]),
