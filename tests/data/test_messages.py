@@ -186,7 +186,7 @@ def test_a_conversation_is_a_prompt_and_the_response_after_it(examples, prompts)
     assert examples({"talk": talk}, "talk", prompt_key="talk") == f"_2_<eos>{between}b<eos>"
     assert examples({"talk": [*talk, USER]}, "talk", prompt_key="talk") == f"_2_<eos>{between}b<eos>"
     talk[3]["weight"] = 0
-    with pytest.raises(DataError, match="nothing in column 'talk' is learnt"):
+    with pytest.raises(DataError, match="column 'talk' has no message to train on"):
         examples({"talk": talk}, "talk", prompt_key="talk")
 
 
