@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 class KLSpec(Spec):
     """The declaration of an estimator."""
 
-    # the estimator compares whole distributions, not only the sampled token: fn(teacher, policy, **settings) returns a
-    # term per token; see `megarl.algorithms.divergences`. Only for distillation; its settings are a
-    # `DivergenceSettings`.
+    # Only for distillation, with `DivergenceSettings`: the estimator compares whole distributions instead of sampled
+    # tokens, and fn(teacher, policy, **settings) returns a term per token; see `megarl.algorithms.divergences`.
     distributions: bool = False
 
 
@@ -94,8 +93,7 @@ def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: 
 
     Args:
         estimator: kl | abs | mse | low_var_kl (aliases k1, k2, k3), each also with "+"; or a function of d.
-        logp: float [N] or [B, T], log pi of the sampled tokens.
-        ref_logp: same shape, log ref.
+        logp, ref_logp: float [N] or [B, T], log pi and log ref of the sampled tokens.
         mask: bool, same shape.
 
     Returns:
@@ -121,9 +119,7 @@ def kl_in_reward(
     """Subtract coef * KL from the token rewards.
 
     Args:
-        token_rewards: float [N] or [B, T].
-        logp: same shape, policy before the update.
-        ref_logp: same shape.
+        token_rewards, logp, ref_logp: float [N] or [B, T]; `logp` is of the policy before the update.
         mask: bool, same shape.
         coef: weight of the penalty.
         estimator: see `kl_tokens`.

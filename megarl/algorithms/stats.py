@@ -151,8 +151,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, all_sum
     Both variances are in float64 over all valid tokens of all ranks together, not averages of per-rank values.
 
     Args:
-        values: float [N] or [B, T], predictions.
-        returns: same shape.
+        values, returns: float [N] or [B, T], predictions and targets.
         mask: bool, same shape.
         all_sum: adds over ranks.
 

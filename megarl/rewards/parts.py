@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.base import ConfigErrors
 from megarl.config.data import BY_MODEL
+from megarl.rewards.registry import REWARDS
 from megarl.rewards.runner import RESERVED_PARTS, RewardHandle, RewardRunner
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Result, Sample
 from megarl.rewards.signatures import IMAGES
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 _LABEL = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 #: Keys of a result with a fixed meaning, which cannot be names of parts.
 _MEANINGS = frozenset({"overall", "acc", EXTRACTED_KEY})
+
+
+@REWARDS.register(BY_MODEL)
+def reward_model(sample: Sample) -> float:
+    """Placeholder that is never called: the nodes `model_score` and `total_reward` compute this score."""
+    raise AssertionError("the reward model's part has no runner")
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,7 @@ def reverse_kl(
     Each token is charged only for its own divergence, not for the divergence of later tokens.
 
     Args:
-        old_logp: float [N] or [B, T], the policy that sampled.
-        teacher_logp: same shape.
+        old_logp, teacher_logp: float [N] or [B, T], log-probs of the policy that sampled, and of the teacher.
         mask: bool, same shape.
         loss_max_clamp: largest absolute value of an advantage; without it a token that the teacher finds nearly
             impossible gets -20 or less.

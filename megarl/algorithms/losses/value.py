@@ -14,8 +14,7 @@ def value_loss(
 
     Args:
         values: float [N] or [B, T], differentiable.
-        old_values: same shape, before the update.
-        returns: same shape.
+        old_values, returns: same shape; the values are those before the update.
         mask: bool, same shape.
         clip: eps; None: no clipping.
 
