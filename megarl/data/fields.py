@@ -259,20 +259,15 @@ def known(name: str) -> Field | None:
     return FIELDS.get(prefix + slash)
 
 
-def table() -> str:
-    """Return all fields as a table in Markdown."""
+def page() -> str:
+    """Return docs/fields.md: all fields as a table in Markdown."""
     rows = [
         f"| `{name}{'CAMERA' if name.endswith('/') else ''}` | {field.form} | {field.writer} | {field.meaning} | "
         f"`{field.example}` |"
         for name, field in FIELDS.items()
     ]
     head = ["| field | form | written by | meaning | of one sample |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *rows])
-
-
-def page() -> str:
-    """Return docs/fields.md."""
-    return f"{_HEAD}\n{table()}"
+    return "\n".join([_HEAD, *head, *rows])
 
 
 if __name__ == "__main__":

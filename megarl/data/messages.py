@@ -201,7 +201,14 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
         content = ""  # a tool call without text
     if not isinstance(role, str) or not isinstance(content, str):
         raise _wrong_type(value, row, column)
-    _check_weight(more, role, number, row, column)
+    if WEIGHT in more and more[WEIGHT] not in ((0, 1) if role == ASSISTANT else (0,)):
+        raise DataError(
+            f"message {number} in column {column!r} has an invalid weight",
+            where=row.where,
+            found=f"weight {more[WEIGHT]!r} of role {role!r}",
+            allowed="0 or 1 for the assistant's messages, 0 for all others, which are never learnt",
+            fix="take the weight out",
+        )
     if role != ASSISTANT:
         more.pop(WEIGHT, None)
     return {"role": role, "content": content, **more}
@@ -228,19 +235,6 @@ def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool) 
             )
         texts.append(part["text"])
     return "".join(texts) if texts else None
-
-
-def _check_weight(more: Message, role: str, number: int, row: Row, column: str) -> None:
-    if WEIGHT not in more:
-        return
-    if more[WEIGHT] not in ((0, 1) if role == ASSISTANT else (0,)):
-        raise DataError(
-            f"message {number} in column {column!r} has an invalid weight",
-            where=row.where,
-            found=f"weight {more[WEIGHT]!r} of role {role!r}",
-            allowed="0 or 1 for the assistant's messages, 0 for all others, which are never learnt",
-            fix="take the weight out",
-        )
 
 
 def _wrong_type(value: Any, row: Row, column: str) -> DataError:

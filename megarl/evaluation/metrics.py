@@ -139,11 +139,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 def best_at_k(values: Sequence[float], k: int) -> float:
     """Return the expected maximum of k of the values, chosen without replacement; 1 <= k <= len(values)."""
-    n = len(values)
-    if not 1 <= k <= n:
-        raise ValueError(f"k must be between 1 and {n}, not {k}")
-    # The i-th smallest value (from 0) is the maximum of the subsets whose other k - 1 members are below it.
-    return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(sorted(values)))
+    return _expected_last(sorted(values), k)
 
 
 def worst_at_k(values: Sequence[float], k: int) -> float:
@@ -159,14 +155,19 @@ def selected_at_k(ranks: Sequence[float], values: Sequence[float], k: int) -> fl
     >>> selected_at_k([0.1, 0.9, 0.5], [0.0, 0.0, 1.0], 2)
     0.3333333333333333
     """
-    n = len(values)
-    if not 1 <= k <= n or len(ranks) != n:
-        raise ValueError(f"k must be between 1 and {n}, not {k}, and {len(ranks)} ranks {n}")
     tied: dict[float, list[float]] = defaultdict(list)
     for rank, value in zip(ranks, values, strict=True):
         tied[rank].append(value)
     # Samples with equal ranks are interchangeable, so each may count with their mean.
-    ordered = [sum(tied[rank]) / len(tied[rank]) for rank in sorted(ranks)]
+    return _expected_last([sum(tied[rank]) / len(tied[rank]) for rank in sorted(ranks)], k)
+
+
+def _expected_last(ordered: Sequence[float], k: int) -> float:
+    """Return the expectation of the last of k of the ordered values, chosen without replacement."""
+    n = len(ordered)
+    if not 1 <= k <= n:
+        raise ValueError(f"k must be between 1 and {n}, not {k}")
+    # Value i (from 0) is the last one of the subsets whose other k - 1 members come before it.
     return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(ordered))
 
 

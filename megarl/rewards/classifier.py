@@ -48,6 +48,7 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
     """Return the classifier's logit of each sample, or the failure of the sample. Raise ConfigError if the classifier,
     the label or the chat template does not exist."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     options = ClassifierSettings(**settings)
     model, tokenizer = _load(os.path.expanduser(options.path), options.dtype, options.device)
@@ -79,11 +80,9 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
     size = 1 if pad is None else options.batch_size
     for start in range(0, len(places), size):
         some = places[start : start + size]
-        longest = max(len(tokens[i]) for i in some)
-        ids = torch.tensor([tokens[i] + [pad or 0] * (longest - len(tokens[i])) for i in some], device=model.device)
-        mask = torch.tensor(
-            [[1] * len(tokens[i]) + [0] * (longest - len(tokens[i])) for i in some], device=model.device
-        )
+        rows = [torch.tensor(tokens[i], dtype=torch.int64) for i in some]
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad or 0).to(model.device)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(model.device)
         with torch.inference_mode():
             logits = model(input_ids=ids, attention_mask=mask).logits
         for i, score in zip(some, logits[:, options.label].float().tolist(), strict=True):

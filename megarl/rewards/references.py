@@ -75,27 +75,23 @@ def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple
     value and the accepted form. Users' functions are not checked."""
     pairs = list(answers)
     for function in reward.functions.values():
-        _check_answers_of(function, key, pairs)
-
-
-def _check_answers_of(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
-    if reward.name not in REWARDS.names() or key is None:
-        return
-    read, several = REWARDS.spec(reward.name).reference, reward.kwargs.get("answers", "one")
-    if read is None:
-        return
-    for row, value in answers:
-        try:
-            for text in answer_texts(value, several):
-                read(text)
-        except ValueError as error:
-            raise DataError(
-                f"the reward {reward.name} cannot use the answer in {key!r}: {error}",
-                where=row.where,
-                found=value if len(repr(value)) < 200 else shortened(repr(value), 200),
-                allowed="text that is not empty, or a finite number" + (", or a list of those" * (several == "any")),
-                fix=_fix(value, key),
-            ) from error
+        read = REWARDS.spec(function.name).reference if function.name in REWARDS.names() else None
+        several = function.kwargs.get("answers", "one")
+        if read is None or key is None:
+            continue
+        for row, value in pairs:
+            try:
+                for text in answer_texts(value, several):
+                    read(text)
+            except ValueError as error:
+                forms = "text that is not empty, or a finite number"
+                raise DataError(
+                    f"the reward {function.name} cannot use the answer in {key!r}: {error}",
+                    where=row.where,
+                    found=value if len(repr(value)) < 200 else shortened(repr(value), 200),
+                    allowed=f"{forms}, or a list of these" if several == "any" else forms,
+                    fix=_fix(value, key),
+                ) from error
 
 
 def _fix(value: Any, key: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.expressions import ExpressionReader
 from megarl.rewards.mathematics.tokens import Token
-from megarl.rewards.mathematics.tree import Apply, Compound, Node, Relation, Symbol, UnreadError
+from megarl.rewards.mathematics.tree import Apply, Compound, Node, Relation, UnreadError
 
 _MAX_TOKENS = 1500  # a longer answer is compared as text
 _SETS = {"\\cup": "cup", "\\cap": "cap", "\\setminus": "\\"}
@@ -165,8 +165,3 @@ def _joined(items: list[Node], marks: list[str]) -> Node:
         made = [group[0] if len(group) == 1 else Compound("list", tuple(group), "and") for group in groups]
         return Compound("list", tuple(made), "or")
     return Compound("list", tuple(items), "or" if "or" in kinds else "and" if "and" in kinds else ",")
-
-
-def is_all_reals(node: Node) -> bool:
-    """Return whether words name all real numbers."""
-    return isinstance(node, Symbol) and node.kind == "word" and node.name in words.ALL_REALS

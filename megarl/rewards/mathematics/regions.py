@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megarl.rewards.mathematics.grammar import is_all_reals
+from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.tree import Apply, Compound, Node, Number, Relation, Symbol, UnreadError, symbols
 from megarl.rewards.mathematics.values import DIGITS, Evaluation, OutsideError, context, exact, near
 
 _MAX_PARTS = 64
-_REALS = frozenset({"bbR"})
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 #: Points of both signs, not integers, at which a side is evaluated to test that it is linear (|x| and floors are not).
 _TRIED = (Fraction(1), Fraction(2), Fraction(7, 3), Fraction(-5, 2), Fraction(-100003, 7))
@@ -75,7 +74,7 @@ def region(node: Node) -> Region | None:
 
 
 def _region(node: Node) -> Region:
-    if isinstance(node, Symbol) and (node.name in _REALS or is_all_reals(node)):
+    if isinstance(node, Symbol) and (node.name == "bbR" or (node.kind == "word" and node.name in words.ALL_REALS)):
         return everything()
     if isinstance(node, Compound):
         return _group(node)
