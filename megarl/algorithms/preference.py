@@ -59,7 +59,7 @@ def rounding(logp: Tensor, responses: Responses, dtype: torch.dtype) -> Tensor:
 
     The float32 sum over a response's tokens may differ by `_UNITS` in its last place. A model in a narrower dtype also
     rounds each token's log-prob by about one unit. These errors are independent, so they add up as the root of the sum
-    of squares; a plain sum would count what a long response has learnt as a tie.
+    of squares; a plain sum would hide what changed in a long response.
 
     Args:
         logp: float [N], log-probs of the policy.

@@ -30,8 +30,8 @@ def are_parts(value: Sequence[Any]) -> bool:
 def taken_apart(observation: Any, images: ImagePrompts | None) -> tuple[Any, list[ImageSet]]:
     """Separate an observation into its text, with the text of an image in place of each image, and the images.
 
-    Image tokens inside texts, which may come from the policy's own words, are removed, also where removing one or
-    joining texts would form another: each would count as an image.
+    Image tokens in texts, which may be the policy's own words, are removed until none is left, because each would count
+    as an image.
 
     Args:
         observation: text, parts, or chat messages; other values are returned unchanged.

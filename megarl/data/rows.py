@@ -209,7 +209,16 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
         check_text(value, f"column {column!r}", row)
         return value
     if type(value) is int:
-        return _checked_int(value, row, column)
+        if value.bit_length() > 1024:  # rewards, templates and logs print it, and Python limits the digits
+            try:
+                str(value)
+            except ValueError as error:
+                raise DataError(
+                    f"column {column!r} contains a number of more than {sys.get_int_max_str_digits()} digits",
+                    where=row.where,
+                    fix="write it as text",
+                ) from error
+        return value
     if value is None or type(value) in (float, bool, bytes) or hasattr(value, "getexif"):  # PIL images have getexif
         return value
     if depth > MAX_DEPTH:
@@ -229,20 +238,6 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
         allowed="text, numbers, true, false, null, and lists and objects of these",
         fix="leave the column out, or convert it in a pkg.mod:fn source",
     )
-
-
-def _checked_int(value: int, row: Row, column: str) -> int:
-    """Return the number, after a check that Python can print it, as rewards, templates and logs do."""
-    if value.bit_length() > 1024:
-        try:
-            str(value)
-        except ValueError as error:
-            raise DataError(
-                f"column {column!r} contains a number of more than {sys.get_int_max_str_digits()} digits",
-                where=row.where,
-                fix="write it as text",
-            ) from error
-    return value
 
 
 MEDIA_FIX = "take it out of the data (a pkg.mod:fn source can), or train on rows of text"

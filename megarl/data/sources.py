@@ -201,7 +201,7 @@ def files_of_folder(folder: Path) -> list[Path]:
 
 
 def other_forms(folder: Path, where: str) -> DataError | None:
-    """Return the error for a folder with data files that are not supported, such as `b.jsonl.gz`; None: all are.
+    """Return the error for a folder with unsupported data files, such as `b.jsonl.gz`; None if it has none.
 
     Args:
         where: the place that the error names.

@@ -18,7 +18,7 @@ class FormatSettings(Settings):
     """Required parts of a response."""
 
     think: bool = Field(True, description="require one non-empty `<think>...</think>` at the start")
-    boxed: bool = Field(True, description=r"a closed `\boxed{...}` that is not empty in what follows")
+    boxed: bool = Field(True, description=r"require a closed, non-empty `\boxed{...}` in the rest of the response")
     answer: bool = Field(False, description="require that the rest is one non-empty `<answer>...</answer>`")
 
 

@@ -110,7 +110,11 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool =
     spec = REWARDS.declared(function)
     source = getattr(inspect.getmodule(function), "__file__", None)
     if spec is None:
-        _check_kwargs(name, function, kwargs)
+        signature = _signature(function)
+        try:
+            signatures.bind(signature, kwargs)
+        except TypeError as error:
+            raise kwargs_error(name, kwargs, signature, f"{name}{signature}", error) from error
     else:
         settings = reward_settings(name, kwargs, spec)
         kwargs = {key: getattr(settings, key) for key in spec.settings.model_fields}
@@ -192,11 +196,3 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 _ANYTHING = (("samples", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
-
-
-def _check_kwargs(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    signature = _signature(function)
-    try:
-        signatures.bind(signature, kwargs)
-    except TypeError as error:
-        raise kwargs_error(name, kwargs, signature, f"{name}{signature}", error) from error
