@@ -88,11 +88,13 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
         full = [(node, workers if extra else node["GPU"]) for node in (fitting if extra else used) if node.get("GPU")]
         share = min(node.get("CPU", 0.0) / number for node, number in full)
     worker = {"CPU": min(1.0, int(100 * share) / 100)} | ({"GPU": 1.0} if on_gpus else {})
+    separate = apart(config, nodes)
     if not extra:
         strategy = "STRICT_PACK" if cluster.nnodes == 1 else "PACK"
-        bundles = [worker | kind for kind in _kinds(config, teams, nodes)]
+        names = [team.name if team.name in separate else "" for team in teams for _ in range(team.devices)]
+        bundles = [worker | ({resource(name): _SHARE} if separate else {}) for name in names]
         return Reservation(bundles, strategy, worker, list(range(cluster.nproc)))
-    if apart(config, nodes):
+    if separate:
         raise UnavailableError(
             "servers with their own GPUs cannot be combined with teams that have their own nodes",
             where="launch.slurm.teams",
@@ -108,13 +110,6 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
 def apart(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the teams that have their own nodes in this Ray cluster (launch.slurm.teams)."""
     return [team for team in config.launch.slurm.teams if any(resource(team) in node for node in nodes)]
-
-
-def _kinds(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]]) -> list[Bundle]:
-    """Return for each worker the resource that binds it to its team's nodes."""
-    own = apart(config, nodes)
-    names = [team.name for team in teams for _ in range(team.devices)]
-    return [{resource(name if name in own else ""): _SHARE} if own else {} for name in names]
 
 
 def server_gpus(config: RunConfig, lent: int) -> int:
@@ -142,9 +137,7 @@ def gpus_of_a_node(config: RunConfig, job: str) -> int:
 def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:
     """Return the GPUs of one machine's servers in addition to those that workers lend them."""
     team = next((team for team in teams if Role.ROLLOUT in team.roles), None)
-    if team is None or not chooses_gpus(config):
-        return 0
-    return server_gpus(config, team.devices if lends(config, team) else 0)
+    return 0 if team is None else server_gpus(config, team.devices if lends(config, team) else 0)
 
 
 def _too_few(

@@ -100,13 +100,13 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
     raise_problems(
         [
             ConfigError(
-                f"pods need {what}",
+                f"pods need {thing}",
                 where=f"launch.kubernetes.{key}",
                 found=None,
                 allowed=allowed,
                 fix=f"set launch.kubernetes.{key}=NAME{hint}",
             )
-            for key, what, allowed, hint in _NEEDED
+            for key, thing, allowed, hint in _NEEDED
             if getattr(settings, key) is None
         ]
     )
@@ -158,10 +158,10 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
 
 def _check_settings(config: RunConfig, command: str) -> None:
     """Refuse impossible sizes, and settings that have no equivalent in Kubernetes."""
-    settings = config.launch.kubernetes
-    if config.launch.spares:
-        what, found = "Kubernetes replaces pods itself, and has no spare nodes", config.launch.spares
-        raise ConfigError(what, where="launch.spares", found=found, fix="set launch.spares=0")
+    settings, spares = config.launch.kubernetes, config.launch.spares
+    if spares:
+        problem = "Kubernetes replaces pods itself, and has no spare nodes"
+        raise ConfigError(problem, where="launch.spares", found=spares, fix="set launch.spares=0")
     if settings.image is not None and not _IMAGE.fullmatch(settings.image):
         raise ConfigError(
             "Kubernetes does not accept this name of an image",
@@ -179,8 +179,11 @@ def _check_settings(config: RunConfig, command: str) -> None:
         )
     for name, key in (("cpu", "cpus_per_node"), ("memory", "memory"), ("nvidia.com/gpu", "gpus_per_node")):
         if name in settings.resources:
-            what = "this resource is set by another key"
-            raise ConfigError(what, where=f"launch.kubernetes.resources.{name}", fix=f"launch.kubernetes.{key}")
+            raise ConfigError(
+                "another key sets this resource",
+                where=f"launch.kubernetes.resources.{name}",
+                fix=f"set launch.kubernetes.{key} in its place",
+            )
     needed, given = gpus_of_a_node(config, command), settings.gpus_per_node
     if config.cluster.device_memory_gb is not None and given is not None and 0 < given < needed:
         raise ConfigError(
@@ -195,64 +198,59 @@ def _check_settings(config: RunConfig, command: str) -> None:
 def doubtful(config: RunConfig, command: str = "train", placement: Placement | None = None) -> list[str]:
     """Return warnings about settings that Kubernetes accepts but that are probably not intended."""
     settings, workers = config.launch.kubernetes, config.cluster.nproc // config.cluster.nnodes
-    key, found = "launch.kubernetes", _doubtful_gpus(config, command)
+    key, warnings = "launch.kubernetes", []
+    needed, gpus = gpus_of_a_node(config, command), settings.gpus_per_node
+    on_gpus = config.cluster.device_memory_gb is not None
+    if not (any("gpu" in name for name in settings.resources) or claims_of(settings)):
+        if on_gpus and gpus == 0:
+            warnings.append(f"{key}.gpus_per_node: pods request no GPU, but the run needs {needed} per pod")
+        elif not on_gpus and gpus is None:
+            warnings.append(
+                f"{key}: pods request no GPU: set cluster.device_memory_gb (such as 80) or "
+                f"{key}.gpus_per_node={needed}; for a run on CPUs {key}.gpus_per_node=0 removes this warning"
+            )
     if settings.cpus_per_node is not None and quantity(settings.cpus_per_node) < workers:
-        found.append(
+        warnings.append(
             f"{key}.cpus_per_node={settings.cpus_per_node} is less than one CPU per worker, of which a pod has "
             f"{workers}"
         )
     if settings.memory is not None and quantity(settings.memory) < quantity(settings.shared_memory):
-        found.append(
+        warnings.append(
             f"{key}.memory={settings.memory} is below shared_memory={settings.shared_memory}, which counts as memory"
         )
-    taken = object_store_bytes(config, placement) if placement is not None and placement.separate else 0
-    if quantity(settings.shared_memory) < taken:
-        found.append(
-            f"{key}.shared_memory={settings.shared_memory} is less than the {taken / 2**30:.1f}Gi that samples "
+    samples = object_store_bytes(config, placement) if placement is not None and placement.separate else 0
+    if quantity(settings.shared_memory) < samples:
+        warnings.append(
+            f"{key}.shared_memory={settings.shared_memory} is less than the {samples / 2**30:.1f}Gi that samples "
             "between teams may need; Ray then keeps them in files on the pod's disk, which is slow: set "
-            f"{key}.shared_memory={math.ceil(taken / 2**30)}Gi or more, or lower data.batch_size, rollout.sampling.n "
+            f"{key}.shared_memory={math.ceil(samples / 2**30)}Gi or more, or lower data.batch_size, rollout.sampling.n "
             "or max_new_tokens"
         )
     if "workingDir" not in settings.container and (here := relative_paths(config)):
         names = "; ".join(f"{name}: {value}" for name, value in here.items())
-        found.append(
+        warnings.append(
             f"these paths are relative to this folder, but pods start in that of the image: {names}; copy the files "
             f"to the claim, and name them by absolute paths, such as {settings.mount}/..."
         )
-    return found
-
-
-def _doubtful_gpus(config: RunConfig, command: str) -> list[str]:
-    settings, key, found = config.launch.kubernetes, "launch.kubernetes", []
-    named, given = config.cluster.device_memory_gb is not None, settings.gpus_per_node
-    needed = gpus_of_a_node(config, command)
-    asks = any("gpu" in name for name in settings.resources) or bool(claims_of(settings))
-    if not asks and named and given == 0:
-        found.append(f"{key}.gpus_per_node: pods request no GPU, but the run needs {needed} per pod")
-    elif not asks and not named and given is None:
-        found.append(
-            f"{key}: pods request no GPU: set cluster.device_memory_gb (such as 80) or {key}.gpus_per_node={needed}; "
-            f"for a run on CPUs {key}.gpus_per_node=0 removes this warning"
-        )
-    return found
+    return warnings
 
 
 def quantity(text: str) -> float:
     """Return a Kubernetes quantity as a number."""
-    found = re.fullmatch(r"([\d.]+(?:[eE]\d+)?)(\w*)", text)
-    assert found is not None, "the configuration checks quantities"
-    number, unit = float(found[1]), found[2]
+    match = re.fullmatch(r"([\d.]+(?:[eE]\d+)?)(\w*)", text)
+    assert match is not None, "the configuration checks quantities"
+    number, unit = float(match[1]), match[2]
     if unit == "m":
         return number / 1000
     power = " KMGTPE".index(unit[:1].upper() or " ")
     return number * float((1024 if unit.endswith("i") else 1000) ** power)
 
 
-def _launcher(config: RunConfig, asked: str | None) -> str:
+def _launcher(config: RunConfig, requested: str | None) -> str:
     kind, teams = config.launch.kubernetes.kind, bool(config.placement.teams or config.placement.auto)
-    named = asked or config.launch.launcher
-    found = {"jobset": "torchrun", "rayjob": "ray"}[kind] if kind else "ray" if teams or named == "ray" else "torchrun"
-    if teams and found != "ray":
+    named = requested or config.launch.launcher
+    needed = {"jobset": "torchrun", "rayjob": "ray"}[kind] if kind else "ray" if teams or named == "ray" else "torchrun"
+    if teams and needed != "ray":
         raise ConfigError(
             "torchrun starts only one team, but this run has several",
             where="launch.kubernetes.kind",
@@ -260,15 +258,15 @@ def _launcher(config: RunConfig, asked: str | None) -> str:
             allowed="rayjob, or null",
             fix="set launch.kubernetes.kind=rayjob",
         )
-    if asked not in (None, found) and not (asked == "local" and found == "torchrun"):
+    if requested not in (None, needed) and not (requested == "local" and needed == "torchrun"):
         raise ConfigError(
-            f"this kind of job starts its workers with {found}",
+            f"this kind of job starts its workers with {needed}",
             where="--launcher",
-            found=asked,
-            allowed=found,
+            found=requested,
+            allowed=needed,
             fix="leave --launcher out, or set launch.kubernetes.kind",
         )
-    return found
+    return needed
 
 
 def object_name(name: str, stamp: str) -> str:
@@ -314,12 +312,12 @@ def create(job: KubernetesJob) -> str:
 
 
 def _metadata(job: KubernetesJob, *, queued: bool = True) -> Manifest:
-    settings, found = job.settings, {"name": job.name}
+    settings = job.settings
     labels = {"app.kubernetes.io/name": "megarl", "app.kubernetes.io/instance": job.name}
     if queued and settings.queue is not None:
         labels["kueue.x-k8s.io/queue-name"] = settings.queue
     namespace = {} if settings.namespace is None else {"namespace": settings.namespace}
-    return {**found, **namespace, "labels": labels}
+    return {"name": job.name, **namespace, "labels": labels}
 
 
 def _arguments(job: KubernetesJob) -> list[str]:
@@ -382,23 +380,20 @@ def _ray_job(job: KubernetesJob) -> Manifest:
 
 
 def _template(job: KubernetesJob, more: Manifest, name: str = "megarl") -> Manifest:
-    annotations = dict(job.settings.annotations)
-    head: Manifest = {"metadata": {"annotations": annotations}} if annotations else {}
-    return {**head, "spec": _pod(job, more, name)}
-
-
-def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
+    """Return the template of a pod. `more` has fields of its container, which is called `name`."""
     settings = job.settings
+    annotations = dict(settings.annotations)
+    head: Manifest = {"metadata": {"annotations": annotations}} if annotations else {}
     mounts = mounts_of(settings)
     container: Manifest = {"name": name, "image": settings.image, **more}
     resources = _resources(job)
     if resources:
         container["resources"] = resources
-    own = dict(settings.container)
-    added = own.pop("volumeMounts", None) or []
-    own.pop("resources", None)  # the claims are already in the pod's resource claims
+    extra = dict(settings.container)
+    added = extra.pop("volumeMounts", None) or []
+    extra.pop("resources", None)  # the claims are already in the pod's resource claims
     container["volumeMounts"] = [*({"name": key, "mountPath": path} for key, path in mounts.items()), *added]
-    container |= own
+    container |= extra
     volumes = [
         {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
         {"name": "recipe", "configMap": {"name": job.name}},
@@ -416,7 +411,7 @@ def _pod(job: KubernetesJob, more: Manifest, name: str) -> Manifest:
         pod["imagePullSecrets"] = [{"name": settings.image_pull_secret}]
     if settings.node_selector:
         pod["nodeSelector"] = dict(settings.node_selector)
-    return pod
+    return {**head, "spec": pod}
 
 
 def _resources(job: KubernetesJob) -> Manifest:
@@ -431,8 +426,8 @@ def _resources(job: KubernetesJob) -> Manifest:
         requests["memory"] = limits["memory"] = settings.memory
     if gpus:
         requests["nvidia.com/gpu"] = limits["nvidia.com/gpu"] = str(gpus)
-    found = {"requests": requests, "limits": limits, "claims": claims_of(settings)}
-    return {key: value for key, value in found.items() if value}
+    resources = {"requests": requests, "limits": limits, "claims": claims_of(settings)}
+    return {key: value for key, value in resources.items() if value}
 
 
 def _environment(job: KubernetesJob) -> list[Manifest]:

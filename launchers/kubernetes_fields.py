@@ -43,55 +43,54 @@ def check_fields(settings: KubernetesConfig, launcher: str) -> None:
     """
     resources = settings.container.get("resources") or {}
     if not isinstance(resources, dict):
-        what = "invalid resources of a container"
-        raise ConfigError(what, where=f"{_KEY}.container.resources", found=resources, allowed="claims, a list")
+        problem = "invalid resources of a container"
+        raise ConfigError(problem, where=f"{_KEY}.container.resources", found=resources, allowed="claims, a list")
     places = (("pod", settings.pod, _POD), ("container", settings.container, _CONTAINER))
     others = {name: "launch.kubernetes.resources" for name in resources if name != "claims"}
-    for place, fields, own in (*places, ("container.resources", resources, others)):
+    for place, fields, keys in (*places, ("container.resources", resources, others)):
         for name in fields:
-            if name in own:
-                what = "other keys set this field"
-                raise ConfigError(what, where=f"{_KEY}.{place}.{name}", fix=f"see {own[name]}")
+            if name in keys:
+                raise ConfigError("other keys set this field", where=f"{_KEY}.{place}.{name}", fix=f"see {keys[name]}")
     for name in ("hostname", "subdomain") if launcher == "torchrun" else ():
         if name in settings.pod:
-            what = "pods find each other by the names that the JobSet gives them"
-            raise ConfigError(what, where=f"{_KEY}.pod.{name}", found=settings.pod[name], fix="remove it")
-    own_mounts = mounts_of(settings)
-    volumes = _entries("pod.volumes", settings.pod.get("volumes"))
-    _check_once("pod.volumes", "name", [one.get("name") for one in volumes], list(own_mounts))
-    added = _entries("container.volumeMounts", settings.container.get("volumeMounts"))
-    _check_once("mount", "mountPath", [settings.mount], [path for name, path in own_mounts.items() if name != "runs"])
-    _check_once(
-        "container.volumeMounts", "mountPath", [one.get("mountPath") for one in added], list(own_mounts.values())
-    )
-    named = [one.get("name") for one in _entries("pod.resourceClaims", settings.pod.get("resourceClaims"))]
-    for claim in _entries("container.resources.claims", resources.get("claims")):
-        if claim.get("name") not in named:
+            problem = "pods find each other by the names that the JobSet gives them"
+            raise ConfigError(problem, where=f"{_KEY}.pod.{name}", found=settings.pod[name], fix="remove it")
+    mounts = mounts_of(settings)
+    _check_once("pod.volumes", "name", _entries("pod.volumes", settings.pod, "name"), list(mounts))
+    _check_once("mount", "mountPath", [settings.mount], [path for name, path in mounts.items() if name != "runs"])
+    added = _entries("container.volumeMounts", settings.container, "mountPath")
+    _check_once("container.volumeMounts", "mountPath", added, list(mounts.values()))
+    claims = _entries("pod.resourceClaims", settings.pod, "name")
+    for name in _entries("container.resources.claims", resources, "name"):
+        if name not in claims:
             raise ConfigError(
                 "the pod does not have this claim",
                 where=f"{_KEY}.container.resources.claims",
-                found=claim,
-                allowed=f"names of {_KEY}.pod.resourceClaims: {', '.join(map(str, named)) or 'it has none'}",
+                found=name,
+                allowed=f"names of {_KEY}.pod.resourceClaims: {', '.join(map(str, claims)) or 'it has none'}",
             )
 
 
-def _entries(place: str, found: Any) -> list[dict[str, Any]]:
-    """Return a list of mappings, which is the form of most lists in Kubernetes; null is an empty list."""
-    if not isinstance(found or [], list) or not all(isinstance(one, dict) for one in found or []):
-        what, allowed = "invalid list", "a list of mappings, as in Kubernetes"
-        raise ConfigError(what, where=f"{_KEY}.{place}", found=found, allowed=allowed)
-    return found or []
+def _entries(place: str, fields: dict[str, Any], key: str) -> list[Any]:
+    """Return the values of `key` in the list of mappings that `fields` has at the last part of `place`; null is an
+    empty list.
+    """
+    entries = fields.get(place.rpartition(".")[2]) or []
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        allowed = "a list of mappings, as in Kubernetes"
+        raise ConfigError("invalid list", where=f"{_KEY}.{place}", found=entries, allowed=allowed)
+    return [entry.get(key) for entry in entries]
 
 
 def _check_once(place: str, key: str, given: list[Any], written: list[str]) -> None:
     """Check that entries which a pod may have only once are unique. A path with a trailing / is the same path."""
-    taken = {str(PurePosixPath(one)) for one in written}
-    for one in given:
-        if str(PurePosixPath(str(one))) in taken:
+    before = {str(PurePosixPath(entry)) for entry in written}
+    for entry in given:
+        if str(PurePosixPath(str(entry))) in before:
             raise ConfigError(
                 f"a pod may have each {key} only once, and this one exists already",
                 where=f"{_KEY}.{place}",
-                found=one,
+                found=entry,
                 allowed=f"any except {', '.join(written)}, each once",
             )
-        taken.add(str(PurePosixPath(str(one))))
+        before.add(str(PurePosixPath(str(entry))))

@@ -48,7 +48,9 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     from megarl.system.rendezvous import gloo_interface, listen
 
     node, nodes, each = int(os.environ["NODE_RANK"]), int(os.environ["MEGARL_NODES"]), max(1, gpus)
-    others = [_process(number) for number in range(1, each)] if local == 0 else []
+    command = [sys.executable, "-P", "-m", "megarl.launchers.preflight", *sys.argv[1:]]
+    # the processes of the node's other GPUs
+    others = [subprocess.Popen([*command, f"--local={n}"]) for n in range(1, each)] if local == 0 else []
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -57,8 +59,8 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     first = node == 0 and local == 0
     limit = datetime.timedelta(seconds=limit_s)
     # Listen only on the address given to the nodes, as a run's store does; TCPStore would use every interface.
-    own: dict[str, Any] = {"master_listen_fd": listen(host, port, one_machine=nodes == 1).detach()} if first else {}
-    store: Store = TCPStore(host, port, None, first, limit, wait_for_workers=False, **own)
+    handle: dict[str, Any] = {"master_listen_fd": listen(host, port, one_machine=nodes == 1).detach()} if first else {}
+    store: Store = TCPStore(host, port, None, first, limit, wait_for_workers=False, **handle)
     if local == 0:
         store.set(f"name/{node}", node_name())
     if first:
@@ -78,9 +80,9 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
             "clocks": {names[m]: at for m, at in clocks.items()},
         }
         results["edges"] = [
-            {"nodes": [names[members[a]], names[members[b]]], **found}
+            {"nodes": [names[members[a]], names[members[b]]], **result}
             for member in members
-            for (a, b), found in json.loads(store.get(f"edges/{member}"))
+            for (a, b), result in json.loads(store.get(f"edges/{member}"))
             if members[a] == member
         ]
         write_atomically(folder / "links.json", json.dumps(results, indent=1))
@@ -93,13 +95,6 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     for other in others:
         other.wait(limit_s)
     return 0
-
-
-def _process(local: int) -> subprocess.Popen[bytes]:
-    """Start the process of another GPU of this node."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "megarl.launchers.preflight", *sys.argv[1:], f"--local={local}"]
-    )
 
 
 def members_of(store: Store, nodes: int, limit_s: float) -> list[int]:
@@ -122,30 +117,30 @@ def _clocks(store: Store, node: int, members: list[int], limit_s: float) -> dict
             store.wait([f"ask/{node}/{ping}"], len(members) * limit)
             store.set(f"clock/{node}/{ping}", repr(time.time()))
         return {}
-    found = {0: 0.0}
+    offsets = {0: 0.0}
     for member in members[1:]:
         best = float("inf")
         for ping in range(_PINGS):
-            asked, wall = time.monotonic(), time.time()
+            start, wall = time.monotonic(), time.time()
             store.set(f"ask/{member}/{ping}", "")
             store.wait([f"clock/{member}/{ping}"], limit)
-            took = time.monotonic() - asked
+            took = time.monotonic() - start
             if took < best:
                 best = took
-                found[member] = float(store.get(f"clock/{member}/{ping}")) - (wall + took / 2)
-    return found
+                offsets[member] = float(store.get(f"clock/{member}/{ping}")) - (wall + took / 2)
+    return offsets
 
 
 def _edges(
     store: Store, members: list[int], node: int, local: int, each: int, gpus: int, limit: datetime.timedelta
 ) -> list[tuple[tuple[int, int], dict[str, Any]]]:
     """Return this process's results with each neighbour; pairs are positions in `members`."""
-    mine, found = members.index(node), []
+    position, gpu, edges = members.index(node), local if gpus else None, []
     for a, b in ring(len(members)):
-        if mine in (a, b):
-            rank = (0 if mine == a else each) + local
-            found.append(((a, b), _all_reduce(store, f"pair/{a}/{b}", rank, 2 * each, local if gpus else None, limit)))
-    return found
+        if position in (a, b):
+            rank = (0 if position == a else each) + local
+            edges.append(((a, b), _all_reduce(store, f"pair/{a}/{b}", rank, 2 * each, gpu, limit)))
+    return edges
 
 
 def _all_reduce(

@@ -58,31 +58,34 @@ class OwnRay:
         if self._lost is None:
             dead = next((part for part in self._parts if not part.is_running() or _is_zombie(part)), None)
             logs = "" if self._session is None else f"\n  logs:    {self._session / _LOGS}, until the next start"
-            self._lost = None if dead is None else self._told(dead) + logs
+            self._lost = None if dead is None else self._loss_of(dead) + logs
         return self._lost
 
-    def _told(self, dead: psutil.Process) -> str:
+    def _loss_of(self, dead: psutil.Process) -> str:
+        name, how = self._names[dead.pid], "has ended"
         with contextlib.suppress(psutil.Error, psutil.TimeoutExpired):
             code = dead.wait(_DIES_S)
-            how = f"was killed by signal {-code} ({signal_name(-code)})" if code and code < 0 else "has ended"
+            if code and code < 0:
+                how = f"was killed by signal {-code} ({signal_name(-code)})"
             if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
                 how += ": killed by the kernel, out of memory"
-            name = self._names[dead.pid]
-            return lost_text(f"Ray's {_PARTS[name]} ({name}, process {dead.pid})", how)
-        return lost_text(f"Ray's {_PARTS[self._names[dead.pid]]} ({self._names[dead.pid]})", "has ended")
+        return lost_text(f"Ray's {_PARTS[name]} ({name}, process {dead.pid})", how)
 
     def leave(self) -> None:
         """Kill what remains of Ray. Ray's logs are moved away and stay until the next start."""
-        left = [child for part in self._parts for child in _descendants(part)]
-        mine = {str(part.pid) for part in self._parts}
+        remaining: list[psutil.Process] = []
+        for part in self._parts:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                remaining += part.children(recursive=True)
+        numbers = {str(part.pid) for part in self._parts}
         for process in psutil.process_iter():  # processes of a dead node manager, which have another parent now
             with contextlib.suppress(psutil.Error, OSError):
-                if process.uids().real == os.getuid() and process.environ().get(_RAYLET) in mine:
-                    left.append(process)
-        for process in [*left, *self._parts]:
+                if process.uids().real == os.getuid() and process.environ().get(_RAYLET) in numbers:
+                    remaining.append(process)
+        for process in [*remaining, *self._parts]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=_LEAVE_S)
+        psutil.wait_procs(remaining, timeout=_LEAVE_S)
         _shut_down()
         for path in [] if self._session is None else self._session.iterdir():
             if path.name != _LOGS:
@@ -135,13 +138,6 @@ def _is_zombie(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _shut_down() -> None:

@@ -55,12 +55,12 @@ def _is_here(key: str, text: str) -> bool:
     leaf, paths = key.rpartition(".")[2].partition("[")[0], [text]
     if leaf in _SOURCES:
         paths += [text.rpartition("@")[0], text.rpartition("=")[2]]
-    return any(path and not os.path.isabs(path) and (os.path.isfile(path) or _is_folder(path, leaf)) for path in paths)
-
-
-def _is_folder(path: str, leaf: str) -> bool:
-    """Return whether a path is a folder. A single word counts only for keys of folders: `math` may be a reward."""
-    return os.path.isdir(path) and ("/" in path or leaf in _FOLDERS)
+    for path in paths:
+        # the single word `math` is a folder only at a key of folders: elsewhere it may be a reward
+        names_folder = os.path.isdir(path) and ("/" in path or leaf in _FOLDERS)
+        if path and not os.path.isabs(path) and (os.path.isfile(path) or names_folder):
+            return True
+    return False
 
 
 def _module_is_here(module: str) -> bool:

@@ -40,11 +40,10 @@ from megarl.launchers.slurm import (
     plan,
     saved_in_time,
 )
-from megarl.launchers.slurm_job.files import with_exclusion
+from megarl.launchers.slurm_job.files import ANSWER_S, with_exclusion
 from megarl.system.errors import ConfigError, UnavailableError, UserError, close_matches
 from megarl.system.processes import write_atomically
 
-_ANSWER_S = 60.0
 #: Text in sbatch's error, in lower case -> the recipe key that it is about.
 _ABOUT = {
     "account": "launch.slurm.account",
@@ -162,13 +161,13 @@ def latest_tests(run_dir: Path) -> dict[str, str]:
     if not folders:
         return {}
     folder = max(folders, key=lambda path: (path / "failed.json").stat().st_mtime)
-    bad, found = read_record(folder / "failed.json"), {}
+    results = {}
     for file in sorted(folder.glob("*.json")):
         if file.stem not in ("failed", "links"):
             checks = read_record(file).get("checks", {})
             reasons = ", ".join(f"{name}: {check['reason']}" for name, check in checks.items())
-            found[file.stem] = f"failed ({bad[file.stem]})" if file.stem in bad else f"passed ({reasons})"
-    return found | {node: f"failed ({reason})" for node, reason in bad.items() if node not in found}
+            results[file.stem] = f"passed ({reasons})"
+    return results | {node: f"failed ({reason})" for node, reason in read_record(folder / "failed.json").items()}
 
 
 def _leaving_out(job: Submission, script: str) -> str:
@@ -204,10 +203,7 @@ def cancel(number: str) -> None:
 
 
 def _sbatch(script: str, *options: str) -> str:
-    _require("sbatch")
-    done = subprocess.run(
-        ["sbatch", *options], input=script, capture_output=True, text=True, timeout=_ANSWER_S, check=False
-    )
+    done = _run("sbatch", *options, script=script)
     if done.returncode == 0:
         return done.stdout
     lines = [line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines()]
@@ -217,18 +213,7 @@ def _sbatch(script: str, *options: str) -> str:
 
 
 def _ask(program: str, *arguments: str) -> str:
-    _require(program)
-    try:
-        done = subprocess.run(
-            [program, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_ANSWER_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise UnavailableError(f"Slurm did not reply within {_ANSWER_S:.0f} s", where=program) from error
+    done = _run(program, *arguments)
     if done.returncode:
         lines = dict.fromkeys(line.partition("error: ")[2] or line for line in done.stderr.splitlines() if line.strip())
         raise UnavailableError(
@@ -240,10 +225,22 @@ def _ask(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def _require(program: str) -> None:
+def _run(program: str, *arguments: str, script: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm with `script` as its input. Raise UserError if it is not installed, UnavailableError if it
+    takes longer than a minute.
+    """
     if shutil.which(program) is None:
         raise UserError(
             "Slurm's commands are not installed on this machine",
             where=program,
             fix="run this where sbatch works (a login node of the cluster); --dry-run shows the script anywhere",
         )
+    command = [program, *arguments]
+    try:
+        return subprocess.run(command, input=script, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(
+            f"Slurm did not reply within {ANSWER_S:.0f} s",
+            where=program,
+            fix="try again later; sinfo shows whether the cluster's controller is running",
+        ) from error

@@ -69,29 +69,29 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
     while True:
         ended = workers.poll()
         job.check_folder(now=any(ended.values()) or len(ended) == len(ranks))
+        failure = None
         if any(ended.values()):
             ended = _settle(workers, job)
             failure = first_failure(workers, job, ended, oom_kills() > oom_before)
-            if restarts.after_death(failure, _end_of(failure, job).why, ended):
+        elif len(ended) == len(ranks) or (job.separate and _ends_others(ended, job)):
+            return End(0)
+        elif (errors := job.errors().values()) and time.time() - min(error.time for error in errors) > LINGER_S:
+            failure = first_failure(workers, job, ended, oom_killed=False)
+        if failure is not None:
+            end = _end_of(failure, job)
+            if restarts.after_death(failure, end.why, ended):
                 oom_before = oom_kills()
                 continue
             _report(failure, workers, job, ended, restarts.spent(failure.rank))
-            return _end_of(failure, job)
-        if len(ended) == len(ranks) or (job.separate and _ends_others(ended, job)):
-            return End(0)
-        errors = job.errors().values()
-        if errors and time.time() - min(error.time for error in errors) > LINGER_S:
-            failure = first_failure(workers, job, ended, oom_killed=False)
-            if restarts.after_death(failure, _end_of(failure, job).why, ended):
-                continue
-            _report(failure, workers, job, ended, restarts.spent(failure.rank))
-            return _end_of(failure, job)
+            return end
         trouble = watch.check(rank for rank in ranks if rank not in ended)
         if trouble is not None:
             _show_stacks(workers, job)
             if restarts.after_hang(watch.stuck, trouble):
                 continue
-            _report_hang(trouble, workers, job, ended, restarts.spent(*watch.stuck[:1]))
+            lines = [*restarts.spent(*watch.stuck[:1]), *_others(workers, job, ended, skip=None)]
+            log = f"  log:     {job.run_dir / 'log.txt'} (with the stack of every rank)"
+            job.log.say("\n".join([f"megarl: {trouble}", *lines, log]))
             return End(1, trouble)
         time.sleep(POLL_S)
 
@@ -227,12 +227,6 @@ def _show_stacks(workers: Workers, job: Job) -> None:
     for rank in workers.ranks():
         signal_rank(job, rank, signal.SIGUSR1)
     time.sleep(STACKS_S)
-
-
-def _report_hang(trouble: str, workers: Workers, job: Job, ended: dict[int, int], more: list[str]) -> None:
-    lines = [f"megarl: {trouble}", *more, *_others(workers, job, ended, skip=None)]
-    lines.append(f"  log:     {job.run_dir / 'log.txt'} (with the stack of every rank)")
-    job.log.say("\n".join(lines))
 
 
 def signal_rank(job: Job, rank: int, number: int) -> None:

@@ -31,7 +31,7 @@ from megarl.launchers.common import (
 from megarl.launchers.output import Follower
 from megarl.runtime.health import read_beat
 from megarl.system.errors import ConfigError
-from megarl.system.parents import PARENTS, as_parent
+from megarl.system.parents import PARENTS, as_parent, began
 from megarl.system.processes import (
     CAUGHT,
     JOB_BEGAN,
@@ -155,15 +155,15 @@ class TorchrunWorkers:
         if code == 0:
             return {rank: code_of(self._job.run_dir, rank, 0) for rank in self._ranks}
         if self._report.exists():
-            found = {int(rank): status for rank, status in json.loads(self._report.read_text()).items()}
+            reported = {int(rank): status for rank, status in json.loads(self._report.read_text()).items()}
             # The agent names ranks that had failed when it looked; it may miss a rank that had exited with 0 before.
-            return {rank: ENDED_EARLY for rank in self._first or [] if rank not in found} | found
+            return {rank: ENDED_EARLY for rank in self._first or [] if rank not in reported} | reported
         return {self._ranks[0]: code}
 
     def _note_first(self) -> None:
         """Record which ranks ended first before their work was done, since the agent ends the others when one fails."""
         beats = {rank: read_beat(self._job.run_dir, rank) for rank in self._ranks}
-        gone = [rank for rank, beat in beats.items() if beat is not None and not beat.over and not _runs(beat.pid)]
+        gone = [rank for rank, beat in beats.items() if beat is not None and not beat.over and began(beat.pid) is None]
         if gone and self._first is None:
             errors = self._job.errors()
             self._first = [rank for rank in gone if rank not in errors]
@@ -196,15 +196,6 @@ class TorchrunWorkers:
         self._follower.close()
 
 
-def _runs(pid: int) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def agent(arguments: list[str], report: Path) -> int:
     """Run torchrun in this process; write {rank: exit code} of the ranks that failed by themselves to `report`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -224,8 +215,8 @@ def agent(arguments: list[str], report: Path) -> int:
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         # torchrun sends this signal to the other ranks
-        own = {rank: code for rank, code in codes.items() if code != -_END}
-        write_atomically(report, json.dumps(own or codes))
+        failed = {rank: code for rank, code in codes.items() if code != -_END}
+        write_atomically(report, json.dumps(failed or codes))
         return 1
     return 0
 
