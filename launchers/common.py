@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import os
 import re
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megarl.artifacts.lock import ATTEMPT, FolderLock
-from megarl.artifacts.records import read_run
+from megarl.artifacts.records import read_run, setting
 from megarl.artifacts.run_folder import (
     CONFIG,
     SAVE_REQUEST,
@@ -43,7 +44,6 @@ from megarl.artifacts.run_folder import (
 )
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.launchers.output import OutputLog
-from megarl.launchers.run_date import with_date
 from megarl.runtime.health import Old, RankFailure, read_beat, read_errors
 from megarl.runtime.worker import WATCHED
 from megarl.system.credentials import mask_argument
@@ -202,13 +202,15 @@ def make_run_dir(
         with tempfile.TemporaryFile(dir=parent) as file:  # to detect full or read-only disks now
             file.write(bytes(_LEAST_ROOM))
     except (FileExistsError, NotADirectoryError) as error:
-        there = next(path for path in (parent, *parent.parents) if path.exists())
+        file = next(path for path in (parent, *parent.parents) if path.exists())
         raise ConfigError(
             "this is a file, but a run needs a folder",
             where="tracking.dir" if run_dir is None else "--run-dir",
-            found=str(there),
+            found=str(file),
             allowed="a folder, or a path that does not exist yet",
-            fix="name another" if run_dir is None else f"name another path, or the folder of the file: {there.parent}",
+            fix="name another folder"
+            if run_dir is None
+            else f"name another path, or the folder of the file: {file.parent}",
         ) from error
     except OSError as error:
         raise ConfigError(
@@ -333,6 +335,20 @@ def clear(run_dir: Path) -> None:
     (run_dir / SAVE_REQUEST).unlink(missing_ok=True)
     discard_config(run_dir)
     drop_start(run_dir)
+
+
+def with_date(config: RunConfig, run_dir: Path) -> RunConfig:
+    """Return the recipe with `data.date` set, the date that chat templates get: that of the run in this folder or of
+    the resumed run, which may continue on another day; else today.
+    """
+    resume, date = config.trainer.resume, config.data.date
+    if date is None and resume != "never":
+        run = read_run(run_dir if resume == "auto" else Path(resume).absolute().parent.parent, tell=False)
+        date, started = setting(run, "data", "date"), run.get("started")
+        if not isinstance(date, str):  # a run of an earlier version records only its start
+            date = None if started is None else datetime.date.fromtimestamp(started).isoformat()
+    date = date or datetime.date.today().isoformat()
+    return config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
 
 
 def process_of(run_dir: Path) -> object:

@@ -46,17 +46,16 @@ def with_site(config: RunConfig) -> RunConfig:
         return config
     if name not in clusters:
         raise ConfigError(
-            "there is no such cluster",
+            "the site file does not have this cluster",
             where="launch.cluster",
             found=name,
             allowed=sorted(clusters) or f"names in {file}, which has none",
             fix=f"add it to {file}: its name, and below it keys of launch.slurm",
         )
-    site, own = clusters[name].model_dump(), config.launch.slurm.model_dump()
-    environment = {**site["environment"], **own["environment"]}
+    site, recipe = clusters[name].model_dump(), config.launch.slurm.model_dump()
     defaults = SlurmConfig().model_dump()
-    merged = {key: site[key] if value == defaults[key] else value for key, value in own.items()}
-    slurm = SlurmConfig(**{**merged, "environment": environment})
+    merged = {key: site[key] if value == defaults[key] else value for key, value in recipe.items()}
+    slurm = SlurmConfig(**(merged | {"environment": site["environment"] | recipe["environment"]}))
     return config.model_copy(update={"launch": config.launch.model_copy(update={"slurm": slurm, "cluster": name})})
 
 
@@ -86,7 +85,8 @@ def _named(error: ConfigError, keys: list[str], origin: str) -> ConfigError:
 def _read(file: Path) -> dict[str, SlurmConfig]:
     if not file.is_file():
         if named := os.environ.get("MEGARL_CLUSTERS"):
-            raise ConfigError("there is no such file", where="MEGARL_CLUSTERS", found=named, fix="name it, or unset it")
+            fix = "correct the path, or unset the variable"
+            raise ConfigError("the site file does not exist", where="MEGARL_CLUSTERS", found=named, fix=fix)
         return {}
     try:
         data: Any = read_yaml(file).data
@@ -94,8 +94,8 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
         no_mapping = "recipe" in error.what
         if no_mapping and error.found is None:  # the file contains only comments
             return {}
-        what = "invalid file of clusters" if no_mapping else error.what
-        raise ConfigError(what, where=error.where, found=error.found, allowed=_FORM) from error
+        problem = "invalid file of clusters" if no_mapping else error.what
+        raise ConfigError(problem, where=error.where, found=error.found, allowed=_FORM) from error
     return {name: _cluster(file, name, values) for name, values in data.items()}
 
 

@@ -226,21 +226,22 @@ def components(config: RunConfig, job: str) -> list[Component]:
     ConfigError if `launch.slurm.teams` does not match placement and cluster.
     """
     slurm, cluster = config.launch.slurm, config.cluster
-    named = config.placement.teams
-    for name, own in slurm.teams.items():
+    named, apart = config.placement.teams, []
+    for name, settings in slurm.teams.items():
         where = f"launch.slurm.teams.{name}"
         if name not in named:
             raise ConfigError(
                 "placement does not have this team", where=where, found=name, allowed=sorted(named) or "none"
             )
-        if named[name].devices % own.nodes:
-            devices = f"a divisor of placement.teams.{name}.devices = {named[name].devices}"
-            what = "its workers do not divide evenly over its nodes"
-            raise ConfigError(what, where=f"{where}.nodes", found=own.nodes, allowed=devices)
-    apart = []
-    for name, own in slurm.teams.items():
-        mine = named[name].devices
-        apart.append(Component(name, own.nodes, mine, own, mine // own.nodes))
+        devices = named[name].devices
+        if devices % settings.nodes:
+            raise ConfigError(
+                "its workers do not divide evenly over its nodes",
+                where=f"{where}.nodes",
+                found=settings.nodes,
+                allowed=f"a divisor of placement.teams.{name}.devices = {devices}",
+            )
+        apart.append(Component(name, settings.nodes, devices, settings, devices // settings.nodes))
     nodes = cluster.nnodes - sum(part.nodes for part in apart)
     workers = cluster.nproc - sum(part.workers for part in apart)
     if apart and (nodes < 1 or workers < 1 or workers % nodes):
@@ -256,10 +257,8 @@ def components(config: RunConfig, job: str) -> list[Component]:
 
 def gpus_per_node(config: RunConfig, part: Component) -> int:
     """Return the GPUs to request per node."""
-    given = given_gpus(config, part)
-    if given is not None:
-        return given
-    return part.gpus if config.cluster.device_memory_gb is not None else 0
+    default = part.gpus if config.cluster.device_memory_gb is not None else 0
+    return default if (given := given_gpus(config, part)) is None else given
 
 
 def given_gpus(config: RunConfig, part: Component) -> int | None:
@@ -270,8 +269,8 @@ def given_gpus(config: RunConfig, part: Component) -> int | None:
 
 def gres_of(config: RunConfig, part: Component) -> str | None:
     """Return --gres for these nodes, which replaces --gpus-per-node; a team's own GPUs override the shared setting."""
-    own = part.settings
-    return own.gres if own.gres is not None or own.gpus_per_node is not None else config.launch.slurm.gres
+    team = part.settings
+    return team.gres if team.gres is not None or team.gpus_per_node is not None else config.launch.slurm.gres
 
 
 def _gpus_to_test(config: RunConfig, part: Component) -> int:
@@ -282,48 +281,46 @@ def _gpus_to_test(config: RunConfig, part: Component) -> int:
 
 def gres_gpus(gres: str) -> int | None:
     """Return the number of GPUs in a --gres; None when it names none."""
-    found = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)??(?::(\d+))?(?=$|[,(])", gres)
-    return sum(int(number or 1) for number in found) if found else None
+    numbers = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)??(?::(\d+))?(?=$|[,(])", gres)
+    return sum(int(number or 1) for number in numbers) if numbers else None
 
 
 def _options(job: Submission) -> list[str]:
     """Return the `#SBATCH` options; components of a heterogeneous job are separated by `hetjob`."""
     slurm, parts = job.slurm, components(job.config, job.command)
-    found = [f"--job-name={_name(job.config.name)}", *_nodes_of(job, parts[0])]
+    options = [f"--job-name={_name(job.config.name)}", *_nodes_of(job, parts[0])]
     # Requeue after preemption or the loss of the first node: a run resumes from its newest checkpoint.
-    found.append("--requeue")
+    options.append("--requeue")
     if job.config.launch.spares:
-        found.append("--no-kill")  # the job survives the loss of a node, and continues with a spare node
-    found.append(f"--chdir={_path(job.workdir)}")
-    found.append(f"--output={_path(job.folder)}/job-%j.txt")
+        options.append("--no-kill")  # the job survives the loss of a node, and continues with a spare node
+    options.append(f"--chdir={_path(job.workdir)}")
+    options.append(f"--output={_path(job.folder)}/job-%j.txt")
     limit = limit_minutes(slurm.time)
     if limit is None or slurm.warn_s < 60 * limit:
-        found.append(f"--signal=B:USR1@{slurm.warn_s}")
-    found += ["--open-mode=append", *map(_option, slurm.options)]
+        options.append(f"--signal=B:USR1@{slurm.warn_s}")
+    options += ["--open-mode=append", *map(_option, slurm.options)]
     for part in parts[1:]:
-        found += ["hetjob", *_nodes_of(job, part), "--requeue", *map(_option, slurm.options)]
-    return found
+        options += ["hetjob", *_nodes_of(job, part), "--requeue", *map(_option, slurm.options)]
+    return options
 
 
 def _nodes_of(job: Submission, part: Component) -> list[str]:
-    own, slurm = part.settings, job.slurm
+    settings, slurm = part.settings, job.slurm
     spares = 0 if part.team else job.config.launch.spares
     # not a range: for `--nodes=2-4 --ntasks-per-node=1` Slurm 22.05 gave two nodes with four free
-    found = [f"--nodes={part.nodes + spares}", "--ntasks-per-node=1"]
+    options = [f"--nodes={part.nodes + spares}", "--ntasks-per-node=1"]
     gres = gres_of(job.config, part)
     if gres is not None:
-        found.append(f"--gres={_quoted(gres)}")
+        options.append(f"--gres={_quoted(gres)}")
     elif gpus := gpus_per_node(job.config, part):
-        found.append(f"--gpus-per-node={gpus}")
-    if (cpus := own.cpus_per_node or slurm.cpus_per_node) is not None:
-        found.append(f"--cpus-per-task={cpus}")
+        options.append(f"--gpus-per-node={gpus}")
+    if (cpus := settings.cpus_per_node or slurm.cpus_per_node) is not None:
+        options.append(f"--cpus-per-task={cpus}")
     for key in ("partition", "account", "qos", "time", "constraint", "memory"):
-        value = getattr(own, key, None)
-        if value is None:
-            value = getattr(slurm, key)
+        value = getattr(slurm, key) if getattr(settings, key, None) is None else getattr(settings, key)
         if value is not None:
-            found.append(f"--{'mem' if key == 'memory' else key}={_quoted(value)}")
-    return found
+            options.append(f"--{'mem' if key == 'memory' else key}={_quoted(value)}")
+    return options
 
 
 def limit_minutes(time: str | None) -> float | None:
@@ -379,7 +376,7 @@ def _mounts(job: Submission) -> str:
 
 def _name(name: str) -> str:
     """Return a job name that needs no quotes in a `#SBATCH` line."""
-    return "".join(sign if sign.isascii() and (sign.isalnum() or sign in "_.-") else "-" for sign in name)[:64]
+    return re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)[:64]
 
 
 def _option(text: str) -> str:

@@ -28,6 +28,8 @@ from megarl.system.errors import ConfigError, count
 _EARLY_S, _STEPS_S = 60, 300
 #: Folders that an image or the container's runtime provides.
 _INSIDE = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/sys", "/tmp", "/usr", "/var")
+#: Options of sbatch that request GPUs; --gpu-bind and similar options do not.
+_FOR_GPUS = ("--gpus", "-G", "--gpus-per-task", "--gpus-per-socket")
 #: Options that would change how a job is submitted, watched or continued: the reason, and the fix.
 _ARRAY = ("it makes several jobs, which would write to one run folder", "submit each run by itself")
 _WAIT = ("sbatch would return only after the job has ended", "megarl logs -f RUN_DIR waits for the end of a run")
@@ -63,15 +65,15 @@ def check_settings(job: Submission) -> None:
         _check_container(job, slurm.image)
         return
     for key in ("mounts", "container"):
-        if found := getattr(slurm, key):
-            what = "this setting needs a container image, and there is none"
-            raise ConfigError(what, where=f"launch.slurm.{key}", found=found, fix="set launch.slurm.image")
+        if value := getattr(slurm, key):
+            problem = "this setting needs a container image, and there is none"
+            raise ConfigError(problem, where=f"launch.slurm.{key}", found=value, fix="set launch.slurm.image")
 
 
 def _check_parts(job: Submission, parts: list[Component]) -> None:
     if len(parts) > 1 and job.launcher != "ray":
-        what = "nodes of different kinds run different teams, which needs Ray"
-        raise ConfigError(what, where="launch.slurm.teams", found=job.launcher, fix="launch.launcher=ray")
+        problem = "nodes of different kinds run different teams, which needs Ray"
+        raise ConfigError(problem, where="launch.slurm.teams", found=job.launcher, fix="set launch.launcher=ray")
     if len(parts) > 1 and job.config.launch.spares:
         raise ConfigError(
             "a heterogeneous job cannot have spare nodes",
@@ -104,30 +106,24 @@ def _check_options(config: RunConfig, parts: list[Component]) -> None:
         name, value = option_parts(option)
         allowed = None
         if name in _OTHER_JOB:
-            (what, fix), allowed = _OTHER_JOB[name], "options of a single queued job, such as --exclusive"
+            (problem, fix), allowed = _OTHER_JOB[name], "options of a single queued job, such as --exclusive"
         elif name == "--export" and "ALL" not in value.upper().split(","):
-            what, allowed = (
+            problem, allowed = (
                 "nodes would not get the variables by which the job passes settings",
                 "ALL, or ALL,NAME=VALUE,...",
             )
             fix = "remove it; launch.slurm.environment sets variables, launch.slurm.setup may unset others"
         elif name == "--gres" and gres:
-            what, fix = (
+            problem, fix = (
                 "launch.slurm.gres is also set, but sbatch accepts only one",
                 "put all resources into launch.slurm.gres",
             )
-        elif gpus and _asks_for_gpus(name, value):
-            what, allowed = "GPUs are requested twice", "options that ask for none, or launch.slurm.gpus_per_node=0"
+        elif gpus and (name in _FOR_GPUS or (name in ("--gres", "--tres-per-task") and gres_gpus(value) is not None)):
+            problem, allowed = "GPUs are requested twice", "options that ask for none, or launch.slurm.gpus_per_node=0"
             fix = "remove it; launch.slurm.gpus_per_node sets the number of GPUs per node, launch.slurm.gres the kind"
         else:
             continue
-        raise ConfigError(what, where="launch.slurm.options", found=option, allowed=allowed, fix=fix)
-
-
-def _asks_for_gpus(name: str, value: str) -> bool:
-    """Return whether an option of sbatch requests GPUs; --gpu-bind and similar options do not."""
-    of_any = name in ("--gres", "--tres-per-task") and gres_gpus(value) is not None
-    return of_any or name in ("--gpus", "-G", "--gpus-per-task", "--gpus-per-socket")
+        raise ConfigError(problem, where="launch.slurm.options", found=option, allowed=allowed, fix=fix)
 
 
 def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
@@ -174,8 +170,8 @@ def _check_environment(slurm: SlurmConfig) -> None:
                 fix=f"export {name} in the submitting shell: sbatch passes its environment on",
             )
         if name in MEETING:
-            what, fix = "the job sets this variable itself", "remove it; launch.slurm.interface chooses the network"
-            raise ConfigError(what, where=where, found=slurm.environment[name], fix=fix)
+            fix = "remove it; launch.slurm.interface chooses the network"
+            raise ConfigError("the job sets this variable itself", where=where, found=slurm.environment[name], fix=fix)
 
 
 def _check_container(job: Submission, image: str) -> None:
@@ -202,30 +198,32 @@ def _check_container(job: Submission, image: str) -> None:
 
 def doubtful(job: Submission) -> list[str]:
     """Return warnings about settings that Slurm accepts but that are probably not intended."""
-    slurm, parts, found = job.slurm, components(job.config, job.command), _early_warning(job)
+    slurm, parts, warnings = job.slurm, components(job.config, job.command), _early_warning(job)
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in parts:
         cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
         key = f"{_section(part)}.cpus_per_node"
         if cpus is None and not named:
-            found.append(
+            warnings.append(
                 f"{key} is not set: at many sites a node's one task then gets one core, for "
                 f"{count(workers, 'worker')}; sinfo --Node --long shows the CPUs of nodes"
             )
         elif cpus is not None and cpus < workers:
-            found.append(f"{key}={cpus} is less than one CPU per worker, of which a node has {workers}")
+            warnings.append(f"{key}={cpus} is less than one CPU per worker, of which a node has {workers}")
     if slurm.image is None and slurm.python is not None and "/" in slurm.python and not Path(slurm.python).exists():
-        found.append(f"launch.slurm.python={slurm.python} does not exist on this machine; nodes must be able to see it")
-    found += [*_doubtful_gpus(job.config, parts), *_idle_gpus(job.config, parts), *_crowded(job.config, parts)]
-    found += _unmounted(job)
+        warnings.append(
+            f"launch.slurm.python={slurm.python} does not exist on this machine; nodes must be able to see it"
+        )
+    warnings += [*_doubtful_gpus(job.config, parts), *_idle_gpus(job.config, parts), *_crowded(job.config, parts)]
+    warnings += _unmounted(job)
     for folder in (job.run_dir, job.workdir):
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
-            found.append(f"{folder} is in a folder for temporary files, which other nodes usually cannot see")
-    return list(dict.fromkeys(found))
+            warnings.append(f"{folder} is in a folder for temporary files, which other nodes usually cannot see")
+    return list(dict.fromkeys(warnings))
 
 
 def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
-    found, named = [], config.cluster.device_memory_gb is not None
+    warnings, named = [], config.cluster.device_memory_gb is not None
     if any(word in option for option in config.launch.slurm.options for word in ("gpu", "exclusive", "-G")):
         return []
     for part in parts:
@@ -233,65 +231,61 @@ def _doubtful_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
         if _asked_gpus(config, part) or (not named and given_gpus(config, part) == 0):
             continue
         if named:
-            found.append(f"{section} requests no GPU, but the run needs {needed} per node")
+            warnings.append(f"{section} requests no GPU, but the run needs {needed} per node")
             continue
         keys = f"cluster.device_memory_gb (such as 80), or {section}.gpus_per_node={needed}"
         if gres is not None:
             keys = f"{section}.gres=gpu:{needed},{gres}"
-        found.append(
+        warnings.append(
             f"{section}: nodes request no GPU: set {keys}; for a run on CPUs {section}.gpus_per_node=0 removes this "
             "warning"
         )
-    return found
+    return warnings
 
 
 def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
-    found, named = [], config.cluster.device_memory_gb is not None
+    warnings, named = [], config.cluster.device_memory_gb is not None
     for part in parts:
-        asked, section = _asked_gpus(config, part), _section(part)
-        if asked <= part.gpus:
+        requested, section = _asked_gpus(config, part), _section(part)
+        if requested <= part.gpus:
             continue
         workers = count(part.workers // part.nodes, "worker")
-        idle = f"{section} requests {count(asked, 'GPU')} per node"
+        idle = f"{section} requests {count(requested, 'GPU')} per node"
         if not named:
-            found.append(
+            warnings.append(
                 f"{idle}, and the recipe names none (cluster.device_memory_gb): a run on CPUs of {workers} leaves them "
                 f"idle: {section}.gpus_per_node=0"
             )
             continue
-        whole = config.cluster.nproc // config.cluster.nnodes * asked // part.gpus * config.cluster.nnodes
+        whole = config.cluster.nproc // config.cluster.nnodes * requested // part.gpus * config.cluster.nnodes
         more = "" if len(parts) > 1 else f"cluster.nproc={whole}, fewer nodes, or "
-        found.append(
-            f"{idle}, and the run has something on {part.gpus} of them, for {workers}: {asked - part.gpus} stay idle: "
-            f"{more}{section}.gpus_per_node={part.gpus}"
+        warnings.append(
+            f"{idle}, and the run has something on {part.gpus} of them, for {workers}: {requested - part.gpus} stay "
+            f"idle: {more}{section}.gpus_per_node={part.gpus}"
         )
-    return found
+    return warnings
 
 
 def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
     """Return warnings about more GPUs per node of a team than usual, if their number is not set."""
-    found, apart = [], config.launch.slurm.teams and config.cluster.device_memory_gb is not None
+    warnings, apart = [], config.launch.slurm.teams and config.cluster.device_memory_gb is not None
     for part in parts if apart else ():
         needed, section = part.gpus, _section(part)
         if needed <= USUAL_GPUS or given_gpus(config, part) is not None or gres_of(config, part) is not None:
             continue
-        least = _least_nodes(part)
+        # the smallest number of nodes with no more GPUs than usual that divides the workers evenly
+        fewest = range(-(-part.workers // USUAL_GPUS), part.workers + 1)
+        least = next(nodes for nodes in fewest if part.workers % nodes == 0)
         nodes = f"cluster.nnodes={config.cluster.nnodes + least - part.nodes}"
         more = (
             f"{section}.nodes={least} with {nodes}" if part.team else f"{nodes}, or fewer nodes of launch.slurm.teams"
         )
-        found.append(
+        warnings.append(
             f"{section}: {needed} GPUs of each of {count(part.nodes, 'node')} are requested, for "
             f"{count(part.workers, 'worker')}, but machines usually have {USUAL_GPUS}: {more}, or "
             f"{section}.gpus_per_node={needed} if they have as many"
         )
-    return found
-
-
-def _least_nodes(part: Component) -> int:
-    """Return the smallest number of nodes that divides its workers evenly, with no more GPUs per node than usual."""
-    least = -(-part.workers // USUAL_GPUS)
-    return next(nodes for nodes in range(least, part.workers + 1) if part.workers % nodes == 0)
+    return warnings
 
 
 def _early_warning(job: Submission) -> list[str]:
@@ -337,20 +331,20 @@ def _unmounted(job: Submission) -> list[str]:
     if slurm.container == "apptainer":
         inside.append(str(Path.home()))  # apptainer always mounts the home folder
     places = [PurePosixPath(place) for place in inside]
-    found = []
+    warnings = []
     for name, value in slurm.environment.items():
         path = PurePosixPath(value)
         if path.is_absolute() and ":" not in value and not any(place in (path, *path.parents) for place in places):
-            found.append(
+            warnings.append(
                 f"launch.slurm.environment.{name}={value} is not in any folder of launch.slurm.mounts: the container "
                 f"has it only if the image has it; to mount it set launch.slurm.mounts=[{value}:{value}]"
             )
-    return found
+    return warnings
 
 
 def memory_bytes(text: str | None) -> float | None:
     """Return the bytes of a `--mem`; None if it is unset, or 0, which means all memory of a node."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper()) if text else None
-    if found is None or not int(found[1]):
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper()) if text else None
+    if match is None or not int(match[1]):
         return None
-    return float(int(found[1]) * 1024 ** (1 + "KMGT".index(found[2] or "M")))
+    return float(int(match[1]) * 1024 ** (1 + "KMGT".index(match[2] or "M")))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import dump_config, load_config
-from megarl.launchers.run_date import with_date
+from megarl.launchers.common import with_date
 
 STARTED = datetime.datetime(2024, 2, 29, 12).timestamp()
 

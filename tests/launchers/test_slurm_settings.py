@@ -404,7 +404,7 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
     file = tmp_path / "clusters.yaml"
     monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
     config = load_config("grpo_quickstart", ["launch.slurm={partition: mine, environment: {A: '1'}}"])
-    with pytest.raises(ConfigError, match="MEGARL_CLUSTERS: there is no such file"):
+    with pytest.raises(ConfigError, match="MEGARL_CLUSTERS: the site file does not exist"):
         with_site(config)
     monkeypatch.delenv("MEGARL_CLUSTERS")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -420,7 +420,7 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
         with_site(config)
     named = load_config("grpo_quickstart", ["launch.cluster=other"])
     assert with_site(named).launch.slurm.account == "b1"
-    with pytest.raises(ConfigError, match=r"launch\.cluster: there is no such cluster(?s:.*)alps, other"):
+    with pytest.raises(ConfigError, match=r"launch\.cluster: the site file does not have this cluster(?s:.*)alps, other"):
         with_site(load_config("grpo_quickstart", ["launch.cluster=third"]))
 
 
