@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import functools
 import os
+import select
 import sys
 import tempfile
 import traceback
@@ -27,7 +29,6 @@ from megarl.system.credentials import mask
 from megarl.system.errors import MegarlError, UserError, describe, printable, shortened, text_of
 from megarl.system.imports import location
 from megarl.system.processes import Stopped, signals_raise
-from megarl.system.unread import reader_is_gone, run_quietly
 
 START = """\
 Start here:
@@ -62,18 +63,19 @@ def build_parser() -> Parser:
     parser.set_defaults(run=_start_here)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, text) in job.JOBS.items():
-        one = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        job.add_job(one, name)
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        job.add_job(command, name)
         if name in ("eval", "generate"):
-            one.add_argument("--weights", choices=("best", "last"), help="of a run folder (default: best)")
+            command.add_argument("--weights", choices=("best", "last"), help="of a run folder (default: best)")
         if name == "generate":
-            one.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own; may be repeated")
+            text = "a prompt of your own; may be repeated"
+            command.add_argument("--prompt", action="append", metavar="TEXT", help=text)
     cluster.add_arguments(commands, job.read_recipe)
     start = commands.add_parser("init", help="write a commented recipe for a model, data and a reward of yours")
     init.add_arguments(start)
     keys = commands.add_parser("keys", help="find keys of recipes: defaults, allowed values, meaning")
-    asked = "a key, a section, a part of a name or of a description, or a name in TRL or verl: actor.optim, clip"
-    keys.add_argument("pattern", metavar="PATTERN", nargs="?", help=f"{asked} (default: the sections)")
+    text = "a key, a section, a part of a name or of a description, or a name in TRL or verl: actor.optim, clip"
+    keys.add_argument("pattern", metavar="PATTERN", nargs="?", help=f"{text} (default: the sections)")
     keys.set_defaults(run=_keys)
     completion = commands.add_parser(
         "completion",
@@ -95,12 +97,13 @@ def build_parser() -> Parser:
     )
     throughput.add_arguments(bench)
     throughput.add_compare_arguments(bench)
-    algorithms.add_arguments(bench)
-    sync_bench.add_arguments(bench)
-    envs.add_arguments(bench)
-    plan_truth.add_arguments(bench)
+    for module in (algorithms, sync_bench, envs, plan_truth):
+        module.add_arguments(bench)
     bench.set_defaults(run=_bench)
-    _add_formulas(commands)
+    text = "what a step takes on some hardware, by formulas; with --search the layouts that are fastest"
+    _add_module(commands, "plan", text, planning, planning.run)
+    text = "what a run would do with its time on other devices, links, or with other settings"
+    _add_module(commands, "simulate", text, simulation, _simulate)
     _add_doctor(commands)
     return parser
 
@@ -150,14 +153,6 @@ def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_module(checks, "gpu", text, certificate, certificate.run)
 
 
-def _add_formulas(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the commands that predict a run."""
-    text = "what a step takes on some hardware, by formulas; with --search the layouts that are fastest"
-    _add_module(commands, "plan", text, planning, planning.run)
-    text = "what a run would do with its time on other devices, links, or with other settings"
-    _add_module(commands, "simulate", text, simulation, _simulate)
-
-
 def _add_module(
     commands: argparse._SubParsersAction[Parser],
     name: str,
@@ -166,11 +161,10 @@ def _add_module(
     run: Callable[[argparse.Namespace], int],
 ) -> None:
     """Add a command that a module describes and gives its arguments."""
-    one = commands.add_parser(
-        name, help=text, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    module.add_arguments(one)
-    one.set_defaults(run=run)
+    form = argparse.RawDescriptionHelpFormatter
+    command = commands.add_parser(name, help=text, description=module.__doc__, formatter_class=form)
+    module.add_arguments(command)
+    command.set_defaults(run=run)
 
 
 def _add_parity(checks: argparse._SubParsersAction[Parser]) -> None:
@@ -200,17 +194,10 @@ def _start_here(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.overrides == ["algorithms"]:
-        return algorithms.run(arguments)
-    if arguments.overrides == ["sync"]:
-        return sync_bench.run(arguments)
-    if arguments.overrides == ["checkpoint"]:
-        return checkpoint.run(arguments)
-    if arguments.overrides[:1] == ["envs"]:
-        return envs.run(arguments)
-    if arguments.overrides[:1] == ["plan"]:
-        return plan_truth.run(arguments)
-    return throughput.run(arguments)
+    alone = {"algorithms": algorithms, "sync": sync_bench, "checkpoint": checkpoint}
+    subject, *rest = arguments.overrides or [""]
+    module = {"envs": envs, "plan": plan_truth}.get(subject) or (not rest and alone.get(subject)) or throughput
+    return module.run(arguments)
 
 
 def _keys(arguments: argparse.Namespace) -> int:
@@ -289,18 +276,41 @@ def _parity(arguments: argparse.Namespace) -> int:
         refuse_without_model(source, "megarl doctor parity", allowed)
     from megarl.commands.parity import as_table, parity
 
-    found = parity(source, arguments.dtype, server=not arguments.no_server)
-    Console().print(as_table(found))
-    print(found.verdict)
-    return 0 if found.first is None else 1
+    differences = parity(source, arguments.dtype, server=not arguments.no_server)
+    Console().print(as_table(differences))
+    print(differences.verdict)
+    return 0 if differences.first is None else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (failed), 2 (the user can fix it), 128 + the number of a signal.
 
-    141: it has ended because nobody reads its output.
+    It is 141, as shells report the signal SIGPIPE, if nobody reads the output any more, as with `| head -1`; nothing is
+    printed then. Raise BrokenPipeError if another pipe is broken.
     """
-    return run_quietly(functools.partial(_run, argv))
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # the interpreter flushes at exit, where the error could not be caught
+    except (BrokenPipeError, SystemExit) as end:  # rich turns the error into SystemExit and closes the output
+        unread = _unread_outputs()
+        if not (unread if isinstance(end, BrokenPipeError) else isinstance(end.__context__, BrokenPipeError)):
+            raise
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for file in unread:
+        os.dup2(nowhere, file)  # discard buffered output
+    return 141
+
+
+def _unread_outputs() -> list[int]:
+    """Return the file descriptors of outputs whose reader has gone; none where a test captures them."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            poll.register(stream.fileno(), 0)
+    return [file for file, event in poll.poll(0) if event & select.POLLERR]
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -352,7 +362,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         if (limit := _limit(error)) is not None:
             print(f"megarl: {limit}", file=sys.stderr)
             return limit.exit_code
-        if isinstance(error, BrokenPipeError) and reader_is_gone():
+        if isinstance(error, BrokenPipeError) and _unread_outputs():
             raise
         # A new file for its owner only, with an unpredictable name.
         with tempfile.NamedTemporaryFile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -73,7 +74,9 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
     from megarl.launchers.slurm_settings import check_settings, doubtful, memory_bytes, unset_limit
     from megarl.launchers.submit import check_cluster, excluded, submit, write_scripts
 
-    launcher = _launcher(arguments.launcher or config.launch.launcher, config)
+    launcher = arguments.launcher or config.launch.launcher
+    if config.cluster.nnodes > 1 and launcher == "local":
+        launcher = "torchrun"
     slurm = config.launch.slurm
     memory = ("launch.slurm.memory", memory_bytes(slurm.memory))
     image, show = slurm.image is not None, arguments.dry_run
@@ -94,8 +97,8 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
         return 0
     check_cluster(job)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.job)
-    if not (seen := check_run_folder(run_dir)).ok:
-        raise UserError("the run folder cannot be used", where="--run-dir", found=seen.reason, fix="name another")
+    if not (result := check_run_folder(run_dir)).ok:
+        raise UserError("the run folder cannot be used", where="--run-dir", found=result.reason, fix="name another")
     if (active := _active_job(run_dir)) is not None:
         raise UserError(
             "this run has a job that is still active",
@@ -103,7 +106,7 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
             found=f"job {active[0]}, {active[1]}",
             fix=f"wait for the job to end, or run megarl cancel {run_dir}",
         )
-    job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
+    job = dataclasses.replace(job, run_dir=run_dir)
     write_scripts(job)
     for node, reason in excluded(run_dir).items():
         print(f"left out node {node}: {reason} (launch/excluded.jsonl)")
@@ -176,10 +179,6 @@ def _warn(text: str) -> None:
     print(f"megarl: warning: {text}", file=sys.stderr)
 
 
-def _launcher(name: str, config: RunConfig) -> str:
-    return "torchrun" if config.cluster.nnodes > 1 and name == "local" else name
-
-
 def _active_job(run_dir: Path) -> tuple[str, str] | None:
     from megarl.launchers.submit import jobs_of, state_of
 
@@ -194,26 +193,19 @@ def _submitted(run_dir: Path) -> list[SubmittedJob]:
     """Return the jobs submitted for a run, or raise UserError."""
     from megarl.launchers.submit import jobs_of
 
+    jobs, log = jobs_of(run_dir), run_dir / "log.txt"
+    if jobs:
+        return jobs
     if not run_dir.is_dir():
-        raise UserError(
-            "this is not a folder" if run_dir.exists() else "there is no such folder",
-            where="RUN_DIR",
-            found=str(run_dir),
-            allowed="a run folder made by megarl launch RECIPE --slurm",
-            fix="name the folder that megarl launch printed; it is below tracking.dir, as in runs/NAME/STAMP",
-        )
-    jobs = jobs_of(run_dir)
-    if not jobs:
-        log = run_dir / "log.txt"
-        ran = f"the run was started without a batch job, and its output is in {log}: tail -f {log}"
-        raise UserError(
-            "no job was submitted for this folder",
-            where="RUN_DIR",
-            found=str(run_dir),
-            allowed="a run folder made by megarl launch RECIPE --slurm",
-            fix=ran if log.is_file() else f"submit one with megarl launch RECIPE --slurm --run-dir {run_dir}",
-        )
-    return jobs
+        problem = "this is not a folder" if run_dir.exists() else "this folder does not exist"
+        fix = "name the folder that megarl launch printed; it is below tracking.dir, as in runs/NAME/STAMP"
+    else:
+        problem = "no job was submitted for this folder"
+        fix = f"submit one with megarl launch RECIPE --slurm --run-dir {run_dir}"
+        if log.is_file():
+            fix = f"the run was started without a batch job, and its output is in {log}: tail -f {log}"
+    allowed = "a run folder made by megarl launch RECIPE --slurm"
+    raise UserError(problem, where="RUN_DIR", found=str(run_dir), allowed=allowed, fix=fix)
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -231,14 +223,12 @@ def _status(arguments: argparse.Namespace) -> int:
         table.add_row(job.number, job.submitted, state.name, state.ran, state.limit, state.nodes or job.nodes)
     Console().print(table)
     print(f"run: {_run_text(run_dir)}")
-    notes = notes_of(run_dir)
-    restarts = sum(note["kind"] == "restart" for note in notes)
-    if notes:
-        print(f"restarted after lost nodes: {restarts}")
+    if notes := notes_of(run_dir):
+        print(f"restarted after lost nodes: {sum(note['kind'] == 'restart' for note in notes)}")
     for node, reason in excluded(run_dir).items():
         print(f"left out: {node}: {reason}")
-    for node, found in latest_tests(run_dir).items():
-        print(f"pre-flight: {node}: {found}")
+    for node, result in latest_tests(run_dir).items():
+        print(f"pre-flight: {node}: {result}")
     for note in notes[-_NOTES:]:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["time"]))
         print(f"{at} job {note['job']}: {note['text']}")

@@ -24,11 +24,9 @@ _FAR = re.compile(r"( and)? [<>]= -?\d{7,}(\.0)?")
 
 def reference() -> str:
     """Return the markdown of all keys: a table per section, or one table for sections of the same class."""
-    defaults = default_values()
-    lines: list[str] = []
-    keys = list(iter_keys())
+    defaults, keys = default_values(), list(iter_keys())
     first = _first_of_a_class(keys)
-    lines += _table("Run", "One recipe.", [key for key in keys if "." not in key.path], defaults, first)
+    lines = _table("Run", "One recipe.", [key for key in keys if "." not in key.path], defaults, first)
     for key in keys:
         if key.section is not None and first[key.path] == key.path:
             inside = [other for other in keys if other.path.rpartition(".")[0] == key.path]
@@ -39,8 +37,8 @@ def reference() -> str:
                 lines += _own_keys(key.path, "reward.kwargs", "name")
         elif (entries := entries_of(key.info)) is not None:
             inside = [Key(f"{key.path}.NAME.{name}", info, None) for name, info in entries.model_fields.items()]
-            own = {entry.path: entry.info.get_default(call_default_factory=True) for entry in inside}
-            lines += _table(f"`{key.path}.NAME`", _sentence(entries), inside, own, {})
+            values = {entry.path: entry.info.get_default(call_default_factory=True) for entry in inside}
+            lines += _table(f"`{key.path}.NAME`", _sentence(entries), inside, values, {})
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -139,11 +137,9 @@ def _values(info: FieldInfo, *, nullable: bool) -> str:
 
 def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:
     """Return the table row of a section, with a link to the table at `first` and the defaults that differ from it."""
-    others = [path for path in defaults if path.startswith(f"{key.path}.")]
-    own = {
-        path: as_yaml(defaults[path]) for path in others if defaults[path] != defaults[first + path[len(key.path) :]]
-    }
-    differing = ", ".join(f"`{path.rpartition('.')[2]}` {shown}" for path, shown in own.items())
+    inside = [path for path in defaults if path.startswith(f"{key.path}.")]
+    others = [path for path in inside if defaults[path] != defaults[first + path[len(key.path) :]]]
+    differing = ", ".join(f"`{path.rpartition('.')[2]}` {as_yaml(defaults[path])}" for path in others)
     meaning = f"{key.info.description or ''}" + (f"; default of {differing}" if differing else "")
     return _cells([f"[`{key.path.rpartition('.')[2]}`](#{first.replace('.', '')})", "section", "", meaning])
 

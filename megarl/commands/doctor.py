@@ -15,16 +15,8 @@ from megarl.system.imports import installed_version
 from megarl.system.leftovers import remove_leftovers
 
 REQUIRED = (
-    "torch",
-    "megatron-core",
-    "transformers",
-    "tensordict",
-    "safetensors",
-    "pydantic",
-    "datasets",
-    "mpmath",
-    "ray",
-    "mlflow",
+    *("torch", "megatron-core", "transformers", "tensordict", "safetensors"),
+    *("pydantic", "datasets", "mpmath", "ray", "mlflow"),
 )
 #: Versions of torch with which the tests were run (make campaign-torch-VERSION).
 TESTED_TORCH = ("2.11", "2.13", "2.14")
@@ -63,12 +55,10 @@ def _tested(name: str) -> str:
     version = installed_version(name)
     if name != "torch" or version is None:
         return ""
-    series = ", ".join(TESTED_TORCH)
-    return (
-        f"  (tested: {series})"
-        if version.startswith(tuple(f"{series_name}." for series_name in TESTED_TORCH))
-        else (f"  NOT TESTED: the tests were run with {series}")
-    )
+    all_series = ", ".join(TESTED_TORCH)
+    if version.startswith(tuple(f"{series}." for series in TESTED_TORCH)):
+        return f"  (tested: {all_series})"
+    return f"  NOT TESTED: the tests were run with {all_series}"
 
 
 def _unfit(name: str) -> str:
@@ -77,26 +67,16 @@ def _unfit(name: str) -> str:
     if version is None or installed_version("megatron-core") is None:
         return ""
     wanted = wanted_by("megatron-core", name)
-    return (
-        f"; megatron-core requires {wanted}"
-        if wanted and not SpecifierSet(wanted).contains(version, prereleases=True)
-        else ""
-    )
+    fits = not wanted or SpecifierSet(wanted).contains(version, prereleases=True)
+    return "" if fits else f"; megatron-core requires {wanted}"
 
 
 def wanted_by(package: str, name: str) -> str:
     """Return the versions of package `name` that the installed `package` or one of its extras requires; empty: any."""
-    requirements = map(Requirement, importlib.metadata.requires(package) or [])
-    return str(
-        next(
-            (
-                requirement.specifier
-                for requirement in requirements
-                if requirement.name.lower().replace("_", "-") == name
-            ),
-            "",
-        )
-    )
+    for requirement in map(Requirement, importlib.metadata.requires(package) or []):
+        if requirement.name.lower().replace("_", "-") == name:
+            return str(requirement.specifier)
+    return ""
 
 
 def _cuda() -> list[str]:

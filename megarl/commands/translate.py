@@ -109,27 +109,18 @@ def _of_words(words: list[str]) -> OtherSettings:
         if word == "--":
             name = ""
         elif word.startswith("--"):
-            name, equals, value = (
-                word[2:].replace("-", "_").partition("=")
-                if "=" not in word
-                else (
-                    word[2:].partition("=")[0].replace("-", "_"),
-                    "=",
-                    word.partition("=")[2],
-                )
-            )
-            settings.values[name] = _value(value) if equals else True
-            name = "" if equals else name
+            option, equals, value = word[2:].partition("=")
+            option = option.replace("-", "_")
+            settings.values[option] = _value(value) if equals else True
+            name = "" if equals else option
         elif pair is not None and "." not in pair[1]:
             variables[pair[1]] = pair[2]
         elif pair is not None:
             settings.values[pair[1]] = _value(pair[2])
         elif name and not word.endswith(".py"):
-            before = settings.values[name]
-            value = _value(word)
-            settings.values[name] = (
-                value if before is True else [*(before if isinstance(before, list) else [before]), value]
-            )
+            before, value = settings.values[name], _value(word)
+            several = [*(before if isinstance(before, list) else [before]), value]
+            settings.values[name] = value if before is True else several
         else:
             settings.words.append(word)
             name = ""
@@ -170,11 +161,9 @@ def _flat(tree: Any, above: str) -> dict[str, Any]:
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
     """Return a value with each reference `${a.b}` to another setting replaced by that setting's value."""
     seen: set[str] = set()
-    while (
-        isinstance(value, str) and (match := _REFERENCE.fullmatch(value)) and match[1] in values and value not in seen
-    ):
+    while isinstance(value, str) and (match := _REFERENCE.fullmatch(value)) and value not in seen:
         seen.add(value)
-        value = values[match[1]]
+        value = values.get(match[1], value)
     return value
 
 
@@ -297,8 +286,8 @@ def _lora(source: OtherSettings, made: Translation, names: tuple[str, str, str, 
 def _trl(source: OtherSettings, gpus: int | None) -> Translation:
     names, words = set(source.values), " ".join(source.words).lower()
     kinds = {"grpo": _OF_GRPO, "sft": _OF_SFT, "dpo": _OF_DPO}
-    said = next((kind for kind in kinds if kind in words), None)
-    algorithm = said or next((kind for kind, own in kinds.items() if own & names), "grpo")
+    of_command = next((kind for kind in kinds if kind in words), None)
+    algorithm = of_command or next((kind for kind, options in kinds.items() if options & names), "grpo")
     made = Translation("TRL", algorithm)
     nodes, processes = int(_positive(source.take("num_machines")) or 1), source.take("num_processes")
     # accelerate's num_processes counts the processes of all machines
@@ -319,10 +308,8 @@ def _trl(source: OtherSettings, gpus: int | None) -> Translation:
         made.set("sft.max_tokens", source.take("max_length"))
     _trl_optimizer(source, made, section)
     steps, epochs = _positive(source.take("max_steps")), _positive(source.take("num_train_epochs"))
-    if steps:
-        made.set("sft.steps" if section == "sft" else "trainer.steps", int(steps))
-    else:
-        made.set("sft.epochs" if section == "sft" else "trainer.epochs", epochs or 3)
+    length = "sft" if section == "sft" else "trainer"
+    made.set(*((f"{length}.steps", int(steps)) if steps else (f"{length}.epochs", epochs or 3)))
     if str(source.take("eval_strategy") or "no") == "no":
         source.take("eval_steps")
         made.settings.pop("data.val_files", None)
@@ -337,21 +324,17 @@ def _trl(source: OtherSettings, gpus: int | None) -> Translation:
 
 def _trl_data(source: OtherSettings, made: Translation) -> None:
     made.set("model.path", source.take("model_name_or_path"))
-    for name, dtype in (("bf16", "bf16"), ("fp16", None)):
-        value = source.take(name)
-        if value is True and dtype is None:
-            made.note(name, value, "training is in bf16 or fp32 here")
-        elif value is True:
-            made.set("model.dtype", dtype)
+    if source.take("bf16") is True:
+        made.set("model.dtype", "bf16")
+    if source.take("fp16") is True:
+        made.note("fp16", True, "training is in bf16 or fp32 here")
     made.set("model.dtype", source.take("torch_dtype", "dtype"))
     name, config = source.take("dataset_name"), source.take("dataset_config", "dataset_config_name")
     if name is not None:
-        name = f"{name}:{config}" if config else name
-        made.set(
-            "data.train_files", [f"{name}@{split}" if (split := source.take("dataset_train_split")) else str(name)]
-        )
-        test = source.take("dataset_test_split")
-        made.set("data.val_files", [f"{name}@{test or 'test'}"])
+        name = f"{name}:{config}" if config else str(name)
+        split = source.take("dataset_train_split")
+        made.set("data.train_files", [f"{name}@{split}" if split else name])
+        made.set("data.val_files", [f"{name}@{source.take('dataset_test_split') or 'test'}"])
     if source.take("use_peft") is not False:
         _lora(source, made, ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"))
 
@@ -363,14 +346,11 @@ def _trl_optimizer(source: OtherSettings, made: Translation, section: str) -> No
     warmup = source.take("warmup_steps")
     made.set(f"{optim}.warmup_steps" if isinstance(warmup, int) else f"{optim}.warmup_ratio", warmup)
     made.set(f"{optim}.warmup_ratio", source.take("warmup_ratio"))
-    for theirs, ours in (
-        ("weight_decay", "weight_decay"),
-        ("adam_beta1", "beta1"),
-        ("adam_beta2", "beta2"),
-        ("adam_epsilon", "eps"),
-        ("max_grad_norm", "clip_grad"),
-    ):
-        made.set(f"{optim}.{ours}", source.take(theirs))
+    made.set(f"{optim}.weight_decay", source.take("weight_decay"))
+    made.set(f"{optim}.beta1", source.take("adam_beta1"))
+    made.set(f"{optim}.beta2", source.take("adam_beta2"))
+    made.set(f"{optim}.eps", source.take("adam_epsilon"))
+    made.set(f"{optim}.clip_grad", source.take("max_grad_norm"))
     if source.take("gradient_checkpointing") is True:
         made.set("actor.engine.recompute", "full")
 
@@ -397,13 +377,11 @@ def _trl_grpo(source: OtherSettings, made: Translation, batch: int, accumulated:
     if scaled is False or scaled == "none":
         made.set("algorithm.advantage.norm_by_std", False)
     elif scaled == "batch":
-        made.note(
-            "scale_rewards", scaled, "advantages are divided by the standard deviation of their group, or not at all"
-        )
+        why = "advantages are divided by the standard deviation of their group, or not at all"
+        made.note("scale_rewards", scaled, why)
     if source.take("importance_sampling_level") == "sequence":
         made.set("algorithm.loss.name", "gspo")
-    top_k = source.take("top_k")
-    made.set("rollout.sampling.top_k", _positive(top_k))
+    made.set("rollout.sampling.top_k", _positive(source.take("top_k")))
     if source.take("use_vllm") is True:
         made.note("use_vllm", True, str(value_fix("rollout.engine", "vllm")))
     _trl_rewards(source, made)
@@ -431,8 +409,8 @@ def _verl(source: OtherSettings, gpus: int | None) -> Translation:
     made.set("algorithm.advantage.name", estimator)
     _devices(made, source.take("trainer.nnodes"), source.take("trainer.n_gpus_per_node") or 8, gpus)
     made.set("model.path", source.take("actor_rollout_ref.model.path"))
-    for key, name in (("data.train_files", "data.train_files"), ("data.val_files", "data.val_files")):
-        made.set(key, _texts(source.take(name)) or None)
+    for key in ("data.train_files", "data.val_files"):
+        made.set(key, _texts(source.take(key)) or None)
     made.set("data.prompt_key", source.take("data.prompt_key") or "prompt")
     made.set("data.answer_key", "reward_model.ground_truth")
     filtered = source.take("data.filter_overlong_prompts")
@@ -457,20 +435,13 @@ def _verl(source: OtherSettings, gpus: int | None) -> Translation:
     if source.take("filter_groups.enable"):
         made.algorithm = "dapo"
         made.set("algorithm.dynamic_sampling.enabled", True)
-    buffer = source.take("overlong_buffer.enable"), source.take("overlong_buffer.len")
-    factor = source.take("overlong_buffer.penalty_factor")
-    if buffer[0]:
-        made.set("algorithm.overlong.buffer_tokens", buffer[1])
+    length, factor = source.take("overlong_buffer.len"), source.take("overlong_buffer.penalty_factor")
+    if source.take("overlong_buffer.enable"):
+        made.set("algorithm.overlong.buffer_tokens", length)
         made.set("algorithm.overlong.factor", factor)
     _betas(made, source.take("actor.optim.betas"))
-    for name in (
-        "actor.optim.lr_warmup_steps",
-        "trainer.save_freq",
-        "trainer.test_freq",
-    ):
-        for path in [path for path in source.values if path.endswith(name)]:
-            if not _positive(source.values[path]):  # -1 means none
-                del source.values[path]
+    may_be_off = ("actor.optim.lr_warmup_steps", "trainer.save_freq", "trainer.test_freq")
+    source.drop(lambda name: name.endswith(may_be_off) and not _positive(source.values[name]))  # -1 means none
     _steps(source, made, "trainer.total_training_steps", "trainer.total_epochs")
     _rollout(source, made, source.take("rollout.name"))
     made.set("rollout.sampling.top_k", _positive(source.take("rollout.top_k")))
@@ -513,9 +484,8 @@ def _nemo(source: OtherSettings, gpus: int | None) -> Translation:
     trained = source.take("policy.train_global_batch_size")
     if algorithm == "grpo":
         made.set("rollout.sampling.n", samples)
-        made.set(
-            "actor.mini_batch_size", trained // samples if isinstance(trained, int) and trained >= samples else None
-        )
+        if isinstance(trained, int) and trained >= samples:
+            made.set("actor.mini_batch_size", trained // samples)
         _dual_clip(made, source.take("loss_fn.ratio_clip_c"))
         _kl(made, "loss", source.take("loss_fn.reference_policy_kl_penalty"))
         _rollout(source, made, source.take("generation.backend"))
@@ -544,14 +514,13 @@ def _nemo(source: OtherSettings, gpus: int | None) -> Translation:
         made.set("reward.name", "math")
     longest = source.take("policy.max_total_sequence_length")
     made.set("preference.max_tokens", longest if algorithm == "dpo" else None)
-    names = ("optimizer.kwargs.lr", "optimizer.kwargs.weight_decay", "optimizer.kwargs.eps")
-    for name in names:
-        made.set(f"{'sft' if algorithm == 'sft' else 'actor'}.optim.{name.rpartition('.')[2]}", source.take(name))
+    for name in ("lr", "weight_decay", "eps"):
+        optimizer = "sft.optim" if algorithm == "sft" else "actor.optim"
+        made.set(f"{optimizer}.{name}", source.take(f"optimizer.kwargs.{name}"))
     if source.take("megatron_cfg.activation_checkpointing", "dtensor_cfg.activation_checkpointing"):
         made.set("actor.engine.recompute", "full")
-    for name in [name for name in source.values if name.startswith("policy.dtensor_cfg.")]:
-        if source.has("policy.megatron_cfg"):
-            source.values.pop(name)  # belongs to the other backend
+    if source.has("policy.megatron_cfg"):  # the other backend is used
+        source.drop(lambda name: name.startswith("policy.dtensor_cfg."))
     if source.take("checkpointing.enabled") is False:
         source.take("checkpointing.save_period")
         made.set("trainer.save_every", 0)

@@ -397,7 +397,7 @@ def test_folders_without_a_job_are_told_apart(command, tmp_path, capsys):
     (tmp_path / "local" / "log.txt").write_text("line\n")
     (tmp_path / "empty").mkdir()
     for name, *said in (
-        ("none", "RUN_DIR: there is no such folder", "name the folder that megarl launch printed"),
+        ("none", "RUN_DIR: this folder does not exist", "name the folder that megarl launch printed"),
         ("file", "RUN_DIR: this is not a folder"),
         ("local", "RUN_DIR: no job was submitted for this folder", f"is in {tmp_path}/local/log.txt: tail -f"),
         ("empty", "RUN_DIR: no job was submitted", f"megarl launch RECIPE --slurm --run-dir {tmp_path}/empty"),
