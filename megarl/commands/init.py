@@ -203,12 +203,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = this_machine()
     if arguments.source is not None:
         if arguments.algorithm is not None:
-            raise ConfigError(
-                "--from takes the algorithm from the settings that it translates",
-                where="--algorithm",
-                found=arguments.algorithm,
-                fix="leave --algorithm out, or --from",
-            )
+            problem, fix = "--from takes the algorithm from the settings that it translates", "leave out one of the two"
+            raise ConfigError(problem, where="--algorithm", found=arguments.algorithm, fix=fix)
         return _run_from(arguments, file, machine)
     arguments.algorithm = arguments.algorithm or "grpo"
     arguments.model = arguments.model or _MODEL
@@ -228,7 +224,8 @@ def run(arguments: argparse.Namespace) -> int:
     except BaseException:
         file.unlink(missing_ok=True)
         raise
-    print(f"wrote {file}: {arguments.algorithm} of {arguments.model} on {_devices(gpus)}")
+    devices = count(gpus, "GPU") if gpus else "the CPU"
+    print(f"wrote {file}: {arguments.algorithm} of {arguments.model} on {devices}")
     _print_time(checked, gpus)
     raise_problems(problems)
     check_rows(config, "train")
@@ -298,7 +295,7 @@ def _print_time(checked: Checked, gpus: int) -> None:
 
 def _uneven(gpus: int) -> UserError:
     even = [number for number in range(gpus - _NODE, gpus + _NODE) if not number % math.ceil(number / _NODE)]
-    fewer, more = max(number for number in even if number < gpus), min(number for number in even if number > gpus)
+    fewer, more = max(n for n in even if n < gpus), min(n for n in even if n > gpus)
     return UserError(
         f"the number of GPUs does not divide evenly over the {math.ceil(gpus / _NODE)} machines of {_NODE} GPUs that "
         "it takes",
@@ -309,10 +306,6 @@ def _uneven(gpus: int) -> UserError:
     )
 
 
-def _devices(gpus: int) -> str:
-    return count(gpus, "GPU") if gpus else "the CPU"
-
-
 def _settings(arguments: argparse.Namespace, gpus: int) -> _Settings:
     chosen = ALGORITHMS[arguments.algorithm]
     settings: _Settings = {"model.path": arguments.model, "model.dtype": "bf16" if gpus else "fp32"}
@@ -321,10 +314,8 @@ def _settings(arguments: argparse.Namespace, gpus: int) -> _Settings:
     named = {"data.prompt_key": arguments.prompt_key, "data.answer_key": arguments.answer_key}
     settings |= {key: column for key, column in named.items() if column is not None}
     settings |= {"data.max_prompt_tokens": 512}
-    lr = 1e-6
-    if pairs:
-        lr = 1e-5 if arguments.algorithm == "reward_model" else 5e-7
-    else:
+    lr = 1e-6 if not pairs else 1e-5 if arguments.algorithm == "reward_model" else 5e-7
+    if not pairs:
         tokens = 1024 if gpus else 256
         settings |= {"rollout.engine": arguments.engine, "rollout.sampling.n": 8}
         settings |= {"rollout.sampling.temperature": 1.0, "rollout.sampling.max_new_tokens": tokens}
@@ -446,17 +437,17 @@ def _batch(prompts: int, replicas: int) -> _Settings:
 
 
 def _recipe_text(file: Path, arguments: argparse.Namespace, settings: _Settings) -> str:
+    from megarl.config.fields import fields_of
     from megarl.config.run import RunConfig
 
     tree: dict[str, Any] = {}
-    for section in RunConfig.model_fields:  # sections in the order of the reference
-        for path, value in settings.items():
-            if path.split(".")[0] == section:
-                place = tree
-                *above, name = path.split(".")
-                for part in above:
-                    place = place.setdefault(part, {})
-                place[name] = value
+    order = list(fields_of(RunConfig))  # sections in the order of the reference
+    for path, value in sorted(settings.items(), key=lambda setting: order.index(setting[0].split(".")[0])):
+        place = tree
+        *above, name = path.split(".")
+        for part in above:
+            place = place.setdefault(part, {})
+        place[name] = value
     head = [
         f"# {arguments.algorithm} of {arguments.model}, written by `megarl init`.",
         "# Keys that are not here have their defaults: `megarl keys SECTION` lists them.",
@@ -477,8 +468,8 @@ def _lines(keys: Mapping[str, Any], path: tuple[str, ...], comments: Mapping[str
             yield f"{indent}{name}:"
             yield from _lines(value, here, comments)
             continue
-        line, said = f"{indent}{name}: {_written(value)}", comments.get(".".join(here))
-        yield f"{line:<40}  # {said}" if said else line
+        line, comment = f"{indent}{name}: {_written(value)}", comments.get(".".join(here))
+        yield f"{line:<40}  # {comment}" if comment else line
 
 
 def _written(value: Any) -> str:
@@ -490,5 +481,5 @@ def _written(value: Any) -> str:
                 return value
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
-        return f"[{', '.join(json.dumps(one, ensure_ascii=False) for one in value)}]"
+        return f"[{', '.join(json.dumps(entry, ensure_ascii=False) for entry in value)}]"
     return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else json.dumps(value)

@@ -132,6 +132,7 @@ def write_fitting(
     from megarl.checks.recipe import check_config
     from megarl.config.base import ConfigErrors
     from megarl.config.load import load_config
+    from megarl.config.yamlio import read_yaml
     from megarl.recipes.components import COMPONENTS
 
     job = "sft" if made.algorithm == "sft" else "train"
@@ -143,7 +144,8 @@ def write_fitting(
             checks = check_config(config, launcher=config.launch.launcher, job=job, machine=machine)
             problems = [(check.key or "", check.problem()) for check in checks.items if check.status == "fail"]
         except ConfigErrors as errors:
-            problems = [(_key_at(file, error), error) for error in errors.problems]
+            keys = {origin: ".".join(path) for path, origin in read_yaml(file).origins.items()}  # by line
+            problems = [(keys.get(error.where or "", ""), error) for error in errors.problems]
         unfit = {key: error for key, error in problems if key in made.settings and key not in _KEPT}
         if not unfit:
             failed = {check.name for check in checks.items if check.status == "fail"} if config is not None else set()
@@ -165,14 +167,6 @@ def _split_further(made: Translation) -> bool:
     if f"{_SERVERS}servers" in made.settings:
         made.settings |= {f"{_SERVERS}tp_size": 2 * tp, f"{_SERVERS}servers": devices // (2 * tp)}
     return True
-
-
-def _key_at(file: Path, error: ConfigError) -> str:
-    """Return the dotted key on the line of `file` that the error names."""
-    from megarl.config.yamlio import read_yaml
-
-    lines = {origin: ".".join(path) for path, origin in read_yaml(file).origins.items()}
-    return lines.get(error.where or "", "")
 
 
 def _notes(made: Translation) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -93,12 +93,13 @@ def all_entries() -> list[KeyEntry]:
         names = named.get(key.path, ())
         listed.append(KeyEntry(key.path, key.info, flat[key.path], key.section is not None, components=names))
         if key.section is not None and (issubclass(key.section, ComponentSection) or key.path == "reward"):
-            listed += _own_entries(key.path)
+            models = {name: COMPONENTS.settings_of(key.path, name) for name in REGISTRIES[key.path].names()}
+            listed += _merged("reward.kwargs" if key.path == "reward" else key.path, models)
         elif key.path == "env":
-            models = {name: environment_class(name).Settings for name in ENVIRONMENTS}
-            listed += _merged("env", ((name, field, info) for name in models for field, info in _fields(models[name])))
+            listed += _merged("env", {name: environment_class(name).Settings for name in ENVIRONMENTS})
         elif (entries := entries_of(key.info)) is not None:
-            listed += [KeyEntry(f"{key.path}.NAME.{name}", info, _default(info)) for name, info in _fields(entries)]
+            fields = entries.model_fields.items()
+            listed += [KeyEntry(f"{key.path}.NAME.{name}", info, _default(info)) for name, info in fields]
     return listed
 
 
@@ -112,24 +113,17 @@ def _component_names() -> dict[str, tuple[str, ...]]:
     return named
 
 
-def _own_entries(path: str) -> list[KeyEntry]:
-    models = {name: COMPONENTS.settings_of(path, name) for name in REGISTRIES[path].names()}
-    fields = ((name, field, info) for name, model in models.items() if model for field, info in _fields(model))
-    return _merged("reward.kwargs" if path == "reward" else path, fields)
-
-
-def _merged(place: str, fields: Iterable[tuple[str, str, FieldInfo]]) -> list[KeyEntry]:
-    """Return one entry per distinct key of `own` (component, key, field); components with equal keys share an entry."""
+def _merged(place: str, models: Mapping[str, Any]) -> list[KeyEntry]:
+    """Return one entry per distinct key of components; components with equal keys share an entry. `models` has the
+    settings of each component, None for one without keys.
+    """
     merged: dict[tuple[str, str], KeyEntry] = {}
-    for name, field, info in fields:
-        which = (field, repr(info))
-        before = merged[which].readers if which in merged else ()
-        merged[which] = KeyEntry(f"{place}.{field}", info, _default(info), readers=(*before, name))
+    for name, model in models.items():
+        for field, info in model.model_fields.items() if model else ():
+            which = (field, repr(info))
+            before = merged[which].readers if which in merged else ()
+            merged[which] = KeyEntry(f"{place}.{field}", info, _default(info), readers=(*before, name))
     return list(merged.values())
-
-
-def _fields(model: Any) -> list[tuple[str, FieldInfo]]:
-    return list(model.model_fields.items())
 
 
 def _default(info: FieldInfo) -> Any:
@@ -144,29 +138,26 @@ def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEnt
     whose description contains it. Raise UserError if nothing matches.
     """
     wanted = pattern.lower().strip(".")
-    exact = [key_entry for key_entry in entries if _is_within(key_entry.path, wanted)]
-    ending = [
-        key_entry for key_entry in entries if not key_entry.is_section and key_entry.path.lower().endswith(f".{wanted}")
-    ]
-    named = [key_entry for key_entry in entries if not key_entry.is_section and wanted in key_entry.path.lower()]
+    keys = [entry for entry in entries if not entry.is_section]
+    exact = [entry for entry in entries if _is_within(entry.path, wanted)]
+    ending = [key for key in keys if key.path.lower().endswith(f".{wanted}")]
+    named = [key for key in keys if wanted in key.path.lower()]
     if exact or named:
         return exact or ending or named, ""
     elsewhere = meaning_of(tuple(wanted.split(".")))
     if elsewhere is not None:
         words = re.findall(r"\w+(?:\.\w+)+", elsewhere)
-        meant = [
-            key_entry for key_entry in entries if any(f"{key_entry.path}.".startswith(f"{word}.") for word in words)
-        ]
+        meant = [entry for entry in entries if any(f"{entry.path}.".startswith(f"{word}.") for word in words)]
         return meant, f"{wanted}: {elsewhere}"
-    described = [key_entry for key_entry in entries if not key_entry.is_section and wanted in key_entry.meaning.lower()]
+    described = [key for key in keys if wanted in key.meaning.lower()]
     valued = [entry for entry in entries if wanted in entry.choices]
     note = METHODS.get(wanted) or values_elsewhere(wanted)
     if valued or note:
         return valued, f"{wanted}: {note}" if note else ""
     if described:
         return described, ""
-    close = close_matches(wanted, [key_entry.path for key_entry in entries])
-    last_words = {key_entry.path.rpartition(".")[2]: key_entry.path for key_entry in entries}
+    close = close_matches(wanted, [entry.path for entry in entries])
+    last_words = {entry.path.rpartition(".")[2]: entry.path for entry in entries}
     close += [last_words[name] for name in close_matches(wanted.rpartition(".")[2], list(last_words))]
     near = " or ".join(dict.fromkeys(close))
     raise UserError(

@@ -11,7 +11,7 @@ tolerance is where to look for the error. Of a server only log-probs are compare
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,6 @@ from megarl.system.errors import count
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
     from megarl.models.policy import PolicyModel
@@ -105,23 +104,23 @@ def compare(
     token ids [n], n >= 2; `others` has log-probs [n - 1] of every sequence from other implementations, by name.
     """
     device = policy.lm_head_weight.device
-    with torch.no_grad(), _recorded(_reference_places(reference)) as theirs, _recorded(_policy_places(policy)) as ours:
-        expected = [_reference_logprobs(reference, ids.to(device)) for ids in sequences]
-        logprobs_here = _policy_logprobs(policy, [ids.to(device) for ids in sequences])
+    trunk, decoder = reference.model, policy.decoder
+    their_places = _places(trunk.embed_tokens, trunk.layers, "self_attn", trunk.norm)
+    our_places = _places(policy.embedding, decoder.layers, "self_attention", decoder.final_layernorm)
+    with torch.no_grad(), _recorded(their_places) as theirs, _recorded(our_places) as ours:
+        on_device = [ids.to(device) for ids in sequences]
+        expected = [_of_tokens(reference(input_ids=ids[None]).logits[0], ids) for ids in on_device]
+        logprobs_here = _policy_logprobs(policy, on_device)
     dtype = policy.lm_head_weight.dtype
     left_out = REROUTED if dtype == torch.bfloat16 and policy.config.num_moe_experts is not None else 0.0
     places = [_difference(name, torch.cat(ours[name]), torch.cat(theirs[name]), left_out) for name in theirs]
     wanted = torch.cat(expected).cpu()
-    logprobs = {
-        "log-probs, megatron": logprobs_here,
-        **{f"log-probs, {name}": rows for name, rows in (others or {}).items()},
-    }
-    return Parity(
-        places,
-        [_difference(name, torch.cat(rows).cpu(), wanted, left_out) for name, rows in logprobs.items()],
-        TOLERANCE[dtype],
-        left_out,
-    )
+    implementations = {"megatron": logprobs_here, **(others or {})}
+    logprobs = [
+        _difference(f"log-probs, {name}", torch.cat(rows).cpu(), wanted, left_out)
+        for name, rows in implementations.items()
+    ]
+    return Parity(places, logprobs, TOLERANCE[dtype], left_out)
 
 
 def _difference(name: str, ours: Tensor, theirs: Tensor, left_out: float) -> Difference:
@@ -133,21 +132,15 @@ def _difference(name: str, ours: Tensor, theirs: Tensor, left_out: float) -> Dif
     return Difference(name, float(gap.abs().max()), float(counted.mean().sqrt()) / max(norm, 1e-30))
 
 
-def _reference_places(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    trunk = model.model
-    places = {"embedding": trunk.embed_tokens}
-    for number, layer in enumerate(trunk.layers):
-        places |= {f"layer {number} attention": layer.self_attn, f"layer {number} mlp": layer.mlp}
+def _places(
+    embedding: torch.nn.Module, layers: Iterable[Any], attention: str, final_norm: torch.nn.Module
+) -> dict[str, torch.nn.Module]:
+    """Return the compared modules of a model by name; `attention` is the attribute of a layer's attention."""
+    places = {"embedding": embedding}
+    for number, layer in enumerate(layers):
+        places |= {f"layer {number} attention": getattr(layer, attention), f"layer {number} mlp": layer.mlp}
         places[f"layer {number}"] = layer
-    return places | {"final norm": trunk.norm}
-
-
-def _policy_places(model: PolicyModel) -> dict[str, torch.nn.Module]:
-    places: dict[str, torch.nn.Module] = {"embedding": model.embedding}
-    for number, layer in enumerate(model.decoder.layers):
-        places |= {f"layer {number} attention": layer.self_attention, f"layer {number} mlp": layer.mlp}
-        places[f"layer {number}"] = layer
-    return places | {"final norm": model.decoder.final_layernorm}
+    return places | {"final norm": final_norm}
 
 
 @contextmanager
@@ -170,10 +163,6 @@ def _recorded(places: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Ten
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _reference_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    return _of_tokens(model(input_ids=ids[None]).logits[0], ids)
 
 
 def _policy_logprobs(model: PolicyModel, sequences: Sequence[Tensor]) -> list[Tensor]:
@@ -231,12 +220,10 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
 
     config = SGLangConfig(max_total_tokens=_SERVER_TOKENS)
     logprobs = []
-    name = str(DTYPES[dtype]).removeprefix("torch.")
+    name, alone = str(DTYPES[dtype]).removeprefix("torch."), WorkerGroup.alone()
     with (
         tempfile.TemporaryDirectory() as logs,
-        open_fleet(
-            config, WorkerPlace(), Path(logs), folder, name, cuda=has_cuda(), world=WorkerGroup.alone()
-        ) as fleet,
+        open_fleet(config, WorkerPlace(), Path(logs), folder, name, cuda=has_cuda(), world=alone) as fleet,
     ):
         for ids in sequences:
             request = {
@@ -245,9 +232,8 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
                 "return_logprob": True,
                 "logprob_start_len": 0,
             }
-            answer = fleet.servers[0].api.call(
-                "/generate", request, deadline_s=config.start_timeout_s, phase="log-probs of given tokens"
-            )
+            api, limit_s = fleet.servers[0].api, config.start_timeout_s
+            answer = api.call("/generate", request, deadline_s=limit_s, phase="log-probs of given tokens")
             # entries are [log-prob, token, text]; the first token has no log-prob
             rows = answer["meta_info"]["input_token_logprobs"]
             logprobs.append(torch.tensor([row[0] for row in rows[1:]]))

@@ -16,7 +16,6 @@ from megarl.config.yamlio import to_yaml
 from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan
 from megarl.planning.search import FoundPlan, SearchResult, describe_layout
 from megarl.planning.shards import Sizes
-from megarl.planning.terms import Moment, Term
 from megarl.planning.workload import Workload
 from megarl.recipes.components import COMPONENTS
 
@@ -107,8 +106,10 @@ def tables(config: RunConfig, recipe: str, plan: StepPlan, rest: list[Figure]) -
     title = f"{recipe} on {plan.hardware.describe()}: {plan.step_s:.3g} s a step, by formulas"
     title += ", if it fit" if misfits(plan) else ""
     phases = _phases(f"{title}\n{assumed_lengths(config, plan)}", plan)
-    shown: list[Table | str] = [phases, _numbers([*figures(plan), *rest]), _memory(plan)]
-    shown.append(f"hardware: {plan.hardware.source}")
+    numbers = _table("", "what", "value", "unit", "by")
+    for figure in (*figures(plan), *rest):
+        numbers.add_row(figure.name, _short(figure.value), figure.unit, figure.formula)
+    shown: list[Table | str] = [phases, numbers, _memory(plan), f"hardware: {plan.hardware.source}"]
     verdict = [f"does not fit: {line}" for line in misfits(plan)]
     verdict = verdict or [f"may not fit: {line}" for line in doubts(plan)]
     if not verdict and tight(plan):
@@ -157,11 +158,8 @@ def _no_room(plan: StepPlan) -> list[str]:
 
 def _keys(filled: Filled) -> str:
     """Return the keys that change the memory of a moment."""
-    return f"{_GOES_BY} {'; '.join(dict.fromkeys(part.keys for part in _largest(filled.moment)))}"
-
-
-def _largest(moment: Moment) -> list[Term]:
-    return sorted(moment.terms, key=lambda part: -part.bytes)[:3]
+    largest = sorted(filled.moment.terms, key=lambda part: -part.bytes)[:3]
+    return f"{_GOES_BY} {'; '.join(dict.fromkeys(part.keys for part in largest))}"
 
 
 _WORDS = frozenset(("phase", "team", "what", "by", "placement, layout, engine", "moment", "most of it", "unit", ""))
@@ -178,22 +176,15 @@ def _table(title: str, *columns: str) -> Table:
 
 def _phases(title: str, plan: StepPlan) -> Table:
     several = plan.placement.separate
-    made = _table(title, "phase", *(["team"] if several else []), "s", "share", "GB moved", "by", "what")
+    table = _table(title, "phase", *(["team"] if several else []), "s", "share", "GB moved", "by", "what")
     for phase in plan.phases:
         whole = [f"{phase.seconds:.3g}", f"{phase.seconds / plan.step_s:.0%}", "", "", ""]
-        made.add_row(phase.name, *([phase.team] if several else []), *whole)
+        table.add_row(phase.name, *([phase.team] if several else []), *whole)
         for part in phase.parts:
             size = _short(part.bytes / 1e9) if part.bytes else ""
             row = [f"{part.seconds:.3g}", "", size, part.formula, part.what]
-            made.add_row("", *([""] if several else []), *row)
-    return made
-
-
-def _numbers(numbers: list[Figure]) -> Table:
-    made = _table("", "what", "value", "unit", "by")
-    for figure in numbers:
-        made.add_row(figure.name, _short(figure.value), figure.unit, figure.formula)
-    return made
+            table.add_row("", *([""] if several else []), *row)
+    return table
 
 
 def _short(value: float) -> str:
@@ -205,17 +196,16 @@ def _memory(plan: StepPlan) -> Table:
     limit = plan.hardware.memory_gb
     made = _table(f"a device, of {limit:.3g} GB", "team", "moment", "GB", "by", "most of it")
     for filled in plan.filled:
-        text = ", ".join(_part_text(part, size) for part, size in filled.parts[:_PARTS_SHOWN])
+        text = ", ".join(
+            f"{part.what} {size / 1e9:.3g}"
+            # a part that adapts to the free memory has a maximum
+            + (f" (up to {part.bytes / 1e9:.3g})" if part.bytes > size else "")
+            for part, size in filled.parts[:_PARTS_SHOWN]
+        )
         more = sum(size for _, size in filled.parts[_PARTS_SHOWN:])
         text += f", all else {more / 1e9:.3g}" if more else ""
         made.add_row(filled.team, filled.moment.name, f"{filled.taken / 1e9:.3g}", "M1", text)
     return made
-
-
-def _part_text(part: Term, size: float) -> str:
-    """Return a term and its size in GB, with its maximum if it adapts to the free memory."""
-    most = f" (up to {part.bytes / 1e9:.3g})" if part.bytes > size else ""
-    return f"{part.what} {size / 1e9:.3g}{most}"
 
 
 def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:

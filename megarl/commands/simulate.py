@@ -118,7 +118,9 @@ def _settings(text: str) -> tuple[str, ...]:
             parts.append("")
         else:
             parts[-1] += sign
-    split = tuple(_unquoted(part) for part in parts if part)
+    # Remove quotes around a whole part. Quotes inside belong to the YAML value.
+    quoted = [len(part) > 1 and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1 for part in parts]
+    split = tuple(part[1:-1] if whole else part for part, whole in zip(parts, quoted, strict=True) if part)
     if not split:
         raise UserError("this part sets nothing", where="--what-if", found=text, allowed="KEY=VALUE")
     if depth or quote:
@@ -131,12 +133,6 @@ def _settings(text: str) -> tuple[str, ...]:
             allowed="KEY=VALUE, several separated by blanks",
         )
     return split
-
-
-def _unquoted(part: str) -> str:
-    """Remove quotes around the whole part. Quotes inside belong to the YAML value."""
-    whole = len(part) > 1 and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
-    return part[1:-1] if whole else part
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -293,6 +293,12 @@ def test_bf16_of_a_gpu_is_named_as_left_out_of_a_recipe_for_the_cpu(write, tmp_p
     assert "model.dtype: bf16" in (tmp_path / "mine.yaml").read_text().partition("does not have")[2]
 
 
+def test_staleness_that_the_placement_does_not_allow_is_left_out_with_the_reason(write, tmp_path, capsys):
+    file = write("trl.sh", "python grpo.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name rows --async_grpo 2\n")
+    main(["init", "mine", "--from", str(file), "--gpus", "0", "--reward", "exact_match"])
+    assert "async.max_staleness: 2" in (tmp_path / "mine.yaml").read_text().partition("does not have")[2]
+
+
 def test_the_recipe_stays_where_the_data_are_on_another_machine(write, tmp_path, capsys):
     file = write("verl.sh", VERL.replace("verl.jsonl", "/data/elsewhere.parquet"))
     assert main(["init", "mine", "--from", str(file)]) == 2
