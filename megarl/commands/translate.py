@@ -18,7 +18,7 @@ from typing import Any, get_origin
 from megarl.config.fields import alternatives, find_key
 from megarl.config.other_names import METHODS, key_of, meaning_of
 from megarl.config.other_values import VALUES, lora_targets, value_fix
-from megarl.config.yamlio import parse_value, read_yaml
+from megarl.config.yamlio import flatten, parse_value, read_yaml
 from megarl.system.errors import UserError
 
 _KEY_VALUE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
@@ -90,7 +90,7 @@ class Translation:
 def read_settings(file: Path) -> OtherSettings:
     """Return the settings in a YAML or JSON file, or in the words of a command line."""
     if file.suffix.lower() in (".yaml", ".yml", ".json"):
-        values = _flat(read_yaml(file).data, "")
+        values = dict(flatten(read_yaml(file).data))
         return OtherSettings({name: _resolved(value, values) for name, value in values.items()})
     try:
         words = shlex.split(file.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
@@ -148,14 +148,6 @@ def _value(text: str) -> Any:
         return parse_value(text) if text else None
     except Exception:  # the text may have any form
         return text
-
-
-def _flat(tree: Any, above: str) -> dict[str, Any]:
-    if not isinstance(tree, Mapping) or not tree:
-        return {above: tree}
-    return {
-        name: value for key, inner in tree.items() for name, value in _flat(inner, f"{above}.{key}".strip(".")).items()
-    }
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:

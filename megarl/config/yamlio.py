@@ -6,7 +6,7 @@ Surprises of YAML 1.1 are off: `1e-6` is a number; `on`, `no`, dates and `1:30` 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,3 +231,16 @@ def parse_texts(text: str) -> Any:
 def to_yaml(data: dict[str, Any]) -> str:
     """Return block-style YAML of plain data with keys in the given order; `parse_value` reads back equal data."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, leaf) pairs of nested mappings; an empty mapping and a list are leaves.
+
+    >>> list(flatten({"a": {"b": 1, "c": [2]}}))
+    [('a.b', 1), ('a.c', [2])]
+    """
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -8,6 +8,7 @@ the run at the next step. A call that fails later is logged once and counted, be
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import hashlib
 import logging
@@ -76,17 +77,37 @@ class RunLogger(Protocol):
         """Close the run, whose status is `finished`, `failed`, `stopped` or `killed`."""
 
 
-class WandbLogger:
+class _TableLogger:
+    """The calls that W&B and trackio have in common. `_package` is the imported package, `_run` its run."""
+
+    _package: Any
+    _run: Any
+    _first_columns: tuple[str, ...] = ()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the numbers of a step."""
+        self._run.log(metrics, step=step)
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Record a table of samples."""
+        columns = [*self._first_columns, *columns_of(rows)]
+        data = [[_cell((row | {"step": step}).get(column)) for column in columns] for row in rows]
+        self._run.log({"samples": self._package.Table(columns=columns, data=data)}, step=step)
+
+
+class WandbLogger(_TableLogger):
     """A run of Weights & Biases; with `WANDB_MODE=offline` it is stored in the folder `wandb` of the run folder.
 
     W&B accepts each step only once: steps that a resumed run repeats keep their first numbers.
     """
 
+    _first_columns = ("step",)
+
     def __init__(self, run: LoggedRun) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise W&B sends its own errors over the network
         import wandb
 
-        self._wandb = wandb
+        self._package = wandb
         # Capturing the console would take standard output from the worker's log; perf/* already reports the load.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(
@@ -99,16 +120,6 @@ class WandbLogger:
             job_type=run.stage,
             settings=settings,
         )
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the numbers of a step."""
-        self._run.log(metrics, step=step)
-
-    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Record a table of samples."""
-        columns = columns_of(rows)
-        data = [[step, *(_cell(row.get(column)) for column in columns)] for row in rows]
-        self._run.log({"samples": self._wandb.Table(columns=["step", *columns], data=data)}, step=step)
 
     def finish(self, status: str) -> None:
         """Close the run and wait for its upload."""
@@ -149,13 +160,13 @@ class TensorboardLogger:
         self._writer.close()
 
 
-class TrackioLogger:
+class TrackioLogger(_TableLogger):
     """A run of trackio, stored locally or where trackio's environment variables point."""
 
     def __init__(self, run: LoggedRun) -> None:
         import trackio
 
-        self._trackio = trackio
+        self._package = trackio
         self._run = trackio.init(
             project=run.project,
             name=f"{run.name} {run.id}",  # trackio identifies a resumed run by its name
@@ -165,16 +176,6 @@ class TrackioLogger:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the numbers of a step."""
-        self._run.log(metrics, step=step)
-
-    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Record a table of samples."""
-        columns = columns_of(rows)
-        table = self._trackio.Table(columns=columns, data=[[_cell(row.get(c)) for c in columns] for row in rows])
-        self._run.log({"samples": table}, step=step)
 
     def finish(self, status: str) -> None:
         """Close the run."""
@@ -200,40 +201,29 @@ def describe_run(
     resume_step: int | None,
 ) -> LoggedRun:
     """Return the description of a run for trackers."""
-    about = f"{folder} {stage} {started!r}".encode()
+    number = hashlib.sha256(f"{folder} {stage} {started!r}".encode()).hexdigest()[:12]
     title = name if stage == "train" else f"{name} ({stage})"
-    number = hashlib.sha256(about).hexdigest()[:12]
     resumed, first_step = resume_step is not None, 0 if resume_step is None else resume_step + 1
     return LoggedRun(number, title, stage, folder, project, config, run_tags(folder, config), resumed, first_step)
 
 
 def run_tags(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return tags on the run's origin: run folder, model, command, user, commit of the current folder, and version."""
-    model = config.get("model", {})
+    user, commit, model = None, None, config.get("model", {})
+    with contextlib.suppress(KeyError, OSError):  # in a container the user number may have no name
+        user = getpass.getuser()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
     tags = {
         "run_dir": str(folder),
         "model": model.get("path") or (model.get("hf_config") or {}).get("model_type"),
         "command": os.environ.get(COMMAND),
-        "user": _user(),
-        "commit": _commit(),
+        "user": user,
+        "commit": commit,
         "megarl": megarl.__version__,
     }
     return {key: str(value) for key, value in tags.items() if value}
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # in a container the user number may have no name
-        return None
-
-
-def _commit() -> str | None:
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=_GIT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -13,12 +13,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from megarl.artifacts.jsonl import COLUMNS
 from megarl.artifacts.records import Needs, read_record, write_record
+from megarl.config.yamlio import flatten
 from megarl.system.credentials import MASK, PASSWORD, mask, put_back
 from megarl.system.errors import ConfigError
 from megarl.system.tracing import beat
@@ -372,16 +373,3 @@ def close_open_run(id_file: Path, status: str) -> None:
             return
         _connect(known["uri"]).set_terminated(known["run_id"], status)
         write_record(id_file, known | {"status": status})
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, leaf) pairs of nested dicts; an empty dict and a list are leaves.
-
-    >>> list(flatten({"a": {"b": 1, "c": [2]}}))
-    [('a.b', 1), ('a.c', [2])]
-    """
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import datetime
 import html
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from typing import Any
 import megarl
 from megarl.artifacts.records import set_aside
 from megarl.artifacts.trained import exported
+from megarl.config.yamlio import flatten
 from megarl.system.errors import duration
 from megarl.tracking import teams
 from megarl.tracking.names import number
@@ -57,6 +58,7 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
     run = runs[0]
     stage = run.main_stage()
     samples, pictures, note = _all_samples(runs, stage)
+    graph = run.folder / "graph.svg"
     return {
         "runs": [{"name": r.label, "status": r.info.get("status", "unknown")} for r in runs],
         "facts": _facts(run, stage),
@@ -68,7 +70,9 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
         "sampleColumns": sample_columns(samples),
         "training": [{"run": r.label, "rows": rows} for r in runs if (rows := training_groups(r.folder))],
         "differences": _differences(runs),
-        "graph": _graph(run.folder),
+        "graph": f"data:image/svg+xml;base64,{base64.b64encode(graph.read_bytes()).decode()}"
+        if graph.is_file()
+        else None,
         "config": _config(run),
         "machine": _machine(run),
     }
@@ -89,18 +93,15 @@ def _all_samples(runs: list[Run], stage: str) -> tuple[list[dict[str, Any]], dic
 
 def _differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return the configuration keys that differ between runs, with every run's value; a dash where it lacks the key."""
-    plain = [_flat(run.info.get("config", {})) for run in runs]
-    rows = [
-        (name, [one.get(name, "–") for one in plain]) for name in dict.fromkeys(key for one in plain for key in one)
+    configs = [
+        {
+            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            for name, value in flatten(run.info.get("config", {}))
+        }
+        for run in runs
     ]
+    rows = [(name, [config.get(name, "–") for config in configs]) for name in dict.fromkeys(itertools.chain(*configs))]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
-
-
-def _flat(value: Any, name: str = "") -> dict[str, str]:
-    if isinstance(value, dict) and value:
-        return {key: text for part, inner in value.items() for key, text in _flat(inner, f"{name}.{part}").items()}
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return {name.removeprefix("."): text}
 
 
 def _tiles(runs: list[Run], stage: str) -> list[dict[str, Any]]:
@@ -169,12 +170,6 @@ def _facts(run: Run, stage: str) -> list[tuple[str, str]]:
     if device:
         facts.append(("on", str(device)))
     return facts
-
-
-def _graph(folder: Path) -> str | None:
-    """Return the drawing of the task graph as a data URI: inside <img> it cannot run scripts."""
-    path = folder / "graph.svg"
-    return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else None
 
 
 def _config(run: Run) -> str:

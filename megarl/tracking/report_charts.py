@@ -215,7 +215,10 @@ def _line_chart(runs: list[Run], stage: str, row: Chart, used: set[str]) -> dict
             dash = ("", "5 3", "2 3")[m % 3] if len(runs) > 1 else ""
             x, y = shown(name, have[name])
             line = {"label": text, "x": x, "y": y, "tint": r if len(runs) > 1 else m, "dash": dash}
-            lines.append(line | _start(run, stage, name))
+            before = run.series.get("sft", {}).get(name)  # the supervised phase measured it before the first RL step
+            if stage == "train" and before is not None and name.startswith("val/"):
+                line["start"] = {"x": before[0], "y": before[1]}
+            lines.append(line)
     if not lines:
         return None
     first = row.lines[0][0]
@@ -239,30 +242,22 @@ def shown(name: str, points: Points) -> Points:
     return (x, [value and 100 * value for value in y]) if name in _PERCENT else points
 
 
-def _start(run: Run, stage: str, name: str) -> dict[str, Any]:
-    """Return the value of a held-out metric that the supervised phase measured, drawn before the first RL step."""
-    before = run.series.get("sft", {}).get(name)
-    if stage != "train" or before is None or not name.startswith("val/"):
-        return {}
-    return {"start": {"x": before[0], "y": before[1]}}
-
-
 def _expand(wanted: Sequence[tuple[str, str]], have: dict[str, Points]) -> list[tuple[str, str]]:
     """Expand `reward/*` and `team/*/busy`. A single reward part equals the score and is left out."""
     names = []
     for name, label in wanted:
         before, star, after = name.partition("*")
         if star:
-            found = [n for n in sorted(have) if n.startswith(before) and n.endswith(after) and n != "reward/errors"]
-            labels = [n.removesuffix(after).rsplit("/", 1)[-1] for n in found]
-            names += list(zip(found, labels, strict=True)) if len(found) > 1 else []
+            fitting = [n for n in sorted(have) if n.startswith(before) and n.endswith(after) and n != "reward/errors"]
+            labels = [n.removesuffix(after).rsplit("/", 1)[-1] for n in fitting]
+            names += list(zip(fitting, labels, strict=True)) if len(fitting) > 1 else []
         else:
             names.append((name, label))
     return names
 
 
 def _range(runs: list[Run], stage: str) -> list[int]:
-    ends = [found for run in runs if (found := run.steps(stage))]
+    ends = [steps for run in runs if (steps := run.steps(stage))]
     return [min(first for first, _ in ends), max(last for _, last in ends)]
 
 
@@ -304,15 +299,15 @@ def _team_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, 
     for run in runs:
         have = run.series.get(stage, {})
         values = teams.after_start(have)
-        found = teams.waits(values)
-        if len(found) < 2:
+        waits = teams.waits(values)
+        if len(waits) < 2:
             continue
         used.update(teams.shown_as_waits(have))
         title = "Who waited for whom" + (f": {run.label}" if len(runs) > 1 else "")
         hint = "strong: working, pale: waiting for the team of that colour; means over ranks and steps"
         bounds = teams.bounding_team(values)
         charts.append({"kind": "waits", "stage": stage, "title": title, "hint": hint, "unit": "seconds of a step",
-                       "wide": True, "teams": found, "bounds": bounds})  # fmt: skip
+                       "wide": True, "teams": waits, "bounds": bounds})  # fmt: skip
     return charts
 
 

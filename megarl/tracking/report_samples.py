@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
 
 from megarl.artifacts.jsonl import read_jsonl
-from megarl.tracking.sample_images import embedded
+from megarl.tracking.sample_images import data_uri, embedded
 
 MAX_SAMPLE_STEPS = 12
 MAX_SAMPLES_PER_STEP = 40
@@ -30,29 +29,27 @@ def held_out_samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], di
     for step in _some_steps(rows, MAX_SAMPLE_STEPS):
         shown += [row for row in rows if row["step"] == step][:MAX_SAMPLES_PER_STEP]
     notes = [f"{len(shown)} of {len(rows)} samples; samples.jsonl has all"] if len(shown) < len(rows) else []
-    if without := _embed_films(folder, shown):
-        notes.append(
-            f"{without} films are too large for this page; the column video names their files in the run folder"
-        )
-    pictures, missing = embedded(folder, shown)
-    if missing:
-        notes.append(
-            f"{missing} images do not fit into this page; the column images names their files in the run folder"
-        )
-    own = ("film", "images")
-    found = [{key: value if key in own else _cell(value) for key, value in row.items()} for row in shown]
-    return found, pictures, "; ".join(notes)
+    films, (pictures, images) = _embed_films(folder, shown), embedded(folder, shown)
+    for number, problem, column in (
+        (films, "films are too large for", "video"),
+        (images, "images do not fit into", "images"),
+    ):
+        if number:
+            notes.append(f"{number} {problem} this page; the column {column} names their files in the run folder")
+    as_they_are = ("film", "images")
+    cells = [{key: value if key in as_they_are else _cell(value) for key, value in row.items()} for row in shown]
+    return cells, pictures, "; ".join(notes)
 
 
 def training_groups(folder: Path) -> list[dict[str, Any]]:
     """Return the training samples kept by the run (`megarl.runtime.training_samples`), of evenly spaced steps."""
     rows = read_jsonl(folder / "training_samples.jsonl", needs={"step": int, "pieces": list})
-    found = []
+    groups = []
     for step in _some_steps(rows, MAX_GROUP_STEPS):
         for row in [row for row in rows if row["step"] == step][:_MAX_GROUP_ROWS]:
-            own = {name: row[name] for name in _OF_TOKENS if isinstance(row.get(name), list)}
-            found.append({key: own.get(key) or _cell(value) for key, value in row.items()})
-    return found
+            of_tokens = {name: row[name] for name in _OF_TOKENS if isinstance(row.get(name), list)}
+            groups.append({key: of_tokens.get(key) or _cell(value) for key, value in row.items()})
+    return groups
 
 
 def _some_steps(rows: list[dict[str, Any]], most: int) -> list[int]:
@@ -76,7 +73,7 @@ def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
             without += 1
             continue
         left -= size
-        row["film"] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+        row["film"] = data_uri(path)
     return without
 
 

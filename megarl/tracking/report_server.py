@@ -60,8 +60,8 @@ class ReportServer(ThreadingHTTPServer):
         """Return a text that changes whenever the files of the runs change."""
         for folder in self.folders:
             close_if_killed(folder)
-        found = [path.stat() for folder in self.folders for name in _FILES if (path := folder / name).is_file()]
-        return "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in found)
+        stats = [path.stat() for folder in self.folders for name in _FILES if (path := folder / name).is_file()]
+        return "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in stats)
 
     def data(self) -> dict[str, Any]:
         """Return the page's data, with the tag and period that it needs to follow the runs."""

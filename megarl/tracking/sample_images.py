@@ -54,26 +54,29 @@ def thumbnail(pixels: NDArray[np.uint8]) -> bytes:
     return file.getvalue()
 
 
+def data_uri(file: Path) -> str:
+    """Return an image file (PNG or SVG) as a data URI. Inside <img> it cannot run scripts."""
+    kind = "svg+xml" if file.suffix == ".svg" else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
+
+
 def embedded(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, str], int]:
     """Return the images that rows of a report name, as data URIs by path, and the number of omitted images. Names in a
     row's `images` that are no image in the run folder are removed from the row.
     """
-    found: dict[str, str] = {}
+    pictures: dict[str, str] = {}
     left, without = REPORT_BYTES, set[str]()
     for row in sorted(rows, key=lambda row: row["step"], reverse=True):
         names = row.get("images")
         if names is None:
             continue
-        row["images"] = [name for name in names if _is_picture(folder, name)] if isinstance(names, list) else []
+        names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        row["images"] = [name for name in names if _NAME.fullmatch(name) and (folder / name).is_file()]
         for name in row["images"]:
             size = (folder / name).stat().st_size
-            if name not in found and size <= left:
+            if name not in pictures and size <= left:
                 left -= size
-                found[name] = f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
-            elif name not in found:
+                pictures[name] = data_uri(folder / name)
+            elif name not in pictures:
                 without.add(name)
-    return found, len(without)
-
-
-def _is_picture(folder: Path, name: Any) -> bool:
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None and (folder / name).is_file()
+    return pictures, len(without)

@@ -63,14 +63,14 @@ def shown_as_waits(names: Iterable[str]) -> set[str]:
 
 def lines_of_waits(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return metric and legend of each team's waits, as in `draw: weights`."""
-    found = [name for name in sorted(names) if _is(name, "_s") and _WHAT in name]
-    return [(name, name.removeprefix(_TEAM).removesuffix("_s").replace(_WHAT, ": ")) for name in found]
+    metrics = [name for name in sorted(names) if _is(name, "_s") and _WHAT in name]
+    return [(name, name.removeprefix(_TEAM).removesuffix("_s").replace(_WHAT, ": ")) for name in metrics]
 
 
 def lines_of_queues(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return metric and legend of the buffer's queues, as in `rollout, for train`."""
-    found = [name for name in sorted(names) if name.startswith(_QUEUE)]
-    return [(name, name.removeprefix(_QUEUE).replace("/", ", for ")) for name in found]
+    metrics = [name for name in sorted(names) if name.startswith(_QUEUE)]
+    return [(name, name.removeprefix(_QUEUE).replace("/", ", for ")) for name in metrics]
 
 
 def _is(name: str, *ends: str) -> bool:

@@ -91,15 +91,15 @@ def merge_trace(run_dir: Path, most_bytes: int = MOST_BYTES) -> Path | None:
     labels: dict[int, str] = {}
     slices, begins = [], []
     for source in sources:
-        found, cut = _read(source, each, labels)
-        slices += found
-        begins += [found[0].start_ns] if cut and found else []
+        of_rank, cut = _read(source, each, labels)
+        slices += of_rank
+        begins += [of_rank[0].start_ns] if cut and of_rank else []
     if begins:
         first = max(begins)
-        slices = [one for one in slices if one.start_ns >= first]
+        slices = [phase for phase in slices if phase.start_ns >= first]
         log.warning(
             "trace.json shows the last %.0f s: the files of all ranks have %d MB, and are in %s",
-            (max(one.end_ns for one in slices) - first) / 1e9,
+            (max(phase.end_ns for phase in slices) - first) / 1e9,
             total >> 20,
             run_dir / "trace",
         )
@@ -119,7 +119,7 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
     """Return the phases in the last `most_bytes` of a rank's file, beginning at the start of a step, and whether
     earlier phases exist. Fill `labels` with row names by rank; skip and log damaged lines.
     """
-    found: list[_Slice] = []
+    slices: list[_Slice] = []
     damaged, reason = 0, ""
     with source.open("rb") as file:
         cut = file.seek(0, os.SEEK_END) > most_bytes
@@ -137,49 +137,38 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
             labels.setdefault(record["rank"], str(record.get("label", f"rank {record['rank']}")))
             path, team, waits_for = (sys.intern(str(record.get(name, ""))) for name in ("path", "team", "waits_for"))
             times = record["start_ns"], record["end_ns"], record["step"]
-            found.append(_Slice(record["rank"], path, *times, team, waits_for))
+            slices.append(_Slice(record["rank"], path, *times, team, waits_for))
     if damaged:
         warn_once(source, f"{source}: {damaged} damaged lines are left out of trace.json: {reason}")
-    whole = itertools.dropwhile(lambda one: one.of_step == found[0].of_step, found) if cut else found
-    kept = sorted(whole, key=lambda one: one.start_ns) if cut else found
-    return kept or found, cut
+    if not cut:
+        return slices, False
+    whole_steps = itertools.dropwhile(lambda phase: phase.of_step == slices[0].of_step, slices)
+    return sorted(whole_steps, key=lambda phase: phase.start_ns) or slices, True
 
 
 def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield metadata per rank, an event per phase, step and restart. Times are in microseconds."""
-    origin = min(one.start_ns for one in slices)
+    origin = min(phase.start_ns for phase in slices)
     for rank, label in sorted(labels.items()):
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": label}}
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "phases"}}
     steps: dict[tuple[str, int], int] = {}
-    for one in slices:
-        yield {
-            "ph": "X",
-            "pid": one.rank,
-            "tid": 0,
-            "ts": (one.start_ns - origin) / 1000,
-            "dur": (one.end_ns - one.start_ns) / 1000,
-            "name": one.path.rsplit("/", 1)[-1],
-            "cat": one.path.split("/", 1)[0],
-            "args": {"path": one.path, "step": one.step} | ({"waits_for": one.waits_for} if one.waits_for else {}),
-        }
-        steps[one.of_step] = min(one.start_ns, steps.get(one.of_step, one.start_ns))
+    for phase in slices:
+        names = {"name": phase.path.rsplit("/", 1)[-1], "cat": phase.path.split("/", 1)[0]}
+        times = {"ts": (phase.start_ns - origin) / 1000, "dur": (phase.end_ns - phase.start_ns) / 1000}
+        arguments = {"path": phase.path, "step": phase.step}
+        arguments |= {"waits_for": phase.waits_for} if phase.waits_for else {}
+        yield {"ph": "X", "pid": phase.rank, "tid": 0, **times, **names, "args": arguments}
+        steps[phase.of_step] = min(phase.start_ns, steps.get(phase.of_step, phase.start_ns))
     yield from _arrows(slices, origin)
-    first_rank = min(one.rank for one in slices)
+    first_rank = min(phase.rank for phase in slices)
     marks = [(start, f"{stage} {step}", {"step": step}) for (stage, step), start in steps.items()]
-    times = [(int(one["time"] * 1e9), one) for one in restarts]
-    marks += [(at, f"restart {one['restart']}", {"why": one["why"]}) for at, one in times if at >= origin]
+    times = [(int(restart["time"] * 1e9), restart) for restart in restarts]
+    marks += [(at, f"restart {restart['restart']}", {"why": restart["why"]}) for at, restart in times if at >= origin]
     for start, name, arguments in sorted(marks, key=lambda mark: mark[0]):
-        yield {
-            "ph": "i",
-            "s": "g",
-            "pid": first_rank,
-            "tid": 0,
-            "ts": (start - origin) / 1000,
-            "name": name,
-            "args": arguments,
-        }
+        place = {"ph": "i", "s": "g", "pid": first_rank, "tid": 0, "ts": (start - origin) / 1000}
+        yield place | {"name": name, "args": arguments}
 
 
 def _arrows(slices: list[_Slice], origin: int) -> Iterator[dict[str, Any]]:
@@ -190,19 +179,19 @@ def _arrows(slices: list[_Slice], origin: int) -> Iterator[dict[str, Any]]:
     may be wrong when clocks of machines differ.
     """
     works: dict[tuple[str, bool], list[_Slice]] = {}  # by (team, whether only work that hands over samples is listed)
-    for one in sorted(slices, key=lambda one: one.start_ns):
-        if one.team and not one.waits_for:
-            works.setdefault((one.team, False), []).append(one)
-            if one.path.endswith("/give"):
-                works.setdefault((one.team, True), []).append(one)
-    starts = {key: [one.start_ns for one in some] for key, some in works.items()}
-    for number, wait in enumerate(one for one in slices if one.waits_for):
+    for phase in sorted(slices, key=lambda phase: phase.start_ns):
+        if phase.team and not phase.waits_for:
+            works.setdefault((phase.team, False), []).append(phase)
+            if phase.path.endswith("/give"):
+                works.setdefault((phase.team, True), []).append(phase)
+    starts = {key: [phase.start_ns for phase in phases] for key, phases in works.items()}
+    for number, wait in enumerate(phase for phase in slices if phase.waits_for):
         key = (wait.waits_for, wait.path.endswith("/wait"))
         place = bisect.bisect_right(starts.get(key, []), wait.end_ns)
         if place == 0:
             continue
         source = works[key][place - 1]
-        for one, kind in ((source, {"ph": "s"}), (wait, _TO_ITS_END)):
-            moment = max(one.start_ns, min(one.end_ns, wait.end_ns) - _INSIDE_NS)
-            at = {"pid": one.rank, "tid": 0, "ts": (moment - origin) / 1000}
+        for phase, kind in ((source, {"ph": "s"}), (wait, _TO_ITS_END)):
+            moment = max(phase.start_ns, min(phase.end_ns, wait.end_ns) - _INSIDE_NS)
+            at = {"pid": phase.rank, "tid": 0, "ts": (moment - origin) / 1000}
             yield kind | at | {"id": number, "name": "waited for", "cat": "wait"}
