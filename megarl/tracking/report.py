@@ -70,9 +70,7 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
         "sampleColumns": sample_columns(samples),
         "training": [{"run": r.label, "rows": rows} for r in runs if (rows := training_groups(r.folder))],
         "differences": _differences(runs),
-        "graph": f"data:image/svg+xml;base64,{base64.b64encode(graph.read_bytes()).decode()}"
-        if graph.is_file()
-        else None,
+        "graph": data_uri(graph) if graph.is_file() else None,
         "config": _config(run),
         "machine": _machine(run),
     }

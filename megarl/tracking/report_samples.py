@@ -30,12 +30,9 @@ def held_out_samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], di
         shown += [row for row in rows if row["step"] == step][:MAX_SAMPLES_PER_STEP]
     notes = [f"{len(shown)} of {len(rows)} samples; samples.jsonl has all"] if len(shown) < len(rows) else []
     films, (pictures, images) = _embed_films(folder, shown), embedded(folder, shown)
-    for number, problem, column in (
-        (films, "films are too large for", "video"),
-        (images, "images do not fit into", "images"),
-    ):
-        if number:
-            notes.append(f"{number} {problem} this page; the column {column} names their files in the run folder")
+    text = "this page; the column {} names their files in the run folder"
+    notes += [f"{films} films are too large for {text.format('video')}"] if films else []
+    notes += [f"{images} images do not fit into {text.format('images')}"] if images else []
     as_they_are = ("film", "images")
     cells = [{key: value if key in as_they_are else _cell(value) for key, value in row.items()} for row in shown]
     return cells, pictures, "; ".join(notes)
