@@ -24,6 +24,7 @@ from megarl.tracking.report_charts import groups, shown
 from megarl.tracking.report_runs import Points, Run, distinct_labels, load_run
 from megarl.tracking.report_samples import held_out_samples, sample_columns, training_groups
 from megarl.tracking.restarts import read_restarts
+from megarl.tracking.sample_images import data_uri
 
 
 @dataclass(frozen=True)
