@@ -420,7 +420,7 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
         with_site(config)
     named = load_config("grpo_quickstart", ["launch.cluster=other"])
     assert with_site(named).launch.slurm.account == "b1"
-    with pytest.raises(ConfigError, match=r"launch\.cluster: the site file does not have this cluster(?s:.*)alps, other"):
+    with pytest.raises(ConfigError, match=r"launch\.cluster: the site file does not have(?s:.*)alps, other"):
         with_site(load_config("grpo_quickstart", ["launch.cluster=third"]))
 
 
