@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megarl.models.attention_cpu import LONGEST, causal_attention
@@ -46,32 +47,21 @@ class PackedAttention(MegatronModule):
         self,
         config: PolicyConfig,
         layer_number: int,
-        attn_mask_type: object,
-        attention_type: str,
-        attention_dropout: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
-        assert pg_collection is not None, "Megatron's transformer layer passes its groups"
         self.cp_group = pg_collection.cp
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: object = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSequences, **__: object
+    ) -> Tensor:
         """Apply RoPE and attention: `query` [t, 1, heads, d], `key` and `value` [t, 1, groups, d] -> [t, 1, heads *
         d]."""
-        assert packed_seq_params is not None, "PolicyModel checks it"
         cos, sin = packed_seq_params.cache["rope"]
         q = apply_rope(query.squeeze(1), cos, sin)
         k = apply_rope(key.squeeze(1), cos, sin)
@@ -81,14 +71,14 @@ class PackedAttention(MegatronModule):
 
 
 def attend_over_ranks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     packed: PackedSequences,
     scale: float,
     window: int | None,
     ranks: ProcessGroup,
-) -> torch.Tensor:
+) -> Tensor:
     """Call `attend` with the keys and values of all context-parallel ranks; all inputs are this rank's tokens."""
     if packed.cp_size > 1:
         k = gather_from_sequence_parallel_region(k.contiguous(), group=ranks)
@@ -96,9 +86,7 @@ def attend_over_ranks(
     return attend(q, k, v, packed, scale, window)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
-) -> torch.Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: float, window: int | None) -> Tensor:
     """Return attention [t, heads, d] of `q` [t, heads, d] to `k`, `v` [t * cp, groups, d] by the fastest
     implementation.
     """
@@ -124,11 +112,11 @@ class VarlenCall:
         longest_q, longest_k: queries and keys of the longest sequence.
     """
 
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
+    cu_q: Tensor
+    cu_k: Tensor
     longest_q: int
     longest_k: int
-    k_index: torch.Tensor | None = None  # int64, the stream's keys that this call uses; None: all, in order
+    k_index: Tensor | None = None  # int64, the stream's keys that this call uses; None: all, in order
     causal: bool = True  # if False, every query sees all keys of its sequence
 
 
@@ -141,13 +129,13 @@ class VarlenPlan:
     inverse, for the outputs."""
 
     calls: tuple[VarlenCall, ...]
-    q_index: torch.Tensor | None = None
-    restore: torch.Tensor | None = None
+    q_index: Tensor | None = None
+    restore: Tensor | None = None
 
 
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
-) -> torch.Tensor | None:
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: float, window: int | None
+) -> Tensor | None:
     """Compute `attend` with a variable-length kernel; return None if no kernel takes these queries and sequences."""
     kernel = None if any(packed.open_from) else varlen_kernel(q)
     if kernel is None:
@@ -188,19 +176,19 @@ def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
     return VarlenPlan(tuple(calls), q_index.to(where), _inverse(q_index).to(where))
 
 
-def _key_places(lengths: Sequence[int], cp: int) -> torch.Tensor:
+def _key_places(lengths: Sequence[int], cp: int) -> Tensor:
     """Return, for each token of the stream, its index in the concatenation of all context-parallel ranks' tokens."""
     parts = [cp_split(lengths, cp, rank) for rank in range(cp)]
     return _inverse(torch.cat([part for part in parts if part is not None]))
 
 
-def _inverse(order: torch.Tensor) -> torch.Tensor:
+def _inverse(order: Tensor) -> Tensor:
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
     return places
 
 
-def varlen_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+def varlen_kernel(q: Tensor) -> Callable[..., Tensor] | None:
     """Return the variable-length kernel for such queries, or None (CPU, float32).
 
     The first that is available: FlashAttention 3 or 4 through torch, flash-attn, torch's own kernel. Call it with q, k,
@@ -238,7 +226,7 @@ def _newest_flash() -> str | None:
 
 
 @functools.cache
-def _flash_attention() -> Callable[..., torch.Tensor] | None:
+def _flash_attention() -> Callable[..., Tensor] | None:
     """Return flash-attn's function, or None.
 
     Importing is the only test: flash-attn-4 uses the same package name, and a build may be for another torch."""
@@ -249,9 +237,7 @@ def _flash_attention() -> Callable[..., torch.Tensor] | None:
     return flash_attn_varlen_func
 
 
-def _flash_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float, window: int | None
-) -> torch.Tensor:
+def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None) -> Tensor:
     flash = _flash_attention()
     assert flash is not None  # varlen_kernel has checked it
     lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
@@ -260,9 +246,7 @@ def _flash_varlen(
     return flash(q, k, v, *lengths, softmax_scale=scale, causal=call.causal, window_size=span)
 
 
-def _torch_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float, window: int | None
-) -> torch.Tensor:
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
@@ -271,7 +255,7 @@ def _torch_varlen(
         {"enable_gqa": True} if q.shape[1] != k.shape[1] and _varlen_names_grouped_queries() else {}
     )
     context = varlen_attn(q, k, v, *lengths, scale=scale, window_size=span, **grouped)
-    return cast(torch.Tensor, context)  # a tuple only if further outputs are requested
+    return cast(Tensor, context)  # a tuple only if further outputs are requested
 
 
 @functools.cache
@@ -289,13 +273,13 @@ class AttentionBucket:
     count: int
     q_length: int
     k_length: int
-    q_index: torch.Tensor | None
-    k_index: torch.Tensor | None
-    q_positions: torch.Tensor | None
+    q_index: Tensor | None
+    k_index: Tensor | None
+    q_positions: Tensor | None
     """[count or 1, q_length] positions of queries, if plain causality does not hold (context parallelism)."""
-    open_from: torch.Tensor | None = None
+    open_from: Tensor | None = None
     """[count], position from which on tokens see their whole sequence; None: all tokens are causal."""
-    ends: torch.Tensor | None = None
+    ends: Tensor | None = None
     """[count], lengths of the sequences, if `open_from` is given."""
 
     @property
@@ -305,7 +289,7 @@ class AttentionBucket:
             return False
         return not bool(self.open_from.any()) and bool((self.ends == self.k_length).all())
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, window: int | None) -> Tensor | None:
         """Return the mask, bool [count or 1, 1, q_length, k_length], True where a query sees a key.
 
         None: plain causality, or no restriction at all (`sees_all`)."""
@@ -331,7 +315,7 @@ class AttentionPlan:
     """All buckets of a stream; `restore` [t] indexes their concatenated outputs (None: they are already in order)."""
 
     buckets: tuple[AttentionBucket, ...]
-    restore: torch.Tensor | None
+    restore: Tensor | None
 
 
 def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
@@ -360,8 +344,9 @@ def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
         positions = None
         if cp > 1:
             assert k_order is not None
-            k_index = k_order[k_index]
-            positions = _zigzag_positions(q_place, local[ids, None], cp, packed.cp_rank)
+            k_index, chunk = k_order[k_index], local[ids, None] // 2
+            first, second = packed.cp_rank * chunk, (2 * cp - 1 - packed.cp_rank) * chunk  # starts of the rank's chunks
+            positions = torch.where(q_place < chunk, first + q_place, second + q_place - chunk)
             positions = torch.where(real, positions, k_length).to(where)
         both_ways = () if opens is None else (opens[ids].to(where), torch.tensor(lengths)[ids].to(where))
         indices = q_index.flatten().to(where), k_index.flatten().to(where)
@@ -380,31 +365,24 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _zigzag_positions(place: torch.Tensor, local: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
-    """Return the position in its sequence of a rank's token number `place`, of the `local` ones it has of the
-    sequence."""
-    chunk = local // 2
-    return torch.where(place < chunk, rank * chunk + place, (2 * cp - 1 - rank) * chunk + place - chunk)
-
-
 class _ToBucket(torch.autograd.Function):
     """x[index] whose gradient adds up over rows that are selected several times (padding repeats rows)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.rows = x.shape[0]
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_add_(0, index, grad), None
 
 
 def bucket_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: float, window: int | None
+) -> Tensor:
     """Compute `attend` by buckets of sequences of similar length."""
     plan: AttentionPlan = packed.cache.get("plan") or plan_buckets(packed, q.device)
     packed.cache["plan"] = plan

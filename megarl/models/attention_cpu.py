@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.kernels import cpu
 
@@ -47,7 +48,7 @@ def runs(lengths: Sequence[int], heads: int) -> Iterator[tuple[int, int, int]]:
 
 
 @lru_cache(maxsize=64)
-def _future(size: int) -> torch.Tensor:
+def _future(size: int) -> Tensor:
     """Return the mask to add to a diagonal block of scores [size, size]: -inf where the key comes after the query."""
     return torch.full((size, size), float("-inf")).triu_(1)
 
@@ -58,14 +59,14 @@ def _blocks(length: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _by_group(x: torch.Tensor, count: int, groups: int) -> torch.Tensor:
+def _by_group(x: Tensor, count: int, groups: int) -> Tensor:
     """Copy [count * l, groups * r, d] to [count * groups, r * l, d]: grouped query heads become rows."""
     per, size = x.shape[1] // groups, x.shape[2]
     view = x.view(count, -1, groups, per, size).permute(0, 2, 3, 1, 4)
     return view.reshape(count * groups, -1, size)
 
 
-def _from_group(x: torch.Tensor, count: int, length: int) -> torch.Tensor:
+def _from_group(x: Tensor, count: int, length: int) -> Tensor:
     """Return the inverse of `_by_group`, as a view [count, l, groups, r, d]."""
     groups = x.shape[0] // count
     return x.view(count, groups, -1, length, x.shape[-1]).permute(0, 3, 1, 2, 4)
@@ -73,9 +74,7 @@ def _from_group(x: torch.Tensor, count: int, length: int) -> torch.Tensor:
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
         heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
         per, exact = heads // groups, torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -98,7 +97,7 @@ class _CausalAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, *probabilities = ctx.saved_tensors
         heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
         per = heads // groups
@@ -126,9 +125,7 @@ class _CausalAttention(torch.autograd.Function):
 
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
         kernels = cpu.load()
         assert kernels is not None, "the caller has checked it"
         starts = torch.tensor([0, *itertools.accumulate(lengths)])
@@ -139,7 +136,7 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse, starts = ctx.saved_tensors
         kernels = cpu.load()
         assert kernels is not None, "the forward pass used them"
@@ -148,9 +145,7 @@ class _FusedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
-) -> torch.Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
     """Return causal attention [t, heads, d] of `q` [t, heads, d] to `k`, `v` [t, groups, d], within sequences of
     `lengths`."""
     fits = max(lengths) <= _SHORT and cpu.CpuKernels.supports(q.dtype, q.shape[-1])

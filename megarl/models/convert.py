@@ -47,7 +47,11 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     value_head = "score.weight" in reader
     shapes = WeightTable.of(hf, value_head=value_head).shapes()
     reader.check(shapes, vision_of(hf))
-    dtypes = dict.fromkeys(shapes, DTYPES[dtype]) if dtype else _stored_dtypes(reader, shapes)
+    if dtype is not None:
+        dtypes = dict.fromkeys(shapes, DTYPES[dtype])
+    else:
+        stored = {name: kind for name in shapes if (kind := reader.float_dtype(name)) is not None}
+        dtypes = dict.fromkeys(shapes, _most_frequent(stored, shapes)) | stored
     with FolderWriter(target, shapes, dtypes, int(max_shard_gb * 1e9), stacked=stacks_experts(hf)) as writer:
         print(f"weights: {reader.describe()}", flush=True)
         for name in shapes:
@@ -59,12 +63,6 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
         copy_tokenizer(folder, writer.temporary)
         if (folder / STATISTICS).is_file():
             shutil.copyfile(folder / STATISTICS, writer.temporary / STATISTICS)
-
-
-def _stored_dtypes(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor in the files; quantised tensors get the most frequent one."""
-    stored = {name: dtype for name in shapes if (dtype := reader.float_dtype(name)) is not None}
-    return dict.fromkeys(shapes, _most_frequent(stored, shapes)) | stored
 
 
 def _most_frequent(dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, tuple[int, ...]]) -> torch.dtype:

@@ -51,7 +51,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     if len(x) and _is_aligned(weight, x.dtype) and x.dtype != torch.float64:
         transposed = weight.transpose(1, 2)
-        if transposed.requires_grad and _leaves_gradients_undefined(weight.device):
+        # On compute capability 10 torch's kernel may leave the gradient of a group without rows undefined
+        # (pytorch/pytorch#172439).
+        if transposed.requires_grad and weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] == 10:
             empty = ends.diff(prepend=ends.new_zeros(1)) == 0
             transposed.register_hook(lambda grad: grad.masked_fill(empty[:, None, None], 0))
         return F.grouped_mm(x, transposed, offs=ends)
@@ -67,12 +69,6 @@ def is_one_kernel(weight: Tensor, dtype: torch.dtype) -> bool:
 
 def _is_aligned(weight: Tensor, dtype: torch.dtype) -> bool:
     return all(size * dtype.itemsize % _ALIGNED == 0 for size in weight.shape[1:])
-
-
-def _leaves_gradients_undefined(place: torch.device) -> bool:
-    """Return whether torch's kernel may leave a group without rows an undefined gradient: on compute capability 10
-    (pytorch/pytorch#172439)."""
-    return place.type == "cuda" and torch.cuda.get_device_capability(place)[0] == 10
 
 
 def group_by_group(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, ends: Tensor) -> Tensor:

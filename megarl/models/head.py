@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return logits [n, V] of `hidden` [n, H] and `weight` [V, H], without autograd; dtype as of `wide_product`.
 
     In bf16, a logit of 20, and so its log-prob, would be off by up to 0.06.
@@ -13,7 +14,7 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return wide_product(hidden, weight.t())
 
 
-def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` of two matrices, without autograd.
 
     For bf16 and fp16 on a GPU the result is float32, without rounding the sums. A CPU has no such product and returns

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.kernels import cpu, gpu
@@ -28,7 +29,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `x`, same shape and dtype."""
         kernels = gpu.layer_kernels(x, self.weight)
         if kernels is not None and kernels.fits(x.shape[-1]):
@@ -42,14 +43,14 @@ class _KernelRMSNorm(torch.autograd.Function):
     """The norm by Triton kernels, which keep only x and the weight for the gradient and round it once."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: ModuleType) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: ModuleType) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.kernels = eps, kernels
         return kernels.rms_norm(cpu.rows(x), weight, eps).view(x.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         rows = cpu.rows(x), cpu.rows(grad)
         dx, dweight = ctx.kernels.rms_norm_backward(*rows, weight, ctx.eps, of_weight=ctx.needs_input_grad[1])
@@ -64,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         kernels = cpu.kernels_for(x, x.shape[-1])
@@ -73,7 +74,7 @@ class _RMSNorm(torch.autograd.Function):
         return kernels.add_norm(cpu.rows(x), None, weight, eps).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         kernels = cpu.kernels_for(x, x.shape[-1])
         if kernels is None:
@@ -83,9 +84,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx.view(x.shape), dweight.to(weight.dtype), None
 
 
-def _blocked_backward(
-    x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocked_backward(x: Tensor, grad: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and weight by torch operations on blocks of rows that fit in the cache, in fp32 or
     wider."""
     size = x.shape[-1]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 HOST = torch.device("cpu")
 
@@ -42,8 +43,8 @@ class PackedStream:
     """This rank's share of a stream of `t` tokens."""
 
     params: PackedSequences  # the model's argument `packed_seq_params`
-    index: torch.Tensor  # int64 [t], index of each token in the unpadded concatenation of all sequences; -1: padding
-    position_ids: torch.Tensor  # int64 [1, t], position of each token in its own sequence
+    index: Tensor  # int64 [t], index of each token in the unpadded concatenation of all sequences; -1: padding
+    position_ids: Tensor  # int64 [1, t], position of each token in its own sequence
 
     def to(self, device: torch.device) -> PackedStream:
         """Move all tensors to `device`."""
@@ -52,12 +53,12 @@ class PackedStream:
         params.cu_seqlens_q = params.cu_seqlens_kv = cu
         return PackedStream(params, self.index.to(device), self.position_ids.to(device))
 
-    def take(self, values: torch.Tensor, fill: float = 0) -> torch.Tensor:
+    def take(self, values: Tensor, fill: float = 0) -> Tensor:
         """Return this rank's share [t, ...] of `values` [total, ...], with `fill` at padding."""
         share = values.index_select(0, self.index.clamp(min=0))
         return share.masked_fill((self.index < 0).view(-1, *[1] * (values.dim() - 1)), fill)
 
-    def input_ids(self, values: torch.Tensor) -> torch.Tensor:
+    def input_ids(self, values: Tensor) -> Tensor:
         """Return the token ids [1, t] of the unpadded concatenation `values` [total]; padding is token 0."""
         return self.take(values).unsqueeze(0)
 
@@ -115,7 +116,7 @@ def pack_stream(
     return PackedStream(params, index, positions.unsqueeze(0)).to(device)
 
 
-def _full_index(lengths: list[int], padded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _full_index(lengths: list[int], padded: list[int]) -> tuple[Tensor, Tensor]:
     """Return, for every token of the padded stream, its index in the unpadded concatenation (-1: padding) and
     position."""
     positions = torch.cat([torch.arange(n) for n in padded])
@@ -126,7 +127,7 @@ def _full_index(lengths: list[int], padded: list[int]) -> tuple[torch.Tensor, to
     return torch.where(inside, start + positions, -1), positions
 
 
-def cp_split(padded: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor | None:
+def cp_split(padded: Sequence[int], cp_size: int, cp_rank: int) -> Tensor | None:
     """Return the indices into the padded stream of the tokens of `cp_rank`, in order; None without context
     parallelism."""
     if cp_size == 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from megarl.architectures.tensors import part_of
 from megarl.models.config import PolicyConfig
@@ -77,12 +78,12 @@ class PolicyModel(GPTModel):
 
     def _preprocess(
         self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        decoder_input: torch.Tensor | None = None,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        decoder_input: Tensor | None = None,
         inference_context: object = None,
         packed_seq_params: PackedSequences | None = None,
-        padding_mask: torch.Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> tuple[Any, ...]:
         """Embed the tokens on the first chunk, and put the stream's RoPE tables into its cache for attention."""
         if not isinstance(packed_seq_params, PackedSequences):
@@ -106,12 +107,12 @@ class PolicyModel(GPTModel):
             decoder_input = self._insert(decoder_input, packed_seq_params, first)
         return decoder_input, None, None, None, None, padding_mask
 
-    def _insert(self, hidden: torch.Tensor, packed: PackedSequences, first: int) -> torch.Tensor:
+    def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
         """Insert image features into the embeddings [t, 1, hidden] of the stream's columns from `first` on; none for
         text."""
         return hidden
 
-    def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         """Return the decoder's hidden states unchanged: GPTModel would compute logits."""
         return hidden_states
 
@@ -127,7 +128,7 @@ class PolicyModel(GPTModel):
         return {table_name(name): parameter for name, parameter in self.named_parameters()}
 
     @property
-    def lm_head_weight(self) -> torch.Tensor:
+    def lm_head_weight(self) -> Tensor:
         """Weight [rows, hidden] of this rank's vocabulary rows, `vocab_range`, without padding rows.
 
         Only on the last pipeline chunk. With tied embeddings it is the embedding (or its copy, if the first chunk is
@@ -150,13 +151,13 @@ class PolicyModel(GPTModel):
         return start, min(start + rows, self.hf_config.vocab_size)
 
     @property
-    def value_weight(self) -> torch.Tensor:
+    def value_weight(self) -> Tensor:
         """Weight [1, hidden] of a critic's value head, on the last pipeline chunk."""
         if not self.post_process or not self.has_value_head:
             raise ValueError("only the last pipeline chunk of a critic has a value head")
         return self.output_layer.weight
 
-    def values(self, hidden: torch.Tensor) -> torch.Tensor:
+    def values(self, hidden: Tensor) -> Tensor:
         """Return values [..., 1] of hidden states [..., hidden] in float32, on the last pipeline chunk of a critic."""
         values = hidden.float() @ self.value_weight.float().t()
         bias = self.output_layer.bias

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megarl.kernels import gpu
 from megarl.models.hf import head_dim, rope_type
@@ -41,21 +42,21 @@ class Rope(torch.nn.Module):
         self.frequencies = frequencies.float()
         self.sections = _sections(sections, interleaved=interleaved) if sections else None
 
-    def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin of `positions` int64 [...], each [..., head_dim / 2] in `dtype`, computed in fp32."""
         self.frequencies = self.frequencies.to(positions.device)
         return self._tables(positions.unsqueeze(-1).float() * self.frequencies, dtype)
 
-    def cos_sin_of_three(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin_of_three(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [t, head_dim / 2] of positions [3, t] that have three numbers each."""
         assert self.sections is not None, "this model's positions have one number"
         self.frequencies, self.sections = (x.to(positions.device) for x in (self.frequencies, self.sections))
         return self._tables(positions[self.sections].t().float() * self.frequencies, dtype)
 
-    def _tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tables(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
-    def angles(self, length: int, where: torch.device) -> torch.Tensor:
+    def angles(self, length: int, where: torch.device) -> Tensor:
         """Return the angles [length, 1, 1, head_dim] float32 of positions 0 .. length - 1, for Transformer Engine.
 
         It has no argument for `scale`; the softmax scale includes its square instead."""
@@ -64,7 +65,7 @@ class Rope(torch.nn.Module):
         return torch.cat([half, half], -1)[:, None, None]
 
 
-def _sections(sizes: Sequence[int], *, interleaved: bool) -> torch.Tensor:
+def _sections(sizes: Sequence[int], *, interleaved: bool) -> Tensor:
     """Return which of a position's three numbers each frequency uses, int64 [head_dim / 2]."""
     if not interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(sizes))
@@ -74,7 +75,7 @@ def _sections(sizes: Sequence[int], *, interleaved: bool) -> torch.Tensor:
     return numbers
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     kernels = gpu.layer_kernels(x, cos, sin) if x.dim() == 3 else None
     if kernels is not None:
         return kernels.rope(x, cos.flatten(0, 1), sin.flatten(0, 1), sign)
@@ -88,17 +89,17 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) 
 
 class _ApplyRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotate(x, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, sin, -1.0), None, None
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads `x` [t, ..., heads, head_dim]; `cos`, `sin` [t, ..., head_dim / 2] from `Rope.cos_sin`.
 
     The two halves of a head are rotated against each other (the layout of Hugging Face checkpoints). The backward pass

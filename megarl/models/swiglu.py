@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.kernels import cpu, gpu
@@ -26,7 +27,7 @@ class SwiGLU(MegatronModule):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
 
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return the gated product, dtype of `x`; with `scale` float32 [n], multiply each row by its scale."""
         if scale is None:
             return _SwiGLU.apply(x)
@@ -39,7 +40,7 @@ class SwiGLU(MegatronModule):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         on_gpu = gpu.layer_kernels(x)
         if on_gpu is not None:
@@ -54,7 +55,7 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         on_gpu = gpu.layer_kernels(x)
         if on_gpu is not None:
@@ -75,20 +76,20 @@ class _ScaledSwiGLU(torch.autograd.Function):
     """SwiGLU and scale by one Triton kernel, which keeps no product for the gradient and rounds once."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, kernels: ModuleType) -> Tensor:
         ctx.save_for_backward(x, scale)
         ctx.kernels = kernels
         return kernels.swiglu(cpu.rows(x), scale.contiguous())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scale = ctx.saved_tensors
         dx, dscale = ctx.kernels.scaled_swiglu_backward(cpu.rows(x), cpu.rows(grad), scale.contiguous())
         return dx, dscale.to(scale.dtype), None
 
 
-def _blocks(x: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+def _blocks(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     """Split `x` into blocks of rows that fit a CPU core's cache (as many as for `like`); on a GPU into one block."""
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda or not len(rows):

@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 from transformer_engine.pytorch.ops import SwiGLU
 
 from megarl.models.attention import attend_over_ranks
@@ -66,43 +67,23 @@ class TEPackedAttention(TEDotProductAttention):
         self,
         config: PolicyConfig,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
+        *,
+        softmax_scale: float,
+        pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        **settings: Any,
     ) -> None:
-        assert pg_collection is not None, "Megatron's transformer layer passes its groups"
-        assert softmax_scale is not None, "models.config sets it for te layers"
-        super().__init__(
-            config,
-            layer_number,
-            attn_mask_type,
-            attention_type,
-            attention_dropout,
-            softmax_scale,
-            cp_comm_type=cp_comm_type or "p2p",
-            pg_collection=pg_collection,
-        )
+        settings |= {"softmax_scale": softmax_scale, "pg_collection": pg_collection}
+        super().__init__(config, layer_number, cp_comm_type=cp_comm_type or "p2p", **settings)
         self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
         self.scale, self.ranks = softmax_scale, pg_collection.cp
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
-        num_splits: int | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSequences, **__: object
+    ) -> Tensor:
         """Apply RoPE and attention: `query` [t, 1, heads, d], `key` and `value` [t, 1, groups, d] -> [t, 1, heads *
         d]."""
         packed = packed_seq_params
-        assert isinstance(packed, PackedSequences), "PolicyModel checks it"
         angles, at = packed.cache["angles"], (packed.cp_size, packed.cp_rank)
         q, k = (fused_apply_rotary_pos_emb_thd(x.squeeze(1), packed.cu_seqlens_q, angles, *at) for x in (query, key))
         v = value.squeeze(1)

@@ -110,25 +110,26 @@ class WeightTable:
 
     def shards(self, at: Coordinate) -> list[Shard]:
         """Return every parameter of the process at `at`, and the regions it is filled from."""
-        shards = [self._shard(rule, chunk, param, names, at) for rule, (chunk, param), names in self.instances(at)]
+        shards = []
+        for rule, (chunk, param), names in self.instances(at):
+            sources = sources_of(rule, names, self.sizes)
+            ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
+            shards.append(Shard(chunk, param, *_SPLITS[rule.split](sources, ways, rank, self.sizes)))
         visual = self.visual.items() if at.pp_rank == 0 else ()
         return shards + [Shard(0, param, *_copy([source], 1, 0, self.sizes)) for param, source in visual]
-
-    def _shard(self, rule: WeightRule, chunk: int, param: str, names: tuple[str, ...], at: Coordinate) -> Shard:
-        ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
-        return Shard(chunk, param, *_SPLITS[rule.split](sources_of(rule, names, self.sizes), ways, rank, self.sizes))
 
     def instances(self, at: Coordinate) -> Iterator[Instance]:
         """Yield every rule for every layer that lives at `at`."""
         if at.pp_rank == 0:
             yield from self._outer("embedding", 0)
-        per_chunk = len(self.sparse) // (at.pp * at.vpp)
+        per_chunk, per_rank = len(self.sparse) // (at.pp * at.vpp), self.sizes["experts"] // at.ep
+        local_experts = range(at.ep_rank * per_rank, (at.ep_rank + 1) * per_rank)
         for chunk in range(at.vpp):
             first = (chunk * at.pp + at.pp_rank) * per_chunk
             for layer in range(first, first + per_chunk):
                 parts = ("layer", "moe", "expert") if self.sparse[layer] else ("layer", "dense")
                 for rule in (rule for rule in self.rules if rule.part in parts):
-                    experts = self._experts(at) if rule.part == "expert" else range(1)
+                    experts = local_experts if rule.part == "expert" else range(1)
                     sources = (s.name.format(i=layer, e=expert) for expert in experts for s in rule.sources)
                     yield rule, (chunk, rule.param.format(i=layer - first)), tuple(map(self.in_checkpoint, sources))
         if at.pp_rank == at.pp - 1:
@@ -140,10 +141,6 @@ class WeightTable:
         for rule in self.rules:
             if rule.part == part:
                 yield rule, (chunk, rule.param), tuple(self.in_checkpoint(s.name) for s in rule.sources)
-
-    def _experts(self, at: Coordinate) -> range:
-        count = self.sizes["experts"] // at.ep
-        return range(at.ep_rank * count, (at.ep_rank + 1) * count)
 
 
 Sources = list[tuple[str, tuple[int, ...]]]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from megarl.config.model import LoraConfig
 from megarl.models.hf import stacks_experts
@@ -25,7 +26,7 @@ from megarl.models.weight_table import (
 )
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors
 from megarl.models.weights.files import FolderWriter
-from megarl.models.weights.fill import Reader, coordinate, weight_readers
+from megarl.models.weights.fill import Reader, coordinate, read_region, weight_readers
 from megarl.models.weights.metadata import write_metadata
 from megarl.system.comm import WorkerGroup
 from megarl.system.tracing import beat
@@ -51,11 +52,8 @@ def _owners(
     """Map each tensor to the ranks that send its pieces, so that each region is sent once."""
     table: dict[str, dict[int, list[tuple[_Key, Piece]]]] = {}
     given: set[tuple[str, TensorRegion]] = set()
-    seen: set[Coordinate] = set()
-    for rank, at in enumerate(layout):
-        if at in seen:
-            continue
-        seen.add(at)
+    for at in dict.fromkeys(layout):
+        rank = layout.index(at)
         for shard in slices(at):
             for piece in shard.pieces:
                 if (piece.source, piece.source_region) not in given:
@@ -75,7 +73,7 @@ def _sources(
 
 
 @torch.no_grad()
-def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
+def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[tuple[str, Tensor | None]]:
     """Yield every Hugging Face tensor in export order: the whole CPU tensor on rank 0 of `world`, None elsewhere.
 
     Collective over `world`, all ranks that hold the model; one tensor at a time is gathered. Values are exactly those
@@ -87,21 +85,17 @@ def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterat
 @torch.no_grad()
 def iter_adapter_tensors(
     chunks: Sequence[PolicyModel], lora: LoraConfig, world: WorkerGroup
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+) -> Iterator[tuple[str, Tensor | None]]:
     """Yield every adapter tensor (`adapter_tensors`), gathered as by `iter_hf_tensors`."""
     hf = chunks[0].hf_config
     params = {(i, name): p.detach() for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
     mine = coordinate(chunks)
     read: dict[_Key, Reader] = {
-        (shard.chunk, shard.param): functools.partial(_view, params[shard.chunk, shard.param])
+        (shard.chunk, shard.param): functools.partial(read_region, params[shard.chunk, shard.param], None)
         for shard in adapter_slices(hf, mine, lora)
     }
     owners = _owners(layout_of_all(mine, world), lambda at: adapter_slices(hf, at, lora))
     yield from _gathered(adapter_tensors(hf, lora), owners, read, chunks[0].config.params_dtype, world)
-
-
-def _view(param: torch.Tensor, region: TensorRegion) -> torch.Tensor:
-    return param[as_index(region)]
 
 
 def _gathered(
@@ -110,10 +104,8 @@ def _gathered(
     read: dict[_Key, Reader],
     dtype: torch.dtype,
     world: WorkerGroup,
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield the tensors with the shapes `shapes` on rank 0, gathered from their owners; `read` has readers of this
-    rank's
-    parameters."""
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the tensors of `shapes`, gathered from their owners on rank 0; `read` reads this rank's parameters."""
     for name, shape in shapes.items():
         beat()
         whole = torch.empty(shape, dtype=dtype) if world.rank == _WRITER else None
@@ -123,7 +115,10 @@ def _gathered(
                 if whole is None:
                     world.send(torch.cat([part.flatten() for part in parts]), dst=_WRITER)
             elif whole is not None:
-                parts = _receive(rank, pieces, dtype, world)
+                part_shapes = [region_shape(piece.source_region) for _, piece in pieces]
+                flat = world.receive(torch.empty(sum(map(math.prod, part_shapes)), dtype=dtype), src=rank)
+                flat_parts = flat.split([math.prod(part_shape) for part_shape in part_shapes])
+                parts = [part.view(size) for part, size in zip(flat_parts, part_shapes, strict=True)]
             if whole is not None:
                 for (_, piece), part in zip(pieces, parts, strict=True):
                     whole[as_index(piece.source_region)] = part
@@ -133,7 +128,7 @@ def _gathered(
 @torch.no_grad()
 def iter_on_all_ranks(
     chunks: Sequence[PolicyModel], world: WorkerGroup, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor in export order, whole, on `device` of every rank; it may be a parameter's
     memory.
 
@@ -149,7 +144,7 @@ def iter_on_all_ranks(
     dtype = chunks[0].config.params_dtype
     for name, shape in shapes.items():
         beat()
-        whole: torch.Tensor | None = None
+        whole: Tensor | None = None
         for rank, pieces in owners[name].items():
             sizes = [region_numel(piece.source_region) for _, piece in pieces]
             if rank == world.rank:
@@ -167,13 +162,6 @@ def iter_on_all_ranks(
                 target.copy_(part.view(target.shape))
         assert whole is not None, f"no rank holds {name}"
         yield name, whole
-
-
-def _receive(rank: int, pieces: list[tuple[_Key, Piece]], dtype: torch.dtype, world: WorkerGroup) -> list[torch.Tensor]:
-    shapes = [region_shape(piece.source_region) for _, piece in pieces]
-    buffer = torch.empty(sum(math.prod(shape) for shape in shapes), dtype=dtype)
-    parts = world.receive(buffer, src=rank).split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def export_weights(

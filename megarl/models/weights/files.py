@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.architectures.vision import VisionShape
@@ -117,7 +119,7 @@ class CheckpointReader:
                 fix=f"move {file.name} away if the weights were trained further, as by SimpleVLA-RL",
             )
         self.files = [*self.files, file]
-        self._open[file] = _Loaded(tensors)
+        self._open[file] = SimpleNamespace(get_slice=lambda name: _LoadedSlice(tensors[name]))
         self._place |= {name: (file, name) for name in tensors}
 
     @staticmethod
@@ -187,13 +189,13 @@ class CheckpointReader:
                     fix="check that config.json belongs to these files",
                 )
 
-    def read(self, name: str, region: TensorRegion | None = None) -> torch.Tensor:
+    def read(self, name: str, region: TensorRegion | None = None) -> Tensor:
         """Return the tensor `name` or its `region`, in the file's dtype; quantised tensors in float32."""
         stored = self._slice(name)
         part = stored[as_index(region)] if region is not None else stored[...]
         return part if part.dtype in _CODES else self._dequantized(name, part, region)
 
-    def _dequantized(self, name: str, codes: torch.Tensor, region: TensorRegion | None) -> torch.Tensor:
+    def _dequantized(self, name: str, codes: Tensor, region: TensorRegion | None) -> Tensor:
         """Multiply each code by the scale of its block; the last blocks of a dimension may be incomplete."""
         scale_name, shape = f"{name}_scale_inv", self.shape(name)
         scales = self._slice(scale_name)[...] if scale_name in self else None
@@ -234,19 +236,10 @@ class CheckpointReader:
         return False
 
 
-class _Loaded:
-    """Tensors in memory, with the interface of an opened safetensors file."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def get_slice(self, name: str) -> _LoadedSlice:
-        """Return tensor `name` as an object that supports slicing."""
-        return _LoadedSlice(self._tensors[name])
-
-
 class _LoadedSlice:
-    def __init__(self, tensor: torch.Tensor) -> None:
+    """A tensor in memory, with the interface of a slice of an opened safetensors file."""
+
+    def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def get_shape(self) -> list[int]:
@@ -255,7 +248,7 @@ class _LoadedSlice:
     def get_dtype(self) -> str:
         return _CODES.get(self._tensor.dtype, str(self._tensor.dtype))
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         return self._tensor[index]
 
 
@@ -294,7 +287,7 @@ class SafetensorsWriter:
         self._file = path.open("wb")
         self._file.write(len(text).to_bytes(8, "little") + text)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         """Append the next tensor; name and shape must be the announced ones."""
         expected = self._left.pop(0)
         if expected != (name, tuple(tensor.shape)):
@@ -350,13 +343,13 @@ class FolderWriter:
         total = len(self._groups)
         return "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         """Append the next tensor in the order of `shapes`."""
         tensor = tensor.to(self._dtypes[self._names[name]])
         for whole in [(name, tensor)] if self._stacks is None else self._stacks.add(name, tensor):
             self._write(*whole)
 
-    def _write(self, name: str, tensor: torch.Tensor) -> None:
+    def _write(self, name: str, tensor: Tensor) -> None:
         names = self._groups[self._done]
         if self._writer is None:
             path = self.temporary / self._file_name(self._done)
@@ -384,7 +377,7 @@ class FolderWriter:
         if kind is None:
             self.finish()
         else:
-            _remove(self.temporary)
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:
@@ -396,13 +389,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
     handle = os.open(folder.parent, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
-    _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _group(

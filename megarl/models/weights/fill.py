@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state as mpu
+from torch import Tensor
 
 from megarl.architectures.adapters import MODULE, is_adapter
 from megarl.models.hf import vision_of
@@ -66,7 +67,7 @@ def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Pa
 
 
 #: fn(region of a parameter) -> the weight's values in this region
-Reader = Callable[[TensorRegion], torch.Tensor]
+Reader = Callable[[TensorRegion], Tensor]
 
 
 def weight_readers(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Reader]]:
@@ -78,18 +79,19 @@ def weight_readers(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Reader]]:
     for shard, param in local_shards(chunks):
         module = chunks[shard.chunk].get_submodule(shard.param.rpartition(".")[0])
         adapter = getattr(module, MODULE, None) if param is getattr(module, "weight", None) else None
-        readers.append((shard, partial(_read, param.detach(), adapter)))
+        readers.append((shard, partial(read_region, param.detach(), adapter)))
     return readers
 
 
-def _read(weight: torch.Tensor, adapter: Adapter | None, region: TensorRegion) -> torch.Tensor:
+def read_region(weight: Tensor, adapter: Adapter | None, region: TensorRegion) -> Tensor:
+    """Return a view of a region of a weight; with an enabled adapter, the merged region in new memory."""
     if adapter is not None and adapter.enabled:
         return adapter.merged(weight, region)
     return weight[as_index(region)]
 
 
 @torch.no_grad()
-def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str, TensorRegion], torch.Tensor]) -> None:
+def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str, TensorRegion], Tensor]) -> None:
     """Copy each shard's pieces, from `read(source, region)`, into its parameter; vocabulary padding becomes zero."""
     for shard, param in shards:
         beat()
@@ -114,7 +116,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
         raise ValueError(f"{reader.folder} has score.bias, but the critic was built without one")
     reader.check(wanted, vision_of(chunks[0].hf_config))
 
-    def read(name: str, region: TensorRegion) -> torch.Tensor:
+    def read(name: str, region: TensorRegion) -> Tensor:
         if name.startswith("score.") and name not in reader:
             return torch.zeros(region_shape(region))
         return reader.read(name, region)
@@ -130,9 +132,9 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
     that write to the residual stream are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
     """
     shapes = chunks[0].weight_table.shapes()
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
-    def read(name: str, region: TensorRegion) -> torch.Tensor:
+    def read(name: str, region: TensorRegion) -> Tensor:
         if name not in tensors:
             tensors.clear() if len(tensors) > 2 else None  # the three parts of qkv are read in turns
             tensors[name] = draw_tensor(hf_config, name, shapes[name], seed)
@@ -141,7 +143,7 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
     fill(local_shards(chunks), read)
 
 
-def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return tensor `name` of the random model with this `seed`, in fp32."""
     if name.endswith(".bias") or name == "score.weight":
         return torch.zeros(shape)
