@@ -129,23 +129,15 @@ def import_source(source: str, key: str) -> Any:
     line, if the file is missing or its import fails.
     """
     try:
-        return of_user(import_file(_existing(source, key)) if source.endswith(".py") else import_module(source))
+        if not source.endswith(".py"):
+            return of_user(import_module(source))
+        if not Path(source).is_file():
+            raise ConfigError("file not found", where=key, found=source, fix=relative_path_fix())
+        return of_user(import_file(Path(source)))
     except ConfigError:
         raise
     except Exception as error:  # any exception of the user's module
         raise ConfigError(f"importing {source} failed: {describe(error)}", where=key, fix="correct the file") from error
-
-
-def _existing(source: str, key: str) -> Path:
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigError(
-            "there is no such file",
-            where=key,
-            found=source,
-            fix=relative_path_fix(),
-        )
-    return path
 
 
 def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:

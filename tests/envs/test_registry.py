@@ -34,7 +34,7 @@ def test_an_environment_from_a_file_has_settings_of_its_own():
         ({"name": GUESS + "es"}, r"does not define an environment 'Guesses'[\s\S]*allowed: Guess"),
         ({"name": "single-turn"}, r"unknown environment[\s\S]*did you mean 'single_turn'"),
         ({"name": "chess"}, r"unknown environment[\s\S]*set env\.name to one of these"),
-        ({"name": "nowhere.py:Guess"}, r"env.name: there is no such file"),
+        ({"name": "nowhere.py:Guess"}, r"env.name: file not found"),
         (
             {"name": "json:Guess"},
             r"json does not define an environment 'Guess'[\s\S]*derived from megarl.envs.Environment",

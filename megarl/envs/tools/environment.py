@@ -22,9 +22,8 @@ from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.envs.protocol import Action, Environment, EnvSettings, Step
 from megarl.envs.tools.functions import Functions, Said, load_tools
 from megarl.envs.tools.mcp_servers import McpServer, McpServers, check_servers
-from megarl.envs.tools.parsers import PARSERS, Call
+from megarl.envs.tools.parsers import PARSERS, Call, system_text
 from megarl.envs.tools.schema import data_url
-from megarl.envs.tools.system_text import system_text
 from megarl.system.errors import ConfigError, count
 from megarl.system.plain import nested_deeper
 
@@ -93,7 +92,13 @@ class Tools(Environment):
         if settings.mcp:
             servers = McpServers(settings.mcp, settings.timeout_s)
             servers.close()
-            _check_names([schema["function"]["name"] for schema in schemas], servers.names)
+            if twice := sorted({schema["function"]["name"] for schema in schemas} & set(servers.names)):
+                raise ConfigError(
+                    "a function and a tool of an MCP server have the same name",
+                    where="env.tools",
+                    found=twice,
+                    fix="rename the function, or choose the server's tools with env.mcp.NAME.tools",
+                )
             schemas += servers.schemas
         return schemas
 
@@ -140,7 +145,7 @@ class Tools(Environment):
     def reset(self, row: dict[str, Any], seed: int) -> None:
         """Keep the prompt's images if a function uses images."""
         given = (row.get("images") or ()) if self.shared.asks_images else ()
-        self._images = [_base64(image) for image in given]
+        self._images = [data_url(image).partition(",")[2] for image in given]
 
     def step(self, action: Action) -> Step:
         """Run the calls of a turn in order. A truncated turn is the last one, so its calls are not run."""
@@ -168,15 +173,15 @@ class Tools(Environment):
             for call in calls
         ]
         answers = []
-        for one in work:
-            if isinstance(one, Future):
-                try:
-                    answers.append(one.result(max(0.0, deadline + _GIVE_UP_S - time.monotonic())))
-                except FutureTimeout:
-                    one.cancel()
-                    answers.append((f"error: no result within {self.settings.turn_timeout_s:g} s", True))
-            else:
-                answers.append((one, True))
+        for started in work:
+            if isinstance(started, str):
+                answers.append((started, True))
+                continue
+            try:
+                answers.append(started.result(max(0.0, deadline + _GIVE_UP_S - time.monotonic())))
+            except FutureTimeout:
+                started.cancel()
+                answers.append((f"error: no result within {self.settings.turn_timeout_s:g} s", True))
         return answers
 
     def _wrong_with(self, call: Call) -> str:
@@ -240,26 +245,11 @@ class Callers:
                 stack.callback(caller.close)
 
 
-def _check_names(functions: Sequence[str], served: Sequence[str]) -> None:
-    if twice := sorted(set(functions) & set(served)):
-        raise ConfigError(
-            "a function and a tool of an MCP server have the same name",
-            where="env.tools",
-            found=twice,
-            fix="rename the function, or choose the server's tools with env.mcp.NAME.tools",
-        )
-
-
 def _shown(said: str | list[dict[str, str]], most: int) -> str | list[dict[str, str]]:
     """Return a result as the content of a message."""
     if isinstance(said, str):
         return _encodable(said[:most])
     return [{**part, "text": _encodable(part["text"])} if "text" in part else part for part in said]
-
-
-def _base64(image: Any) -> str:
-    """Return an image of PIL as a file in base64."""
-    return data_url(image).partition(",")[2]
 
 
 def _encodable(text: str) -> str:

@@ -1,4 +1,6 @@
-"""Parsers of a chat model's calls, in the formats of the models' chat templates; the names are SGLang's.
+"""Formats of a chat model's calls, as the models' chat templates have them: how prompts describe them, and parsers.
+
+The names of formats are SGLang's.
 
 qwen, qwen25   <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>, any number of them
 llama3         {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or not, several separated by ;
@@ -10,7 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +98,22 @@ def parse_llama3(text: str) -> list[Call]:
 
 #: The parsers by name.
 PARSERS: dict[str, Callable[[str], list[Call]]] = {"qwen": parse_qwen, "qwen25": parse_qwen, "llama3": parse_llama3}
+
+
+#: By format: how a system message describes a call, for models whose chat template writes no tools.
+_HOW_TO_CALL = {
+    "qwen": "To call a function, write a JSON object with its name and arguments inside <tool_call></tool_call>:\n"
+    '<tool_call>\n{"name": "function name", "arguments": {"argument name": "value"}}\n</tool_call>',
+    "llama3": "To call a function, answer with a JSON object with its name and parameters, and nothing else:\n"
+    '{"name": "function name", "parameters": {"argument name": "value"}}',
+}
+_HOW_TO_CALL["qwen25"] = _HOW_TO_CALL["qwen"]
+
+
+def system_text(parser: str, schemas: Sequence[dict[str, Any]]) -> str:
+    """Return the description of the tools, and of a call in the form that `parser` reads."""
+    listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    return f"You may call these functions, given as JSON schemas:\n<tools>\n{listed}\n</tools>\n{_HOW_TO_CALL[parser]}"
 
 
 def _from_json(body: str) -> Call:

@@ -143,53 +143,32 @@ def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Che
 
 def _check_surroundings(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
     """Report every setting that conflicts with the section `robot`, with the reason."""
-    rollout, loss = config.rollout, config.algorithm.loss.name
-    team = None if placement is None else placement.of_role(Role.ROLLOUT)
-    apart = team is not None and placement is not None and team != placement.of_role(Role.ACTOR)
-    parallel = config.actor.parallel
-    refused: list[tuple[bool, str, str, object, object]] = [
-        (
-            config.algorithm.pipeline in ("grpo", "ppo", "dapo"),
-            "algorithm.pipeline",
-            "it scores texts, not episodes",
-            config.algorithm.pipeline,
-            "srpo",
-        ),
-        (rollout.servers is not None, KEY, "servers generate only text", rollout.engine, DEFAULT),
-        (
-            rollout.stale_steps > 0,
-            "rollout.stale_steps",
-            "a robot's policy acts with the trainer's own weights",
-            rollout.stale_steps,
-            0,
-        ),
-        (apart, "placement", "a robot's policy acts with the trainer's own weights", "a team of its own", "null"),
-        (config.has_turns, "env.name", "a robot's environment is its simulator", config.env.get("name"), "single_turn"),
-        (parallel.cp > 1, "actor.parallel.cp", "policy calls attend in both directions", parallel.cp, 1),
-        (
-            loss not in TOKEN_LOSSES,
-            "algorithm.loss.name",
-            "it needs whole responses, but the model gets episodes one policy call at a time",
-            loss,
-            ", ".join(TOKEN_LOSSES),
-        ),
-        (
-            config.algorithm.advantage.name in ("gae", "remax"),
-            "algorithm.advantage.name",
-            "robot policies have neither a critic nor greedy episodes",
-            config.algorithm.advantage.name,
-            "an estimator of groups",
-        ),
-    ]
-    plain = SamplingConfig()
-    for section, sampling in (("rollout", rollout.sampling), ("validation", config.validation.sampling)):
-        for name in ("top_p", "top_k", "min_p", "min_new_tokens", "stop_token_ids", "stop"):
-            kept = getattr(plain, name)
-            value = kept if getattr(sampling, name) is None else getattr(sampling, name)
-            why = "every value of an action is one token, sampled from all action tokens"
-            refused.append((value != kept, f"{section}.sampling.{name}", why, value, kept))
-    for wrong, key, why, found, allowed in refused:
+
+    def refuse(wrong: bool, key: str, value: object, allowed: object, why: str) -> None:
         if wrong:
             what = f"a recipe with the section `robot` cannot have this: {why}"
-            fix = f"set {key}={str(allowed).partition(',')[0]}"
-            checks.fail(key, what, found=found, allowed=allowed, fix=fix)
+            checks.fail(key, what, found=value, allowed=allowed, fix=f"set {key}={str(allowed).partition(',')[0]}")
+
+    rollout, pipeline = config.rollout, config.algorithm.pipeline
+    refuse(pipeline in ("grpo", "ppo", "dapo"), "algorithm.pipeline", pipeline, "srpo", "it scores texts, not episodes")
+    refuse(rollout.servers is not None, KEY, rollout.engine, DEFAULT, "servers generate only text")
+    why = "a robot's policy acts with the trainer's own weights"
+    refuse(rollout.stale_steps > 0, "rollout.stale_steps", rollout.stale_steps, 0, why)
+    team = None if placement is None else placement.of_role(Role.ROLLOUT)
+    apart = team is not None and placement is not None and team != placement.of_role(Role.ACTOR)
+    refuse(apart, "placement", "a team of its own", "null", why)
+    why = "a robot's environment is its simulator"
+    refuse(config.has_turns, "env.name", config.env.get("name"), "single_turn", why)
+    cp = config.actor.parallel.cp
+    refuse(cp > 1, "actor.parallel.cp", cp, 1, "policy calls attend in both directions")
+    loss, why = config.algorithm.loss.name, "it needs whole responses, but the model gets episodes one call at a time"
+    refuse(loss not in TOKEN_LOSSES, "algorithm.loss.name", loss, ", ".join(TOKEN_LOSSES), why)
+    estimator, why = config.algorithm.advantage.name, "robot policies have neither a critic nor greedy episodes"
+    key = "algorithm.advantage.name"
+    refuse(estimator in ("gae", "remax"), key, estimator, "an estimator of groups", why)
+    plain, why = SamplingConfig(), "every value of an action is one token, sampled from all action tokens"
+    for section, sampling in (("rollout", rollout.sampling), ("validation", config.validation.sampling)):
+        for name in ("top_p", "top_k", "min_p", "min_new_tokens", "stop_token_ids", "stop"):
+            default, value = getattr(plain, name), getattr(sampling, name)
+            value = default if value is None else value
+            refuse(value != default, f"{section}.sampling.{name}", value, default, why)

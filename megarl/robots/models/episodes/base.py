@@ -57,23 +57,14 @@ def build_embedder(
 
     Args:
         settings: the mapping `robot.reward.embedding`.
-        cameras: that episodes have pictures of, in the policy's order.
-        group: data-parallel ranks, which learn together.
+        cameras: cameras that episodes have pictures of, in the policy's order.
+        group: data-parallel ranks, which train the embedder together.
     """
     settings.check("robot.reward.embedding")
     if settings.name == "own":
         from megarl.robots.models.episodes.own import OwnEmbedder
 
-        return OwnEmbedder(
-            cameras,
-            points=settings.points,
-            width=settings.width,
-            updates=settings.updates,
-            lr=settings.lr,
-            device=device,
-            group=group,
-            seed=seed,
-        )
+        return OwnEmbedder(settings, cameras, device, group, seed)
     if settings.name == "vjepa2":
         from megarl.robots.models.episodes.vjepa2 import VideoEmbedder
 

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from megarl.data.batch import Batch
 from megarl.data.jagged import Jagged
+from megarl.robots.config import EmbeddingSettings
 from megarl.robots.data.frames import END_FRAMES, FRAMES
 from megarl.robots.models.episodes.base import EpisodeEmbedder
 from megarl.robots.models.episodes.states import valid_episodes
@@ -62,27 +63,15 @@ class OwnEmbedder(EpisodeEmbedder):
     """The encoder with its training. Deterministic on CPUs: random numbers depend on seed, step and update only.
 
     Args:
-        cameras: that episodes have pictures of.
-        points: vectors of an embedding.
-        width: numbers of a vector.
-        updates: updates of the encoder in a training step.
-        lr: learning rate of Adam.
+        settings: the mapping `robot.reward.embedding`.
+        cameras: cameras that episodes have pictures of.
         group: data-parallel ranks.
     """
 
     def __init__(
-        self,
-        cameras: Sequence[str],
-        *,
-        points: int,
-        width: int,
-        updates: int,
-        lr: float,
-        device: torch.device,
-        group: WorkerGroup,
-        seed: int,
+        self, settings: EmbeddingSettings, cameras: Sequence[str], device: torch.device, group: WorkerGroup, seed: int
     ) -> None:
-        self._cameras, self._points, self._width, self._updates, self._lr = tuple(cameras), points, width, updates, lr
+        self._settings, self._cameras = settings, tuple(cameras)
         self._device, self._group, self._seed = device, group, seed
         self._state_dim = 0
         self._encoder: PointEncoder | None = None  # made with the first episodes, which determine the size of states
@@ -94,18 +83,19 @@ class OwnEmbedder(EpisodeEmbedder):
     def embed(self, episodes: Batch) -> Tensor:
         """Return float32 [B, points * width]; see `EpisodeEmbedder`."""
         valid, lengths = valid_episodes(episodes), episodes["states"].lengths.cpu()
-        made = torch.zeros(len(valid), self._points * self._width)
+        points = self._settings.points
+        embeddings = torch.zeros(len(valid), points * self._settings.width)
         rows = valid.nonzero().squeeze(1)
         if not len(rows):
-            return made
-        encoder, _ = self._made(episodes["states"].values.shape[1])
-        shares = torch.arange(1, self._points + 1, dtype=torch.float64) / self._points
+            return embeddings
+        encoder, _ = self._prepare(episodes["states"].values.shape[1])
+        shares = torch.arange(1, points + 1, dtype=torch.float64) / points
         places = (lengths[rows, None] * shares).round().long()
         episode = rows[:, None].expand_as(places).flatten()
         parts = zip(episode.split(_AT_A_TIME), places.flatten().split(_AT_A_TIME), strict=True)
         vectors = [encoder(*self._inputs(episodes, *part)).cpu() for part in parts]
-        made[rows] = torch.cat(vectors).view(len(rows), -1)
-        return made
+        embeddings[rows] = torch.cat(vectors).view(len(rows), -1)
+        return embeddings
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -118,22 +108,19 @@ class OwnEmbedder(EpisodeEmbedder):
         """
         lengths = episodes["states"].lengths.cpu()
         usable = (valid_episodes(episodes) & (lengths >= 2)).nonzero().squeeze(1)  # with the end three points
-        told = self._group.all_gather_json([len(usable), episodes["states"].values.shape[1]])
-        total, first = sum(count for count, _ in told), sum(count for count, _ in told[: self._group.rank])
+        ranks = self._group.all_gather_json([len(usable), episodes["states"].values.shape[1]])
+        total, first = sum(count for count, _ in ranks), sum(count for count, _ in ranks[: self._group.rank])
         if not total:
             return None
-        encoder, optimizer = self._made(max(dim for _, dim in told))
+        encoder, optimizer = self._prepare(max(dim for _, dim in ranks))
         metrics = Metrics()
-        for update in range(self._updates):
-            drawn = np.random.Generator(np.random.PCG64([self._seed, step, update]))
-            chosen = np.sort(drawn.permutation(total)[:EPISODES])
-            mine = [int(place) for place in chosen if first <= place < first + len(usable)]
-            rows = usable[[place - first for place in mine]]
+        for update in range(self._settings.updates):
+            chosen = _sample(total, EPISODES, self._seed, step, update)
+            local = [place for place in chosen if first <= place < first + len(usable)]
+            rows = usable[[place - first for place in local]]
             points = [
-                _some_points(
-                    int(lengths[row]) + 1, np.random.Generator(np.random.PCG64([self._seed, step, update, at]))
-                )
-                for row, at in zip(rows, mine, strict=True)
+                _sample(int(lengths[row]) + 1, POINTS, self._seed, step, update, place)
+                for row, place in zip(rows, local, strict=True)
             ]
             optimizer.zero_grad(set_to_none=False)
             loss, hits, count = self._loss(encoder, episodes, rows, points)
@@ -156,13 +143,13 @@ class OwnEmbedder(EpisodeEmbedder):
         """
         if not points:
             return torch.zeros(()), 0, 0
-        counts = torch.tensor([len(some) for some in points])
-        flat = torch.tensor([place for some in points for place in some])
+        counts = torch.tensor([len(places) for places in points])
+        flat = torch.tensor([place for places in points for place in places])
         vectors = encoder(*self._inputs(episodes, rows.repeat_interleave(counts), flat))
-        there = (torch.arange(POINTS) < counts[:, None]).to(vectors.device)
+        exists = (torch.arange(POINTS) < counts[:, None]).to(vectors.device)
         padded = vectors.new_zeros(len(points), POINTS, vectors.shape[1])
-        padded[there] = vectors
-        return neighbours_loss(padded, there)
+        padded[exists] = vectors
+        return neighbours_loss(padded, exists)
 
     def _inputs(self, episodes: Batch, episode: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         """Return pictures and states of episodes [N] at places [N]: place k is before call k, the last is the end."""
@@ -176,13 +163,14 @@ class OwnEmbedder(EpisodeEmbedder):
 
     # -- encoder and checkpoints -------------------------------------------------------------------------------------
 
-    def _made(self, state_dim: int) -> tuple[PointEncoder, torch.optim.Adam]:
+    def _prepare(self, state_dim: int) -> tuple[PointEncoder, torch.optim.Adam]:
+        """Return the encoder and its optimizer, which the first call makes."""
         if self._encoder is None or self._optimizer is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed)
-                encoder = PointEncoder(len(self._cameras), state_dim, self._width)
+                encoder = PointEncoder(len(self._cameras), state_dim, self._settings.width)
             self._state_dim, self._encoder = state_dim, encoder.to(self._device)
-            self._optimizer = torch.optim.Adam(self._encoder.parameters(), lr=self._lr)
+            self._optimizer = torch.optim.Adam(self._encoder.parameters(), lr=self._settings.lr)
         return self._encoder, self._optimizer
 
     def state(self) -> dict[str, Any]:
@@ -194,8 +182,8 @@ class OwnEmbedder(EpisodeEmbedder):
             "state_dim": self._state_dim,
             "encoder": {name: value.cpu().clone() for name, value in self._encoder.state_dict().items()},
             "optimizer": {
-                str(number): {name: value.cpu().clone() for name, value in kept.items()}
-                for number, kept in moments.items()
+                str(number): {name: value.cpu().clone() for name, value in values.items()}
+                for number, values in moments.items()
             },
         }
 
@@ -203,28 +191,27 @@ class OwnEmbedder(EpisodeEmbedder):
         """Restore the state that `state` returned."""
         if not state:
             return
-        encoder, optimizer = self._made(state["state_dim"])
+        encoder, optimizer = self._prepare(state["state_dim"])
         encoder.load_state_dict(state["encoder"])
-        kept = optimizer.state_dict()
-        kept["state"] = {int(number): dict(moments) for number, moments in state.get("optimizer", {}).items()}
-        optimizer.load_state_dict(kept)
+        moments = {int(number): dict(values) for number, values in state.get("optimizer", {}).items()}
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
 
 
-def neighbours_loss(vectors: Tensor, there: Tensor) -> tuple[Tensor, int, int]:
+def neighbours_loss(vectors: Tensor, exists: Tensor) -> tuple[Tensor, int, int]:
     """Return the InfoNCE loss over time: a pair of neighbouring points against all other points of the episode.
 
     Args:
         vectors: unit vectors [n, P, D] of points in the order of time.
-        there: bool [n, P], points that exist: the first ones.
+        exists: bool [n, P], points that exist: the first ones.
 
     Returns:
         The sum over pairs (point, neighbour) that have a negative, how many are more alike than all negatives, and
         their number.
     """
     alike = vectors @ vectors.transpose(1, 2) / _TEMPERATURE
-    number = torch.arange(there.shape[1], device=there.device)
+    number = torch.arange(exists.shape[1], device=exists.device)
     apart = (number[:, None] - number).abs()
-    both = there[:, :, None] & there[:, None, :]
+    both = exists[:, :, None] & exists[:, None, :]
     negative = both & (apart > 1)
     others = alike.masked_fill(~negative, -1e4)  # a finite number, whose gradient is zero and not NaN
     pairs = both & (apart == 1) & negative.any(2, keepdim=True)
@@ -233,27 +220,27 @@ def neighbours_loss(vectors: Tensor, there: Tensor) -> tuple[Tensor, int, int]:
     return loss, int(hits), int(pairs.sum())
 
 
-def _some_points(count: int, drawn: np.random.Generator) -> list[int]:
-    """Return up to POINTS random numbers from 0 to count - 1, sorted."""
-    return np.sort(drawn.permutation(count)[:POINTS]).tolist()
+def _sample(count: int, most: int, *seeds: int) -> list[int]:
+    """Return up to `most` random numbers from 0 to `count` - 1, sorted; they depend only on the arguments."""
+    return np.sort(np.random.Generator(np.random.PCG64(seeds)).permutation(count)[:most]).tolist()
 
 
 def _average_gradients(encoder: nn.Module, count: int, group: WorkerGroup) -> None:
     """Replace gradients of this rank's summed loss over `count` pairs by those of the mean over all ranks' pairs."""
     parameters = list(encoder.parameters())
-    grads = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in parameters]
     summed = torch.cat([*(grad.flatten() for grad in grads), grads[0].new_tensor([count])])
     group.all_reduce(summed)
     summed /= summed[-1].clone().clamp(min=1)
-    parts = summed[:-1].split([own.numel() for own in parameters])
-    for own, part in zip(parameters, parts, strict=True):
-        own.grad = part.view_as(own).clone()
+    parts = summed[:-1].split([param.numel() for param in parameters])
+    for param, part in zip(parameters, parts, strict=True):
+        param.grad = part.view_as(param).clone()
 
 
 def _seen(calls: Jagged, ends: Tensor, episode: Tensor, place: Tensor) -> Tensor:
     """Return the observations [N, ...] of episodes [N] at places [N]; the place after the last call is in `ends`."""
     after = place >= calls.lengths[episode]
-    found = ends.new_empty(len(place), *ends.shape[1:])
-    found[after] = ends[episode[after]]
-    found[~after] = calls.values[(calls.offsets[episode] + place)[~after]]
-    return found
+    observations = ends.new_empty(len(place), *ends.shape[1:])
+    observations[after] = ends[episode[after]]
+    observations[~after] = calls.values[(calls.offsets[episode] + place)[~after]]
+    return observations
