@@ -127,14 +127,13 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     import yaml
 
     if arguments.simulator is None:
-        where, fix = "megarl bench envs", "name one with --simulator"
-        raise UserError("which simulator?", where=where, fix=fix)
+        raise UserError("no simulator is named", where="megarl bench envs", fix="name one with --simulator")
     given: dict[str, Any] = {"name": arguments.simulator}
     if arguments.workers is not None:
         given["workers"] = arguments.workers
     for text in arguments.overrides[1:]:
         key, equals, value = text.partition("=")
         if not equals:
-            raise UserError("this has not the form KEY=VALUE", where="megarl bench envs", found=text)
+            raise UserError("an argument does not have the form KEY=VALUE", where="megarl bench envs", found=text)
         given[key] = yaml.safe_load(value)
     return given

@@ -75,7 +75,7 @@ def compare(arguments: argparse.Namespace, measure_round: Measure | None = None)
     matrix = None if arguments.matrix is None else read_matrix(arguments.matrix)
     rounds = arguments.rounds or (_ROUNDS if matrix is None else matrix.rounds)
     if arguments.compare and rounds < _LEAST:
-        raise UserError("noise is measured", where="--rounds", found=rounds, allowed=f"{_LEAST} or more")
+        raise UserError("too few rounds to measure noise", where="--rounds", found=rounds, allowed=f"{_LEAST} or more")
     console = Console(highlight=False)
     cells = _cells(arguments, matrix)
     for line in matrix_view.refusals(cells):
@@ -85,7 +85,12 @@ def compare(arguments: argparse.Namespace, measure_round: Measure | None = None)
         return 0
     taken = [cell for cell in cells if cell.refused is None]
     if not taken:
-        raise UserError("no combination can run here", where="--matrix", found=arguments.matrix, fix="see above")
+        raise UserError(
+            "no combination can run here",
+            where="--matrix",
+            found=arguments.matrix,
+            fix="remove the causes listed above",
+        )
     limit_s = _limit_s(arguments, matrix)
     measure_round = measure_round or functools.partial(measure, limit_s=limit_s or LIMIT_S)
     kept = arguments.history.with_suffix(".rounds.jsonl")
@@ -176,11 +181,11 @@ def _options(arguments: argparse.Namespace, matrix: Matrix | None) -> list[tuple
         for name in ("case", "dtype", "nproc", "threads"):
             if getattr(arguments, name) is not None:
                 raise UserError(
-                    "a matrix says so itself",
+                    "the matrix already sets this",
                     where=f"--{name}",
                     found=getattr(arguments, name),
                     allowed="only without --matrix",
-                    fix="write a matrix of your own: a file with `axes`, see docs/benchmarks.md",
+                    fix="remove the option, or write a matrix of your own: a file with `axes`, see docs/benchmarks.md",
                 )
     steps = arguments.steps or (None if matrix is None else matrix.steps)
     named = [(f"--{name}", getattr(arguments, name)) for name in ("nproc", "threads")]
@@ -309,8 +314,8 @@ def table(made: Entry, judged: Mapping[str, Judged]) -> Table:
     for column in ("beside", "ratio", "99%", "limit", ""):
         shown.add_column(column, justify="left" if column in ("beside", "") else "right")
     for name, one in judged.items():
-        verdict = "SLOWER" if one.slower else "faster" if one.faster else "the same, as far as noise lets see"
+        verdict = "SLOWER" if one.slower else "faster" if one.faster else "the same within noise"
         shown.add_row(name, f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}", f"{one.limit:.3f}", verdict)
     if not judged:
-        shown.add_row("nothing of its kind yet", "", "", "", "")
+        shown.add_row("no earlier measurement of this kind", "", "", "", "")
     return shown

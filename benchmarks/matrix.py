@@ -1,8 +1,8 @@
 """A matrix of `megarl bench`: every combination of named settings, one of each axis.
 
     rounds: 3                          # of every combination, in turn; --rounds replaces it
-    steps: 5                           # that count; null: the case's; --steps replaces it
-    limit_s: 7200                      # of a run, after which it has failed; null: six hours; --limit-s replaces it
+    steps: 5                           # counted steps; null: the case's; --steps replaces it
+    limit_s: 7200                      # seconds after which a run has failed; null: six hours; --limit-s replaces it
     axes:
       model:  {S: {case: S}}           # name: what it sets
       layout:
@@ -11,8 +11,8 @@
       dtype:  {fp32: {dtype: fp32}, bf16: {dtype: bf16}}
 
 A name sets `case`, `dtype`, `nproc` and `threads`, as the arguments of `megarl bench`, and keys of the recipe; one axis
-sets the case of every combination, and no two axes set the same key. What the
-recipe's checks refuse is left out with their reason, before anything runs.
+sets the case of every combination, and no two axes set the same key. Combinations that the recipe's checks refuse are
+left out with the reason before anything runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Cell:
     Attributes:
         labels: names by axis; empty for a case without a matrix.
         shape: arguments of `megarl bench` that measure it.
-        refused: why it cannot run; None: nothing is known to stand in its way.
+        refused: why it cannot run; None: the checks found no problem.
     """
 
     shape: Sequence[str]
@@ -59,7 +59,7 @@ class Matrix:
 
     Attributes:
         rounds: rounds of every combination.
-        steps: that count; None: the case's own.
+        steps: counted steps; None: the case's own.
         limit_s: seconds of a run, at most; None: `run_case`'s own.
         axes: settings by name, by axis.
     """
@@ -76,7 +76,7 @@ class Matrix:
         Args:
             overrides: `key.path=value` of all of them, over their own.
             options: further arguments of a round.
-            starts: they run here; else on another machine, and nothing of this one is held against them.
+            starts: they run on this machine; otherwise its hardware is not checked.
         """
         made = []
         for names in itertools.product(*self.axes.values()):
@@ -98,7 +98,7 @@ def _as_text(value: Any) -> str:
 
 
 def refusal(words: Mapping[str, Any], overrides: Sequence[str], *, starts: bool) -> str | None:
-    """Return the reason why a run with these settings is refused, in one line; None: it is not."""
+    """Return the reason why the checks refuse a run with these settings, in one line; None: they do not."""
     from megarl.benchmarks.measure import settle
     from megarl.checks.recipe import check_config
     from megarl.system.machine import this_machine
@@ -118,10 +118,10 @@ def _one_line(error: UserError) -> str:
 
 
 def read_matrix(name: str) -> Matrix:
-    """Return a shipped matrix, or a file of one's own.
+    """Return a shipped matrix, or that of a file.
 
     Raises:
-        UserError: there is none, or it is not made as one.
+        UserError: there is no such matrix, or the file is not a valid one.
     """
     shipped = matrix_names()
     path = MATRICES / f"{name}.yaml" if name in shipped else Path(name)
@@ -139,14 +139,16 @@ def read_matrix(name: str) -> Matrix:
         raise ConfigError("unknown key of a matrix", where=str(path), found=unknown[0], allowed=_KEYS)
     axes = data.get("axes")
     if not isinstance(axes, dict) or not axes:
-        raise ConfigError("a matrix has axes", where=f"{path}: axes", found=axes, allowed="settings by name, by axis")
+        raise ConfigError(
+            "the matrix has no axes", where=f"{path}: axes", found=axes, allowed="settings by name, by axis"
+        )
     for axis, named in axes.items():
         _check_axis(f"{path}: axes.{axis}", named)
     _check_together(path, axes)
     rounds, steps, limit_s = data.get("rounds", _ROUNDS), data.get("steps"), data.get("limit_s")
     for key, value in (("rounds", rounds), ("steps", steps), ("limit_s", limit_s)):
         if not (_is_count(value) or (value is None and key != "rounds")):
-            raise ConfigError("not a number of them", where=f"{path}: {key}", found=value, allowed="1 or more")
+            raise ConfigError(f"invalid {key}", where=f"{path}: {key}", found=value, allowed="an integer of at least 1")
     return Matrix(path.stem, rounds, steps, limit_s, axes)
 
 
@@ -157,34 +159,42 @@ def _is_count(value: Any) -> bool:
 def _check_together(path: Path, axes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
     """Check that every combination has a case, and that no setting replaces that of another axis."""
     keys = {axis: {key for settings in named.values() for key in settings} for axis, named in axes.items()}
-    for one, other in itertools.combinations(axes, 2):
-        for key, again in itertools.product(sorted(keys[one]), sorted(keys[other])):
+    for first, second in itertools.combinations(axes, 2):
+        for key, again in itertools.product(sorted(keys[first]), sorted(keys[second])):
             if key == again or key.startswith(f"{again}.") or again.startswith(f"{key}."):
-                where = f"{path}: axes.{other}"
-                fix = "set it in one of them, by names for all that are wanted"
-                raise ConfigError(f"axis {one} sets {key} as well", where=where, found=again, fix=fix)
+                where = f"{path}: axes.{second}"
+                fix = "set it in one axis only, with a name for each value"
+                raise ConfigError(f"axis {first} sets {key} as well", where=where, found=again, fix=fix)
     with_case = [axis for axis in axes if "case" in keys[axis]]
     if not with_case:
-        raise ConfigError("no axis sets a case", where=f"{path}: axes", fix="let one of them say `S: {case: S}`")
+        raise ConfigError(
+            "no axis sets a case",
+            where=f"{path}: axes",
+            fix="add `case` to the settings of one axis, such as `S: {case: S}`",
+        )
     for name, settings in axes[with_case[0]].items():
         if "case" not in settings:
             where = f"{path}: axes.{with_case[0]}.{name}"
-            raise ConfigError("this name sets no case, others of its axis do", where=where, fix="add `case: ...`")
+            raise ConfigError(
+                "these settings have no case, but others of the axis have one", where=where, fix="add `case: ...`"
+            )
 
 
 def _check_axis(where: str, named: Any) -> None:
     if not isinstance(named, dict) or not named:
-        raise ConfigError("an axis has settings by name", where=where, found=named, allowed="{name: {KEY: VALUE}}")
+        raise ConfigError("the axis has no settings by name", where=where, found=named, allowed="{name: {KEY: VALUE}}")
     for name, settings in named.items():
         if not isinstance(name, str):
-            raise ConfigError("this name is no text", where=where, found=name, fix="put it into quotes")
+            raise ConfigError("the name of these settings is not text", where=where, found=name, fix="put it in quotes")
         if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-            allowed = f"{{KEY: VALUE}}, of {', '.join(_WORDS)} and keys of a recipe"
-            raise ConfigError("these are no settings", where=f"{where}.{name}", found=settings, allowed=allowed)
+            allowed = f"{{KEY: VALUE}} with the keys {', '.join(_WORDS)} and those of a recipe"
+            raise ConfigError(
+                "the settings are not a mapping of keys", where=f"{where}.{name}", found=settings, allowed=allowed
+            )
         for word in _WORDS:
             is_text = word in ("case", "dtype")
             if word in settings and not (isinstance(settings[word], str) if is_text else _is_count(settings[word])):
-                allowed = "text" if is_text else "1 or more"
+                allowed = "text" if is_text else "an integer of at least 1"
                 raise ConfigError(
-                    "not what it can be", where=f"{where}.{name}.{word}", found=settings[word], allowed=allowed
+                    f"invalid {word}", where=f"{where}.{name}.{word}", found=settings[word], allowed=allowed
                 )

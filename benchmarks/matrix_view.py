@@ -104,7 +104,7 @@ def matrix_html(found: Found, cells: Sequence[Cell], failed: Mapping[str, str]) 
 
 def _last_line(message: str) -> str:
     """Return the last line that a program wrote: the first line of an error is its command."""
-    return next((line for line in reversed(message.splitlines()) if line.strip()), "it said nothing")
+    return next((line for line in reversed(message.splitlines()) if line.strip()), "no output")
 
 
 def published_html(history: Sequence[Mapping[str, Any]]) -> list[str]:

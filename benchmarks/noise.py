@@ -1,10 +1,10 @@
-"""Ratios of seconds, and how far chance may take them: is it slower, or is that noise?
+"""Ratios of measured seconds, and whether they exceed noise.
 
-    in turn     ratios now / then of rounds measured one after the other      the median of such pairs
-    apart       seconds of two sessions                                       the ratio of their medians
+    in_turn     rounds of two programs measured alternately      the median of the ratios of pairs
+    apart       rounds of two sessions                           the ratio of the medians
 
-Slower means: the interval of 99% (bootstrap) lies above 1, and the ratio above a limit that is what sessions of one and
-the same code have differed by, and at least 3%.
+A program is slower if the 99% interval of its ratio (bootstrap) lies above 1, and the ratio above a limit: 3%, or more
+if sessions of the same code have differed by more.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class Judged:
 
     @property
     def slower(self) -> bool:
-        """A regression."""
+        """Whether it is slower beyond noise: a regression."""
         return self.low > 1 and self.ratio > self.limit
 
     @property
     def faster(self) -> bool:
-        """True when it is as clearly faster as a regression would be slower."""
+        """Whether it is faster beyond noise, by the same limits as `slower`."""
         return self.high < 1 and self.ratio < 1 / self.limit
 
 
 def in_turn(now: Sequence[float], then: Sequence[float]) -> Judged:
-    """Return the rounds that were measured in turn: what else happens on the machine meets both of a pair.
+    """Compare rounds that were measured alternately, pair by pair: other load on the machine affects both of a pair.
 
     Args:
         now: seconds of the present code, one per round.
-        then: seconds of the other one.
+        then: seconds of the other code.
     """
-    ratios = [math.log(one / other) for one, other in zip(now, then, strict=True)]
+    ratios = [math.log(new / old) for new, old in zip(now, then, strict=True)]
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_DRAWS))
     return _judged(statistics.median(ratios), medians, 1 + LEAST)
@@ -66,17 +66,17 @@ def apart(now: Sequence[float], then: Sequence[float], sessions: Sequence[Sequen
     """Compare two sessions.
 
     Args:
-        now: seconds of rounds of the present one.
-        then: seconds of the other one.
-        sessions: rounds of earlier sessions of one commit, which tell what differs between sessions of the same code.
+        now: seconds of the rounds of this session.
+        then: seconds of the rounds of the other session.
+        sessions: rounds of earlier sessions of one commit, which show how far sessions of the same code differ.
     """
-    one, other = ([math.log(seconds) for seconds in rounds] for rounds in (now, then))
+    new, old = ([math.log(seconds) for seconds in rounds] for rounds in (now, then))
     draw = random.Random(0)
 
     def drawn() -> float:
-        return statistics.median(draw.choices(one, k=len(one))) - statistics.median(draw.choices(other, k=len(other)))
+        return statistics.median(draw.choices(new, k=len(new))) - statistics.median(draw.choices(old, k=len(old)))
 
-    middle = statistics.median(one) - statistics.median(other)
+    middle = statistics.median(new) - statistics.median(old)
     return _judged(middle, sorted(drawn() for _ in range(_DRAWS)), 1 + _between(sessions))
 
 
@@ -86,10 +86,10 @@ def _judged(middle: float, medians: Sequence[float], limit: float) -> Judged:
 
 
 def _between(sessions: Sequence[Sequence[float]]) -> float:
-    """Share by which sessions of the same code may differ."""
+    """Return the share by which sessions of the same code may differ."""
     if len(sessions) < _SESSIONS:
         return APART
     medians = [math.log(statistics.median(rounds)) for rounds in sessions]
     middle = statistics.median(medians)
-    spread = _NORMAL * statistics.median(abs(one - middle) for one in medians)
+    spread = _NORMAL * statistics.median(abs(median - middle) for median in medians)
     return max(LEAST, math.expm1(_TIMES * spread))

@@ -1,4 +1,4 @@
-"""Run a program that is measured, to its end or not at all, and tell what else used the machine meanwhile."""
+"""Run the programs of a benchmark, and measure how much of the machine other programs used meanwhile."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import psutil
 
 from megarl.system.errors import WorkerError
 
-SHOWN = 3000  # characters of its messages that an error repeats
-LIMIT_S = 6 * 3600.0  # of a program: far above what a round takes, so that one that hangs is told
-# A program that is asked to end has the grace of this process, and gives less to what it runs itself: so the program
-# at the bottom, which has workers and GPUs, has been killed before the one above it would be.
+SHOWN = 3000  # characters of a program's output that an error repeats
+LIMIT_S = 6 * 3600.0  # far above what a round takes, so that only a program that hangs reaches it
+# Seconds between SIGTERM and SIGKILL. Each program gives the programs that it runs less than it has itself, so that the
+# innermost program, which has workers and GPUs, is killed before the programs around it are.
 _GRACE, _GRACE_S, _LESS_S, _LEAST_S = "MEGARL_BENCH_GRACE_S", 60.0, 15.0, 5.0
 
 
@@ -30,64 +30,60 @@ def run_program(
     limit_s: float = LIMIT_S,
     merged: bool = False,
 ) -> tuple[str, float]:
-    """Return the standard output of a program, and the share of the machine that others took meanwhile (see
-    `OthersShare`).
+    """Run a program in a session of its own. Return its standard output, and the share of the machine that other
+    programs took meanwhile (see `OthersShare`).
 
-    The program has a session of its own. A SIGTERM to this process ends the program as well: one that keeps running
-    would spoil the next measurement. All of its process group is killed where it does not end within a grace.
+    SIGTERM to this process also ends the program, which would spoil the next measurement if it went on. If it does not
+    end within a grace, its process group is killed.
 
     Args:
-        limit_s: seconds after which it is stopped.
-        merged: what it writes to standard error is part of its output.
+        limit_s: seconds after which the program is stopped.
+        merged: the output includes standard error.
 
     Raises:
-        WorkerError: it ended with an exit code other than 0, or not within its limit.
+        WorkerError: the program ended with an exit code other than 0, or not within its limit.
     """
-    with OthersShare() as others, _sigterm_raises():
-        code, output, said = _to_its_end(command, environment, limit_s, merged=merged)
-    if code != 0:
-        raise WorkerError(f"{shlex.join(command)} ended with exit code {code}:\n{said[-SHOWN:]}")
-    return output, others.share
-
-
-def _to_its_end(
-    command: Sequence[str], environment: Mapping[str, str], limit_s: float, *, merged: bool
-) -> tuple[int, str, str]:
-    """Return the exit code, output, and what an error repeats of it."""
     grace = float(os.environ.get(_GRACE, _GRACE_S))
-    given = {**environment, _GRACE: str(max(_LEAST_S, grace - _LESS_S))}
-    errors = subprocess.STDOUT if merged else subprocess.PIPE
-    with subprocess.Popen(
-        command, env=given, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-    ) as program:
+    with (
+        OthersShare() as others,
+        _sigterm_raises(),
+        subprocess.Popen(
+            command,
+            env={**environment, _GRACE: str(max(_LEAST_S, grace - _LESS_S))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as program,
+    ):
         try:
-            output, said = program.communicate(timeout=limit_s)
+            output, errors = program.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired as error:
-            said = _stop(program, grace)
+            last = _stop(program, grace)[-SHOWN:]
             raise WorkerError(
-                f"{shlex.join(command)} did not end within {limit_s:g} s, and was stopped; it said last:\n"
-                f"{said[-SHOWN:]}"
+                f"{shlex.join(command)} did not end within {limit_s:g} s, and was stopped; its last output:\n{last}"
             ) from error
         except BaseException:
             _stop(program, grace)
             raise
-    return program.returncode, output, output if merged else said
+    if program.returncode != 0:
+        last = (output if merged else errors)[-SHOWN:]
+        raise WorkerError(f"{shlex.join(command)} ended with exit code {program.returncode}:\n{last}")
+    return output, others.share
 
 
 def _stop(program: subprocess.Popen[str], grace: float) -> str:
-    """Ask it to end, and kill its process group after the grace; what it has said, as far as it ended by itself."""
-    said = ""
+    """Send SIGTERM, and kill the process group after the grace; return the program's errors, or else its output."""
     try:
         program.terminate()
-        # Its pipes are read meanwhile: a program that writes into a full one could not end.
+        # The pipes are read meanwhile, because a program that writes into a full pipe cannot end.
         output, errors = program.communicate(timeout=grace)
-        said = errors or output
+        return errors or output
     except subprocess.TimeoutExpired:
-        said = f"(nothing: it did not end within {grace:g} s of SIGTERM either, and was killed)"
+        return f"(none: it did not end within {grace:g} s of SIGTERM either, and was killed)"
     finally:
         with contextlib.suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(program.pid, signal.SIGKILL)
-    return said
 
 
 @contextlib.contextmanager
@@ -103,12 +99,12 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 class OthersShare:
-    """The share of the machine that others take while a block runs its programs as child processes that end before it
-    does.
+    """Measures the share of the machine that other programs take during a block. The block's own programs are child
+    processes that end within it.
 
     Attributes:
-        share: after the block: CPU time that neither the children nor this process used, or that the hypervisor gave to
-            other guests, as a share of what all cores had to give. Wall seconds are worth quoting when it is near 0.
+        share: after the block: CPU time used by other processes than this one and its children, or given to other
+            guests by the hypervisor, as a share of all cores. Wall seconds mean something when it is near 0.
     """
 
     share = 0.0

@@ -1,4 +1,4 @@
-"""Numbers of a benchmark as a table and as a file."""
+"""The numbers of a benchmark as a table and as a file."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def phase_medians(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Return seconds per phase beside the floor, and the totals of a step. Phases are those of the slowest rank
-    each."""
+    """Return a table of seconds per phase, each of its slowest rank, beside the floor, and of the whole step."""
     made = Table(title=headline(result), caption=caption(result), title_justify="left", caption_justify="left")
     for column in ("phase", "s", "share", "floor s", "x floor"):
         made.add_column(column, justify="left" if column == "phase" else "right")
@@ -65,7 +64,7 @@ def _cells(seconds: float, wall: float, floor: float | None) -> list[str]:
 
 
 def headline(result: dict[str, Any]) -> str:
-    """Return the headline of what was measured."""
+    """Return case, dtype, layout and overrides as the title of a table."""
     layout = result["layout"]
     made = f"{result['case']} {result['dtype']}, {layout['nproc']} processes x {layout['threads']} threads"
     return " ".join([made, *result["overrides"]])
@@ -84,7 +83,7 @@ def caption(result: dict[str, Any]) -> str:
 
 
 def host_class(machine: dict[str, Any]) -> str:
-    """Return a file name's worth of a machine: `8x-nvidia-h100`, `2x-amd-epyc-9b45`. Hosts of one kind share it."""
+    """Return the name that all machines of one kind share, for file names: `8x-nvidia-h100`, `2x-amd-epyc-9b45`."""
     name = (
         machine["gpus"][0]
         if machine["gpus"]

@@ -21,7 +21,7 @@ def package_of(commit: str | None) -> Iterator[Path]:
     """Return a folder in which `megarl` is the package of a commit, or of the present tree, whole as it is installed.
 
     Raises:
-        UserError: this is no checkout, or it does not know the commit.
+        UserError: this is not a checkout, or the commit does not exist in it.
     """
     with tempfile.TemporaryDirectory(prefix="package") as name:
         folder, tree = Path(name), ROOT
@@ -43,7 +43,7 @@ def _known(commit: str) -> str:
         return _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}").strip()
     except (OSError, subprocess.CalledProcessError):
         raise UserError(
-            "this checkout does not know the commit",
+            "no such commit in this checkout",
             where="--base",
             found=commit,
             allowed="a commit, branch or tag of the checkout that megarl is installed from",

@@ -8,7 +8,7 @@
 Case S: 2.4M parameters, 32 prompts x 8 samples, at most 16 new tokens. Case M: 19M parameters, 16 prompts x 8 samples,
 exactly 256 new tokens, one update. Each is a real run of `megarl train` in processes of its own; the first step is not
 counted. The floor is the time of only the model's matrix products at the rate that a large product reaches on all
-cores (or GPUs). Numbers mean something only while nothing else runs.
+cores (or GPUs). Numbers are meaningful only while nothing else runs.
 
     megarl bench --compare                             # rounds, beside the last ones and the baseline of the history
     megarl bench --compare --set-baseline              # later ones are held against this one
@@ -96,10 +96,10 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, option)
         if value is not None and value <= 0:
             where = f"--{option.replace('_', '-')}"
-            raise UserError("nothing can be measured with this", where=where, found=value, allowed="above 0")
+            raise UserError("the value must be positive", where=where, found=value, allowed="above 0")
     if arguments.base is not None and not arguments.compare:
         raise UserError(
-            "a commit is only measured for a verdict", where="--base", found=arguments.base, fix="add --compare"
+            "--base has an effect only in a comparison", where="--base", found=arguments.base, fix="add --compare"
         )
 
 
@@ -108,9 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     if arguments.dry_run and arguments.matrix is None:
         raise UserError(
-            "only a matrix has combinations to list",
+            "--dry-run lists the combinations of a matrix, but none is named",
             where="--dry-run",
-            fix="name one with --matrix; for a case: megarl train CASE --dry-run",
+            fix="add --matrix; for a single case: megarl train CASE --dry-run",
         )
     if arguments.compare or arguments.matrix is not None:
         from megarl.benchmarks.history import compare

@@ -64,7 +64,7 @@ class Work:
         """
         name = self.config.reward.name
         if name not in known:
-            raise UserError(f"{peer} has no such reward", where="reward.name", found=name, allowed=list(known))
+            raise UserError(f"{peer} does not have this reward", where="reward.name", found=name, allowed=list(known))
         return known[name]
 
 
@@ -97,7 +97,9 @@ def work_of(
     ]
     for key, found, fits, allowed in no_such:
         if not fits:
-            raise UserError(f"no command of {peer} is made for this", where=key, found=found, allowed=allowed)
+            raise UserError(
+                f"no command of {peer} can be made for this setting", where=key, found=found, allowed=allowed
+            )
     return Work(config, config.trainer.steps, rows)
 
 
@@ -197,7 +199,7 @@ def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespa
     output, others_share = run_program(command, merged=True)  # slime logs to standard error
     found = peer.per_gpu(output, work.config.cluster.nproc)[WARM_UP:]
     if not found:
-        raise WorkerError(f"the output of {peer.name} names no step:\n{output[-3000:]}")
+        raise WorkerError(f"no step in the output of {peer.name}:\n{output[-3000:]}")
     machine = machine_info()
     numbers = {"tokens_per_s_per_gpu": found, "median": statistics.median(found), "others_share": others_share}
     case = work.config.name
@@ -218,8 +220,8 @@ def _check_import(package: str, python: str) -> None:
         said = [f"not within {_IMPORT_S:g} s"]
     if said:
         raise UserError(
-            f"{package} does not import there",
+            f"this interpreter cannot import {package}",
             where="--python",
             found=f"{python}: {said[0]}",
-            fix="name the interpreter of its environment; --print shows the command without it",
+            fix=f"name the interpreter of {package}'s environment, or only show the command with --print",
         )

@@ -155,16 +155,16 @@ def test_nothing_that_can_run_is_the_users_to_fix(tmp_path):
     ("text", "said"),
     [
         ("axes: {model: {S: {case: S}}}\nround: 3", "unknown key of a matrix"),
-        ("rounds: 3", "a matrix has axes"),
-        ("axes: {model: {S: [case]}}", "these are no settings"),
+        ("rounds: 3", "the matrix has no axes"),
+        ("axes: {model: {S: [case]}}", "not a mapping of keys"),
         ("axes: {layout: {one: {nproc: 1}}}", "no axis sets a case"),
-        ("axes: {model: {S: {case: S}}}\nrounds: few", "not a number of them"),
-        ("axes: {model: {S: {case: S}}}\nlimit_s: 0", "not a number of them"),
-        ("axes: {model: {S: {case: S}, M: {}}}", "axes.model.M: this name sets no case"),
-        ("axes: {model: {S: {case: 5}}}", "axes.model.S.case: not what it can be"),
-        ("axes: {model: {S: {case: S, nproc: 0}}}", "axes.model.S.nproc: not what it can be"),
-        ("axes: {model: {S: {case: S, nproc: two}}}", "axes.model.S.nproc: not what it can be"),
-        ("axes: {model: {1: {case: S}}}", "this name is no text"),
+        ("axes: {model: {S: {case: S}}}\nrounds: few", "invalid rounds"),
+        ("axes: {model: {S: {case: S}}}\nlimit_s: 0", "invalid limit_s"),
+        ("axes: {model: {S: {case: S}, M: {}}}", "axes.model.M: these settings have no case"),
+        ("axes: {model: {S: {case: 5}}}", "axes.model.S.case: invalid case"),
+        ("axes: {model: {S: {case: S, nproc: 0}}}", "axes.model.S.nproc: invalid nproc"),
+        ("axes: {model: {S: {case: S, nproc: two}}}", "axes.model.S.nproc: invalid nproc"),
+        ("axes: {model: {1: {case: S}}}", "the name of these settings is not text"),
         ("axes: {model: {S: {case: S, nproc: 1}}, layout: {two: {nproc: 2}}}", "axis model sets nproc as well"),
         (
             "axes: {model: {S: {case: S, actor.parallel.tp: 1}}, layout: {two: {actor.parallel: {tp: 2}}}}",
@@ -181,7 +181,7 @@ def test_a_file_that_is_no_matrix_is_told(tmp_path, text, said):
 def test_names_are_told(tmp_path):
     with pytest.raises(UserError, match="did you mean h100x32"):
         matrix.read_matrix("h100x322")
-    with pytest.raises(UserError, match="a matrix says so itself"):
+    with pytest.raises(UserError, match="the matrix already sets this"):
         history.compare(arguments(tmp_path, "--matrix", "cpu", "--nproc", "4"), Measured())
     (cell, *_) = matrix.read_matrix("cpu").cells(["trainer.seeds=4"], starts=True)
     assert "unknown key trainer.seeds" in cell.refused

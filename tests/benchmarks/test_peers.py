@@ -183,7 +183,7 @@ def test_print_needs_no_package_and_a_run_says_that_it_is_missing(tmp_path, caps
     assert "trainer.total_training_steps=6" in shown.out
     assert f"{tmp_path}/verl.parquet, which --write" in shown.err
     assert main(verl.PEER, "", ["--case", CASE]) == 2
-    assert "--python: verl does not import there" in capsys.readouterr().err
+    assert "--python: this interpreter cannot import verl" in capsys.readouterr().err
 
 
 def stand_in(program: str, argv: list[str]) -> int:
@@ -205,7 +205,7 @@ def test_a_log_on_standard_error_is_read(tmp_path, capsys):
     assert stand_in(program, argv) == 0
     assert json.loads((tmp_path / "out.json").read_text())["tokens_per_s_per_gpu"] == [1000.0]  # the first warms up
     assert stand_in("print('nothing of a step')", argv) == 1
-    assert "names no step:\nnothing of a step" in capsys.readouterr().err
+    assert "no step in the output of json:\nnothing of a step" in capsys.readouterr().err
 
 
 def test_rows_can_be_written_by_themselves(tmp_path, capsys):

@@ -38,7 +38,7 @@ def test_errors_are_part_of_the_output_where_they_are_asked_for() -> None:
 def test_a_program_that_hangs_is_stopped_at_its_limit() -> None:
     code = "import sys, time; print('waiting for a peer', file=sys.stderr, flush=True); time.sleep(60)"
 
-    with pytest.raises(WorkerError, match=r"did not end within 3 s, and was stopped; it said last:\nwaiting"):
+    with pytest.raises(WorkerError, match=r"did not end within 3 s, and was stopped; its last output:\nwaiting"):
         run_program([sys.executable, "-ISc", code], limit_s=3)
 
 
