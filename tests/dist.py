@@ -264,6 +264,7 @@ def _rank_main(
         dist.init_process_group(
             "gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=min(timeout, 120))
         )
+        dist.barrier()  # a rank that leaves this group at once takes its store with it, which others still connect by
         met = True
         _write(Path(folder), rank, target(*pickle.loads(args)))
         dist.barrier()
