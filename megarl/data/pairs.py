@@ -40,8 +40,15 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
                 found=f"{settings.chosen_key}: {chosen!r:.60}, {settings.rejected_key}: {rejected!r:.60}",
                 fix="write both as text, or both as chat messages",
             )
-        if settings.margin_key is not None:
-            _check_margin(row, settings.margin_key)
+        margin = 0.0 if (key := settings.margin_key) is None else row.column(key, "preference.margin_key")
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+            raise DataError(
+                f"column {key!r} is not a number",
+                where=row.where,
+                found=margin,
+                allowed="a finite number",
+                fix=row.way_out,
+            )
         if chosen != rejected:
             pairs.append(_with_prompt(row, config, settings, chosen, rejected))
     return pairs
@@ -113,14 +120,6 @@ def _no_response(row: Row, key: str, value: Any) -> DataError:
         allowed="text, or chat messages",
         fix=row.way_out,
     )
-
-
-def _check_margin(row: Row, key: str) -> None:
-    margin = row.column(key, "preference.margin_key")
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(
-            f"column {key!r} is not a number", where=row.where, found=margin, allowed="a finite number", fix=row.way_out
-        )
 
 
 def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chosen: Any, rejected: Any) -> Row:

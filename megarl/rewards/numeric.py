@@ -55,17 +55,11 @@ def numeric(
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be at least 0, not {tolerance!r}")
     reference = read_reference(str(sample["answer"]))
-    value = _read(sample["response"], extract)
+    if extract not in ("whole", "first", "last"):
+        raise ValueError(f"extract must be whole, first or last, not {extract!r}")
+    numbers = [sample["response"]] if extract == "whole" else find_numbers(sample["response"])
+    value = parse_number(numbers[-1 if extract == "last" else 0]) if numbers else None
     if value is None or (evaluated and ("/" in sample["response"] or "frac" in sample["response"])):
         return {"overall": 0.0, "extracted": ""}
     close = abs(value - reference) <= Fraction(tolerance) * max(Fraction(1), abs(reference))
     return {"overall": float(close), "extracted": str(value)}
-
-
-def _read(text: str, extract: str) -> Fraction | None:
-    if extract == "whole":
-        return parse_number(text)
-    if extract not in ("first", "last"):
-        raise ValueError(f"extract must be whole, first or last, not {extract!r}")
-    numbers = find_numbers(text)
-    return parse_number(numbers[0 if extract == "first" else -1]) if numbers else None

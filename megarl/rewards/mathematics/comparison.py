@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.equality import equal_expressions, proportional, rounds_to
 from megarl.rewards.mathematics.regions import region
@@ -403,10 +401,6 @@ def _name_first(node: Relation) -> Relation:
     return Relation(node.sides[::-1], node.ops) if _is_name(node.sides[1]) and not _is_name(node.sides[0]) else node
 
 
-def _divides(modulus: Fraction, difference: Fraction) -> bool:
-    return difference == 0 if modulus == 0 else (difference / modulus).denominator == 1
-
-
 def _congruent(a: Relation, b: Relation) -> bool:
     """Return whether the sides agree, where whole numbers may differ by multiples of the modulus."""
     assert a.modulus is not None
@@ -415,6 +409,8 @@ def _congruent(a: Relation, b: Relation) -> bool:
         return _side_by_side(a, b)
     for x, y in zip(a.sides, b.sides, strict=True):
         left, right = exact(x), exact(y)
-        if (left is None or right is None or not _divides(modulus, left - right)) and not _same(x, y):
+        difference = None if left is None or right is None else left - right
+        multiple = difference is not None and bool(modulus) and (difference / modulus).denominator == 1
+        if difference != 0 and not multiple and not _same(x, y):
             return False
     return True

@@ -98,10 +98,13 @@ class AnswerReader(ExpressionReader):
             raise UnreadError("environments are nested too deeply")
         bars, in_set, self.bars, self.in_set = self.bars, self.in_set, 0, False
         rows: list[Node] = []
-        while not self._ended(environment):
+        while not self._at_end(environment):
+            if self.peek() is None:
+                raise UnreadError("an environment does not end")
             rows.append(self._row(environment))
             if not self.take("\\\\") and not self._at_end(environment):
                 raise UnreadError("a row does not end")
+        self.at += 1
         self.bars, self.in_set, self.depth = bars, in_set, self.depth - 4
         if not rows:
             raise UnreadError("an empty environment")
@@ -112,13 +115,6 @@ class AnswerReader(ExpressionReader):
     def _at_end(self, name: str) -> bool:
         token = self.peek()
         return token is not None and token.kind == "end" and token.text == name
-
-    def _ended(self, name: str) -> bool:
-        at_end = self._at_end(name)
-        self.at += at_end
-        if not at_end and self.peek() is None:
-            raise UnreadError("an environment does not end")
-        return at_end
 
     def _row(self, environment: str) -> Node:
         if environment in words.LINES:
