@@ -422,7 +422,7 @@ class SuccessBank:
         for name, rows in self._held.items():
             if rows.shape[1] != dims:
                 raise UserError(
-                    "the size of this run's embeddings differs from that of its earlier successes",
+                    "the embeddings have another size than those of the run's earlier successes",
                     where=f"success bank, task {name!r}",
                     found=dims,
                     allowed=str(rows.shape[1]),

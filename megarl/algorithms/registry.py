@@ -215,5 +215,5 @@ class Registry(Generic[S]):
                 where=self.key,
                 found=getattr(function, "__name__", repr(function)),
                 allowed="a function that is written in Python",
-                fix="wrap it in a Python function, and set that one",
+                fix=f"wrap it in a Python function, and set {self.key} to the wrapper",
             ) from None

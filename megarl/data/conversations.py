@@ -118,7 +118,7 @@ class Conversations:
             raise DataError(
                 f"{kind}, and no chat template is used",
                 where=row.where,
-                fix="set data.chat_template: true, or take it out of the row",
+                fix="set data.chat_template: true, or write the response as text",
             )
         if keys and self._chat is not None and not isinstance(given, str):
             self._chat.conversation([*given, *without_weight([message])], len(given), row)

@@ -57,10 +57,10 @@ class ImagePrompts:
         text = "".join(texts)
         if tokenizer(text, add_special_tokens=False)["input_ids"] != tokens:
             raise ConfigError(
-                "the tokenizer has no tokens for images as the model's config.json names them",
+                "the tokenizer lacks the image tokens that the model's config.json names",
                 where="model.tokenizer",
                 found=text,
-                allowed=f"tokens {tokens}: the begin of an image, a feature, its end",
+                allowed=f"tokens {tokens}: the beginning of an image, a feature, its end",
                 fix="use the model's own tokenizer",
             )
         token, token_text = encoder.image_token, texts[tokens.index(encoder.image_token)]
@@ -115,6 +115,7 @@ class ImagePrompts:
                 "the text contains the model's image token",
                 found=f"{ids.count(self.token)} tokens, {count(len(images), 'image')}",
                 allowed="images as parts, and no such token in text",
+                fix="take the token out of the text",
             )
         left, tokens, starts = iter(images), list[int](), list[int]()
         for token in ids:

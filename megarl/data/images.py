@@ -96,7 +96,7 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
     elif isinstance(value, bytes):
         source = io.BytesIO(value)
     if source is None:
-        raise DataError("not an image", where=where, found=type(value).__name__, allowed=FORMS)
+        raise DataError("the value is not an image", where=where, found=type(value).__name__, allowed=FORMS)
     with source, readable(where):
         yield _opened_image(source, where), where
 
@@ -111,7 +111,7 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
         except UnidentifiedImageError as error:
             source.seek(0)
             head = source.read(16)
-            raise DataError("not an image", where=where, found=head, allowed=", ".join(_FORMATS)) from error
+            raise DataError("the file is not an image", where=where, found=head, allowed=", ".join(_FORMATS)) from error
         except Image.DecompressionBombError as error:
             raise _too_large(str(error), where) from error
     _check_size(image, where)
@@ -121,8 +121,8 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
             "the image has several frames",
             where=where,
             found=f"{frames} frames ({image.format})",
-            allowed="one",
-            fix="name each frame as an image of its own",
+            allowed="one frame",
+            fix="save each frame as a separate image",
         )
     return image
 
@@ -138,7 +138,7 @@ def readable(where: str) -> Iterator[None]:
         raise DataError(
             f"the image cannot be read: {str(error) or type(error).__name__}",
             where=where,
-            fix="copy it again, or take the row out",
+            fix="copy the file again, or take the row out",
         ) from error
 
 
@@ -149,7 +149,7 @@ def _check_size(image: Image, where: str) -> None:
         raise _too_large(f"{width} x {height}", where)
     if short < _LEAST_SIDE or long > _MOST_RATIO * short:
         raise DataError(
-            "the image has a size that no vision encoder takes",
+            "the image has a size that no vision encoder accepts",
             where=where,
             found=f"{width} x {height}",
             allowed=f"sides of at least {_LEAST_SIDE} pixels, one at most {_MOST_RATIO} times the other",
@@ -162,7 +162,7 @@ def _too_large(found: str, where: str) -> DataError:
         where=where,
         found=found,
         allowed=f"at most {MOST_PIXELS} pixels",
-        fix="make it smaller; it is scaled down to data.max_pixels anyway",
+        fix="make the image smaller; it is scaled down to data.max_pixels anyway",
     )
 
 
@@ -182,7 +182,7 @@ def _as_rgb(image: Image, where: str) -> Image:
             where=where,
             found=f"mode {image.mode}",
             allowed="8 or 16 bits for each colour",
-            fix="convert it to 8 bits",
+            fix="convert the image to 8 bits",
         )
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         clear = image.convert("RGBA")
@@ -209,7 +209,7 @@ def _path(text: str, where: str) -> Path:
             where=where,
             found=text[:120],
             allowed=FORMS,
-            fix="copy it to a file first",
+            fix="copy the image to a file first",
         )
     try:
         if len(text) > _LONGEST_PATH or "\0" in text:

@@ -72,13 +72,13 @@ def taken_apart(observation: Any, images: ImagePrompts | None) -> tuple[Any, lis
 def _read(part: Any, images: ImagePrompts | None, number: int) -> ImageSet:
     """Read a part that is an image, the `number`-th of an observation."""
     if not isinstance(part, dict) or not is_image(part):
-        raise DataError("a part that is neither text nor an image", found=f"{part!r:.80}", allowed=_PARTS)
+        raise DataError("a part of the observation is neither text nor an image", found=f"{part!r:.80}", allowed=_PARTS)
     if images is None:
         raise DataError(
             "an environment or a tool returned an image, but nothing in the recipe reads images",
             where="data.image_key",
             found=None,
-            fix="take a vision-language model, and set data.image_key; rows need not have that column",
+            fix="choose a vision-language model, and set data.image_key; rows need not have that column",
         )
     return images.read(own_image(part), f"image {number} of the observation")
 

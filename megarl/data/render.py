@@ -70,10 +70,10 @@ def given_prompts(
     """
     if config.chat_template_kwargs and not chat:
         raise ConfigError(
-            "no chat template is used, so nothing reads this",
+            "no chat template is used, so nothing reads these variables",
             where="data.chat_template_kwargs",
             found=config.chat_template_kwargs,
-            fix="set data.chat_template: true, or remove it",
+            fix="set data.chat_template: true, or remove the variables",
         )
     if config.system_prompt is not None and not chat:
         raise ConfigError(
@@ -170,7 +170,7 @@ def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Seq
             where=rows[first].where,
             found=f"{len(ids[first])} tokens",
             allowed=f"data.max_prompt_tokens: {limit}",
-            fix=f"raise it to {max(map(len, ids))}, or set data.overlong: filter",
+            fix=f"raise the limit to {max(map(len, ids))}, or set data.overlong: filter",
         )
     if not fitting:
         raise DataError(

@@ -52,7 +52,7 @@ def row_images(row: Row, key: str, prompt_key: str, limit: int | None) -> list[A
             where=row.where,
             found=len(images),
             allowed=f"data.limit_images: {limit}",
-            fix=f"raise it, or {row.way_out}",
+            fix=f"raise the limit, or {row.way_out}",
         )
     return images
 

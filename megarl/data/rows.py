@@ -87,7 +87,7 @@ class Row(dict):
                 where=self.where,
                 found=f"{key}: {name}",
                 allowed=f"0 to {len(missing.holder) - 1}, or -1" if isinstance(missing.holder, list) else None,
-                fix=f"set {key} to the column that holds it",
+                fix=f"set {key} to the column with the value",
             )
         near = close_matches(missing.name, missing.holder)
         better = f"{missing.before}.{near[0]}" if near and missing.before else next(iter(near), None)
@@ -96,7 +96,7 @@ class Row(dict):
             f"no column {name!r}" if not within else f"no {missing.name!r}{within}",
             where=self.where,
             allowed=f"columns here: {names}" if not within else f"names there: {names}",
-            fix=f"set {key} to {better!r}" if better else f"set {key} to the column that holds it{_hint(self, key)}",
+            fix=f"set {key} to {better!r}" if better else f"set {key} to the column with the value{_hint(self, key)}",
         )
 
 

@@ -303,6 +303,7 @@ def _read_json(path: Path) -> Iterator[Row]:
             where=str(path),
             found=type(values).__name__,
             allowed="[{...}, {...}]",
+            fix="write a list of objects, or name a file with one object per line .jsonl",
         )
     for number, value in enumerate(values, 1):
         yield make_row(value, str(path), number, "row")
@@ -386,7 +387,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         raise _not_utf8(error, path) from error
     except csv.Error as error:
-        raise DataError(f"broken csv: {error}", where=f"{path}:{reader.line_num + 1}") from error
+        raise DataError(f"broken csv: {error}", where=f"{path}:{reader.line_num + 1}", fix="repair the line") from error
     finally:
         csv.field_size_limit(limit)
 
@@ -527,7 +528,7 @@ def _call(source: str, kwargs: Mapping[str, Any]) -> list[Row]:
         inspect.signature(function).bind(**given)
     except TypeError as error:
         raise ConfigError(
-            str(error),
+            f"the data function cannot be called with these arguments: {error}",
             where="data.loader_kwargs",
             found=dict(kwargs),
             allowed=f"{source} takes {', '.join(parameters)}",

@@ -54,10 +54,11 @@ def from_reward(
     part."""
     if select_by is not None and select_by not in result:
         raise ConfigError(
-            "the reward did not return this part, so it cannot select among the samples of a prompt",
+            "the reward returned no part with this name, so it cannot select among the samples of a prompt",
             where="validation.select_by",
             found=select_by,
             allowed=sorted(name for name, value in result.items() if isinstance(value, int | float)),
+            fix="set validation.select_by to one of these parts",
         )
     vote = result["extracted"] if "extracted" in result else response.strip()
     rank = None if select_by is None else float(result[select_by])

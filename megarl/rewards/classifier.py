@@ -54,7 +54,7 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
     model, tokenizer = _load(os.path.expanduser(options.path), options.dtype, options.device)
     if options.label >= model.config.num_labels:
         raise ConfigError(
-            "the classifier does not have this label",
+            "the classifier has no label with this index",
             where=f"{KWARGS}.label",
             found=options.label,
             allowed=f"0 to {model.config.num_labels - 1}",
@@ -64,7 +64,7 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
             "the classifier's tokenizer has no chat template",
             where=f"{KWARGS}.form",
             found="chat",
-            fix="set it to text",
+            fix=f"set {KWARGS}.form: text",
         )
     texts = [shown_text(item, tokenizer, form=options.form, end=options.end) for item in samples]
     tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

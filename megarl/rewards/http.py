@@ -69,7 +69,11 @@ def http(samples: list[Sample], **settings: Any) -> list[Any]:
 def _field(sample: Sample, name: str) -> Any:
     if name not in sample:
         raise ConfigError(
-            f"samples have no field {name!r}", where=f"{KWARGS}.fields", found=name, allowed=sorted(map(str, sample))
+            f"samples have no field {name!r}",
+            where=f"{KWARGS}.fields",
+            found=name,
+            allowed=sorted(map(str, sample)),
+            fix="correct or remove the name",
         )
     return sample[name]
 

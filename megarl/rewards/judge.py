@@ -73,7 +73,7 @@ class JudgeSettings(EndpointSettings):
             problem = "the judge's scale is empty: its best score is not above its worst score"
             errors.append(ConfigError(problem, where=f"{path}.high", found=self.high, allowed=f"above {self.low:g}"))
         if self.budget is not None and self.cache is None:
-            problem = "calls are counted in the cache, and reward.kwargs.cache is not set"
+            problem = "the budget needs a cache, in which calls are counted, and reward.kwargs.cache is not set"
             errors.append(ConfigError(problem, where=f"{path}.budget", found=self.budget, fix=f"set {path}.cache"))
         try:
             _template(self.prompt or _PROMPT)
@@ -248,4 +248,5 @@ def _rendered(template: Any, sample: Sample, options: JudgeSettings) -> str:
             f"the judge's prompt fails on this sample: {error}",
             where="reward.kwargs.prompt",
             allowed=f"conversation, low, high, {', '.join(map(str, sample))}",
+            fix="correct the template",
         ) from error

@@ -98,7 +98,7 @@ def test_good_rows_pass(check):
         (
             [GOOD, {"prompt": "10+10=", "answer": "2"}],
             ["data.overlong=error"],
-            ["train.jsonl:2", "longer than the limit", "raise it to 6"],
+            ["train.jsonl:2", "longer than the limit", "raise the limit to 6"],
         ),
         ([{"prompt": chat("1+1="), "answer": "2"}], [], ["train.jsonl:1", "no chat template is used"]),
         ([{"prompt": 3, "answer": "2"}], [], ["train.jsonl:1", "wrong type in column 'prompt'"]),

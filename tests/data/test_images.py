@@ -160,7 +160,7 @@ def several_frames() -> bytes:
         (Image.open(io.BytesIO(as_bytes(picture())[:-200])), "cannot be read"),
         (as_bytes(Image.new("1", (12_000, 12_000))), "too many pixels"),
         (claimed(40_000, 40_000), "too many pixels"),
-        (as_bytes(picture(900, 2)), "a size that no vision encoder takes"),
+        (as_bytes(picture(900, 2)), "a size that no vision encoder accepts"),
         (several_frames(), "several frames"),
         ("data:image/png;base64,???", "invalid data URL of an image"),
     ],

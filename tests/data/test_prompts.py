@@ -193,7 +193,7 @@ def test_overlong_prompts_can_be_an_error(tmp_path, tokenizer):
     text = str(error.value)
     assert f"{tmp_path}/train.jsonl:2: the prompt is longer than the limit (1 such prompts in all)" in text
     assert "5 tokens" in text
-    assert "raise it to 5" in text
+    assert "raise the limit to 5" in text
 
 
 def test_nothing_left_is_an_error(tmp_path, tokenizer):

@@ -196,7 +196,7 @@ def test_an_image_that_no_encoder_takes_is_told_to_the_model():
     assert not _answer(tool, {"number": 0}, [Image.new("RGB", (28, 28))])[1]
     said, failed = _answer(tool, {"number": 0}, [Image.new("RGB", (2, 28))])
     assert failed
-    assert said.startswith("error: result 0: the image has a size that no vision encoder takes")
+    assert said.startswith("error: result 0: the image has a size that no vision encoder accepts")
     assert "1 x 28" in said
 
 

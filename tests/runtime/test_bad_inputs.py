@@ -145,7 +145,12 @@ def train(folder: Path, *arguments: str) -> Ended:
         ),
         (
             ["data.train_files=good.jsonl", "data.overlong=error", "data.max_prompt_tokens=3"],
-            ["good.jsonl:1: the prompt is longer", "(4 such prompts", "data.max_prompt_tokens: 3", "raise it to 4"],
+            [
+                "good.jsonl:1: the prompt is longer",
+                "(4 such prompts",
+                "data.max_prompt_tokens: 3",
+                "raise the limit to 4",
+            ],
         ),
         (["data.batch_size=5"], ["data.batch_size 5 is not divisible by 2", "4 or 6"]),
         (["algorithm.advantage.name=grppo"], ["unknown advantage estimator", "rloo", "did you mean grpo?"]),

@@ -57,7 +57,7 @@ def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -
             f"estimator {name!r} needs {', '.join(missing)}, which this pipeline does not provide",
             where=ADVANTAGES.key,
             found=name,
-            allowed=f"fields there: {', '.join(sorted(fields))}; options there: {', '.join(sorted(options))}",
+            allowed=f"available fields: {', '.join(sorted(fields))}; options: {', '.join(sorted(options))}",
             fix="add the stage that writes it (values, greedy_score, teacher_logp have one), or choose another "
             "estimator",
         )
