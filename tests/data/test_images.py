@@ -355,5 +355,5 @@ def test_a_tokenizer_without_the_models_tokens_is_refused():
 
     config = DataConfig(image_key="images")
     encoder = VisionEncoder.from_config(config_of("qwen2_5_vl"), 64, "here")
-    with pytest.raises(ConfigError, match="the tokenizer lacks the image tokens as the model"):
+    with pytest.raises(ConfigError, match="the tokenizer lacks the image tokens that the model"):
         ImagePrompts.of(config, encoder, SETTINGS, character_tokenizer("abc"))
