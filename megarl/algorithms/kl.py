@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KLSpec(Spec):
-    """The declaration of an estimator."""
+    """The declaration of a KL estimator."""
 
     # Only for distillation, with `DivergenceSettings`: the estimator compares whole distributions instead of sampled
     # tokens, and fn(teacher, policy, **settings) returns a term per token; see `megarl.algorithms.divergences`.

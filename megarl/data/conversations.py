@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
 
 class Conversations:
-    """Writer of responses as text.
+    """Writes responses as text.
 
     Args:
         chat: the chat template; None: prompts and responses are plain text.
@@ -81,7 +81,7 @@ class Conversations:
 
     @cached_property
     def _writes_turns(self) -> bool:
-        """Return whether the template writes the assistant's turns; some templates take a single question only."""
+        """Whether the template writes the assistant's turns; some templates accept a single question only."""
         assert self._chat is not None
         try:
             return self._chat.write([_QUESTION, _MARKED], Row({}, "an example", 0), prompt=False).count(MARK) == 1

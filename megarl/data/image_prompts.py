@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImagePrompts:
-    """Reader of images for prompts, and how they stand in the text."""
+    """Reads the images of prompts, and writes their image tokens into the text."""
 
     key: str  # `data.image_key`
     prompt_key: str  # `data.prompt_key`; the messages in that column may contain images, too

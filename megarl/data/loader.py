@@ -36,7 +36,7 @@ class Mismatched(Protocol):
     """A data set whose samples also get the response of another sample: the one before them (KTO)."""
 
     def set_mismatched(self, batch: Batch, indices: Sequence[int], others: Sequence[int]) -> None:
-        """Add to each sample of `batch` (indices `own`) the response of the sample at the same place in `others`."""
+        """Add to the samples of `batch`, with these indices, the responses of the samples with the indices `others`."""
         ...
 
 

@@ -31,8 +31,8 @@ _TALK: Messages = [
 
 
 def after_turn(render: Render) -> str | None:
-    """Return the chat template's text between the assistant's turn and its next one; None if the template does not
-    write the turn unchanged, once."""
+    """Return the chat template's text between the assistant's turn and its next one; None unless the template writes
+    the turn once and unchanged."""
     text = render(_TALK)
     return text.rpartition(MARK)[2] if text.count(MARK) == 1 else None
 

@@ -180,7 +180,7 @@ def _arguments(
 
 
 def _columns(sample: Sample) -> dict[str, Any]:
-    """Return the columns of the sample's row, its images, and the answer by its own name and as `answer`."""
+    """Return the columns of the sample's row, together with its answer, data source and images."""
     answer = {"answer": sample["answer"]} if sample.get("answer") is not None else {}
     source = {"data_source": sample["data_source"]} if "data_source" in sample else {}
     images = {IMAGES: sample[IMAGES]} if IMAGES in sample else {}

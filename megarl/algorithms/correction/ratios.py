@@ -39,7 +39,7 @@ class Ratios:
 
     @cached_property
     def log(self) -> Tensor:
-        """Clamp log rho to +-20, [N]."""
+        """log rho clamped to +-20, [N]."""
         return self.raw.clamp(-LIMIT, LIMIT)
 
     @cached_property
