@@ -27,34 +27,21 @@ _QUERY_BLOCK = 64
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes through the model in one optimizer step, as one rank sees them.
+    """The passes through the model in one optimizer step, as one rank sees them."""
 
-    Attributes:
-        tokens: this rank's tokens of the largest micro-batch.
-        rows: those tokens that predict a response token: the head computes only these.
-        longest: tokens of the longest sequence, over all its ranks.
-        count: number of micro-batches.
-    """
-
-    tokens: float
-    rows: float
-    longest: int
-    count: int = 1
+    tokens: float  # this rank's tokens of the largest micro-batch
+    rows: float  # how many of them predict a response token; the head computes only these
+    longest: int  # tokens of the longest sequence, over all its ranks
+    count: int = 1  # number of micro-batches
 
 
 @dataclass(frozen=True)
 class Needed:
-    """The bytes of activations when forward and backward passes take most memory, in addition to the model's state.
+    """The bytes of activations when forward and backward passes take most memory, in addition to the model's state."""
 
-    Attributes:
-        kept: activations kept for the backward passes of the micro-batches in flight.
-        passing: temporary bytes of the layer whose gradient is computed, or of the embedding's gradient.
-        head: bytes of the vocabulary's head.
-    """
-
-    kept: float
-    passing: float
-    head: float = 0.0
+    kept: float  # activations kept for the backward passes of the micro-batches in flight
+    passing: float  # temporary bytes of the layer whose gradient is computed, or of the embedding's gradient
+    head: float = 0.0  # bytes of the vocabulary's head
 
     @property
     def bytes(self) -> float:

@@ -87,72 +87,42 @@ def _number(name: str, text: str, where: str) -> float:
 class PlanAssumptions:
     """Shares of the hardware's peak that are reached, fixed times, and values that a recipe does not set. Defaults: a
     GPU.
-
-    Attributes:
-        gemm_share: share of the peak that large matrix products reach.
-        expert_share: share of the peak that the products of experts reach.
-        gemm_half_rows: rows at which a product reaches half of that share.
-        layer_ms: fixed milliseconds of a layer's forward pass over a micro-batch; the backward pass takes twice that.
-        experts_ms: further fixed milliseconds of a layer's router and experts in a forward pass, however many they are.
-        element_bytes: bytes moved per element kept for the backward pass, in forward and backward together.
-        element_flops: fp32 products that take as long as the work on such an element, used if that is longer.
-        logit_elements: kept elements whose work takes as long as that on a logit.
-        memory_share: share of the memory's bandwidth that is reached.
-        decode_ms: fixed milliseconds of a decoding step.
-        decode_layer_ms: fixed milliseconds per layer of a decoding step.
-        decode_row_us: fixed microseconds per running sample of a decoding step.
-        decode_expert_ms: fixed milliseconds per expert of a rank and layer of a decoding step.
-        node_share: share of the links inside a machine that is reached.
-        scatter_share: share of the rate of sums on a link that gathers and scatters reach.
-        node_hop_us: latency of a step of a ring inside a machine.
-        link_share: share of the link to other machines that is reached.
-        hop_us: latency of a step of a ring between machines.
-        overlap_share: share of the gradients' reduction that the backward pass hides, with overlap_grad_reduce.
-        host_share: share of the link to host memory that is reached.
-        server_memory: share of a GPU's free memory that a server takes, if the recipe does not set it.
-        server_push_ms: time of the calls to a server for new weights.
-        push_fixed_s: fixed seconds of a weight update, whatever its size.
-        step_s: seconds of a step outside all phases: metrics, files, Python.
-        disk_gb_s: rate at which a machine writes a checkpoint.
-        prompt_tokens: tokens of a prompt; 0: half of the longest.
-        prompt_patches: patches of the images of a prompt; 0: half of the most that there can be.
-        mean_tokens: mean tokens of a response; 0: a quarter of the longest, or all of it with ignore_eos.
-        sigma: standard deviation of the logarithm of a response's tokens.
-        kept_groups: share of groups that dynamic sampling keeps.
-        usable_memory: share of a device's memory that the search may fill.
     """
 
-    gemm_share: float = 0.6
-    expert_share: float = 0.4
-    gemm_half_rows: float = 256.0
+    gemm_share: float = 0.6  # share of the peak that large matrix products reach
+    expert_share: float = 0.4  # share of the peak that the products of experts reach
+    gemm_half_rows: float = 256.0  # rows at which a product reaches half of that share
+    # fixed milliseconds of a layer's forward pass over a micro-batch; the backward pass takes twice that
     layer_ms: float = 0.1
+    # further fixed milliseconds of a layer's router and experts in a forward pass, however many they are
     experts_ms: float = 0.07
-    element_bytes: float = 20.0
-    element_flops: float = 0.0
-    logit_elements: float = 1.1
-    memory_share: float = 0.6
-    decode_ms: float = 3.0
-    decode_layer_ms: float = 0.0
-    decode_row_us: float = 0.0
-    decode_expert_ms: float = 0.0
-    node_share: float = 0.7
-    scatter_share: float = 1.0
-    node_hop_us: float = 3.0
-    link_share: float = 0.8
-    hop_us: float = 15.0
+    element_bytes: float = 20.0  # bytes moved per element kept for the backward pass, in forward and backward together
+    element_flops: float = 0.0  # fp32 products that take as long as the work on such an element, used if that is longer
+    logit_elements: float = 1.1  # kept elements whose work takes as long as that on a logit
+    memory_share: float = 0.6  # share of the memory's bandwidth that is reached
+    decode_ms: float = 3.0  # fixed milliseconds of a decoding step
+    decode_layer_ms: float = 0.0  # fixed milliseconds per layer of a decoding step
+    decode_row_us: float = 0.0  # fixed microseconds per running sample of a decoding step
+    decode_expert_ms: float = 0.0  # fixed milliseconds per expert of a rank and layer of a decoding step
+    node_share: float = 0.7  # share of the links inside a machine that is reached
+    scatter_share: float = 1.0  # share of the rate of sums on a link that gathers and scatters reach
+    node_hop_us: float = 3.0  # latency of a step of a ring inside a machine
+    link_share: float = 0.8  # share of the link to other machines that is reached
+    hop_us: float = 15.0  # latency of a step of a ring between machines
+    # share of the gradients' reduction that the backward pass hides, with overlap_grad_reduce
     overlap_share: float = 0.8
-    host_share: float = 0.8
-    server_memory: float = 0.85
-    server_push_ms: float = 5.0
-    push_fixed_s: float = 0.5
-    step_s: float = 0.5
-    disk_gb_s: float = 2.0
-    prompt_tokens: float = 0.0
-    prompt_patches: float = 0.0
-    mean_tokens: float = 0.0
-    sigma: float = 0.8
-    kept_groups: float = 0.6
-    usable_memory: float = 0.9
+    host_share: float = 0.8  # share of the link to host memory that is reached
+    server_memory: float = 0.85  # share of a GPU's free memory that a server takes, if the recipe does not set it
+    server_push_ms: float = 5.0  # time of the calls to a server for new weights
+    push_fixed_s: float = 0.5  # fixed seconds of a weight update, whatever its size
+    step_s: float = 0.5  # seconds of a step outside all phases: metrics, files, Python
+    disk_gb_s: float = 2.0  # rate at which a machine writes a checkpoint
+    prompt_tokens: float = 0.0  # tokens of a prompt; 0: half of the longest
+    prompt_patches: float = 0.0  # patches of the images of a prompt; 0: half of the most that there can be
+    mean_tokens: float = 0.0  # mean tokens of a response; 0: a quarter of the longest, or all of it with ignore_eos
+    sigma: float = 0.8  # standard deviation of the logarithm of a response's tokens
+    kept_groups: float = 0.6  # share of groups that dynamic sampling keeps
+    usable_memory: float = 0.9  # share of a device's memory that the search may fill
 
     @classmethod
     def of(cls, *, gpu: bool) -> PlanAssumptions:

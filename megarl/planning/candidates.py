@@ -37,22 +37,14 @@ _EIGHTHS = 8
 
 @dataclass(frozen=True)
 class Spread:
-    """The assignment of devices to teams and servers.
-
-    Attributes:
-        servers: servers that the run starts; 0: none, or the recipe's stay.
-        tp_size: ranks per server.
-        colocated: servers share the trainer's devices.
-        teams: (name, roles, devices) of each team; empty: one team.
-        rollout: layout of a team that only generates, with an embedded engine.
-    """
+    """The assignment of devices to teams and servers."""
 
     workers: int
-    servers: int = 0
-    tp_size: int = 1
-    colocated: bool = False
-    teams: tuple[tuple[str, tuple[str, ...], int], ...] = ()
-    rollout: ParallelConfig | None = None
+    servers: int = 0  # servers that the run starts; 0: none, or the recipe's stay
+    tp_size: int = 1  # ranks per server
+    colocated: bool = False  # servers share the trainer's devices
+    teams: tuple[tuple[str, tuple[str, ...], int], ...] = ()  # (name, roles, devices) of each team; empty: one team
+    rollout: ParallelConfig | None = None  # layout of a team that only generates, with an embedded engine
 
     def trainers(self) -> int:
         """Return the number of workers in the actor's team."""
@@ -73,20 +65,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Choice:
-    """One variant of the recipe that the search compares.
-
-    Attributes:
-        micro_batch_tokens: tokens per micro-batch of the training engines.
-        recompute: recomputation of these engines.
-        offload: offloading of these engines.
-        memory_fraction: memory fraction of servers on the trainer's devices; None: as in the recipe.
-    """
+    """One variant of the recipe that the search compares."""
 
     spread: Spread
     parallel: ParallelConfig
-    micro_batch_tokens: int
-    recompute: str
-    offload: bool
+    micro_batch_tokens: int  # tokens per micro-batch of the training engines
+    recompute: str  # recomputation of these engines
+    offload: bool  # offloading of these engines
+    # memory fraction of servers on the trainer's devices; None: as in the recipe
     memory_fraction: float | None = field(default=None, compare=False)
 
     def apply(self, config: RunConfig, hardware: Hardware, trains: Sequence[str]) -> RunConfig:
@@ -150,18 +136,12 @@ def _with(section: Any, **values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Space:
-    """All choices for a recipe on some hardware.
-
-    Attributes:
-        roles: roles whose models the graph uses.
-        facts: sizes of the policy.
-        hardware: hardware whose devices are all used.
-    """
+    """All choices for a recipe on some hardware."""
 
     config: RunConfig
-    roles: tuple[Role, ...]
-    facts: ModelFacts
-    hardware: Hardware
+    roles: tuple[Role, ...]  # roles whose models the graph uses
+    facts: ModelFacts  # sizes of the policy
+    hardware: Hardware  # hardware whose devices are all used
 
     @property
     def trains(self) -> tuple[str, ...]:

@@ -21,27 +21,17 @@ _POINTS = 32
 
 @dataclass(frozen=True)
 class Decoder:
-    """One engine or server: the ranks that decode the same samples.
-
-    Attributes:
-        dtype: dtype of weights, keys and values.
-        tp: ranks that share every layer.
-        pp: pipeline stages, which work one after the other.
-        ep: ranks that share the experts of a layer.
-        hardware: hardware as a working stage sees it.
-        etp: ranks that share an expert of an embedded engine; 0: a server, whose experts tp always divides.
-        vpp: parts of each stage, which take turns.
-    """
+    """One engine or server: the ranks that decode the same samples."""
 
     facts: ModelFacts
-    dtype: str
-    tp: int
-    pp: int
-    ep: int
-    hardware: Hardware
+    dtype: str  # dtype of weights, keys and values
+    tp: int  # ranks that share every layer
+    pp: int  # pipeline stages, which work one after the other
+    ep: int  # ranks that share the experts of a layer
+    hardware: Hardware  # hardware as a working stage sees it
     given: PlanAssumptions
-    etp: int = 0
-    vpp: int = 1
+    etp: int = 0  # ranks that share an expert of an embedded engine; 0: a server, whose experts tp always divides
+    vpp: int = 1  # parts of each stage, which take turns
 
     @cached_property
     def _counter(self) -> FlopCounter:

@@ -42,17 +42,11 @@ def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
 
 @dataclass(frozen=True)
 class FlopCounter:
-    """Counts the FLOPs of one model.
+    """Counts the FLOPs of one model."""
 
-    Attributes:
-        per_token: forward FLOPs of all layers for one token, without attention over keys and the output head.
-        per_pair: `pair_flops`.
-        per_head_token: FLOPs of the output head for one token.
-    """
-
-    per_token: float
-    per_pair: Mapping[int | None, float]
-    per_head_token: float
+    per_token: float  # forward FLOPs of all layers for one token, without attention over keys and the output head
+    per_pair: Mapping[int | None, float]  # `pair_flops`
+    per_head_token: float  # FLOPs of the output head for one token
 
     @classmethod
     def of(cls, facts: ModelFacts) -> FlopCounter:

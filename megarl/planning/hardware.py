@@ -22,39 +22,23 @@ _WHERE = "--hardware"
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device, and how many there are. Rates are peaks of one device, in one direction.
-
-    Attributes:
-        bf16_tflops: dense matrix products in bf16.
-        fp32_tflops: dense matrix products in fp32, without TF32.
-        memory_gb: memory of a device in GB.
-        node_gb_s: GB/s of its link to others of its domain.
-        net_gbit: Gbit/s of its link to other machines.
-        per_node: devices of a machine.
-        source: source of these numbers.
-        fp8_tflops: dense matrix products in fp8; 0: it has none.
-        host_gb_s: GB/s of its link to host memory.
-        domain: devices that the fast links join; 0: those of a machine.
-        nodes: number of machines.
-        gpu: False: processes on CPU cores.
-        cores: cores per process, if the device is not a GPU.
-    """
+    """One kind of device, and how many there are. Rates are peaks of one device, in one direction."""
 
     name: str
-    bf16_tflops: float
-    fp32_tflops: float
-    memory_gb: float
+    bf16_tflops: float  # dense matrix products in bf16
+    fp32_tflops: float  # dense matrix products in fp32, without TF32
+    memory_gb: float  # memory of a device in GB
     memory_tb_s: float
-    node_gb_s: float
-    net_gbit: float
-    per_node: int
-    source: str
-    fp8_tflops: float = 0.0
-    host_gb_s: float = 55.0
-    domain: int = 0
-    nodes: int = 1
-    gpu: bool = True
-    cores: float = 1.0
+    node_gb_s: float  # GB/s of its link to others of its domain
+    net_gbit: float  # Gbit/s of its link to other machines
+    per_node: int  # devices of a machine
+    source: str  # source of these numbers
+    fp8_tflops: float = 0.0  # dense matrix products in fp8; 0: it has none
+    host_gb_s: float = 55.0  # GB/s of its link to host memory
+    domain: int = 0  # devices that the fast links join; 0: those of a machine
+    nodes: int = 1  # number of machines
+    gpu: bool = True  # False: processes on CPU cores
+    cores: float = 1.0  # cores per process, if the device is not a GPU
 
     @property
     def pace(self) -> float:

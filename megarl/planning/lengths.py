@@ -26,17 +26,11 @@ def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The distribution of response lengths, log-normal and cut off.
+    """The distribution of response lengths, log-normal and cut off."""
 
-    Attributes:
-        mean: mean tokens without the cut.
-        sigma: standard deviation of the logarithm; 0: all responses have `mean` tokens.
-        longest: most tokens of a response.
-    """
-
-    mean: float
-    sigma: float
-    longest: int
+    mean: float  # mean tokens without the cut
+    sigma: float  # standard deviation of the logarithm; 0: all responses have `mean` tokens
+    longest: int  # most tokens of a response
 
     def sample(self, seed: tuple[int, ...], groups: int, samples: int) -> list[list[int]]:
         """Return the tokens of the samples of `groups` groups, determined by the seed."""

@@ -59,25 +59,19 @@ _LOGIT_COPIES = {"forward_kl": 7, "forward_kl_topk": 7, "reverse_kl": 7, "jsd": 
 
 @dataclass(frozen=True)
 class GpuRoom:
-    """A GPU that may also run a server.
-
-    Attributes:
-        server_share: share of the free memory that a server takes at its start, if the recipe does not set it.
-    """
+    """A GPU that may also run a server."""
 
     bytes: float
+    # share of the free memory that a server takes at its start, if the recipe does not set it
     server_share: float = PlanAssumptions.server_memory
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A memory estimate.
-
-    Attributes:
-        free: bytes that are free when a server starts on the device; 0: no server does, or the device is not known.
-    """
+    """A memory estimate."""
 
     moments: tuple[Moment, ...]
+    # bytes that are free when a server starts on the device; 0: no server does, or the device is not known
     free: float = 0.0
 
     @property

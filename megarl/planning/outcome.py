@@ -19,18 +19,12 @@ ROOM_KEYS = (
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A node of the graph, or work between steps.
+    """A node of the graph, or work between steps."""
 
-    Attributes:
-        name: the node's id; `weights`, `moves` and `other` are not nodes.
-        parts: costs by formula.
-        begins: seconds after the start of the step.
-    """
-
-    name: str
+    name: str  # the node's id; `weights`, `moves` and `other` are not nodes
     team: str
-    parts: tuple[Cost, ...]
-    begins: float = 0.0
+    parts: tuple[Cost, ...]  # costs by formula
+    begins: float = 0.0  # seconds after the start of the step
 
     @property
     def seconds(self) -> float:
@@ -40,26 +34,16 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class ServerRoom:
-    """The room of an engine or a server for keys and values (formula K1 of docs/planning.md).
-
-    Attributes:
-        ranks: devices per engine.
-        weights: bytes of weights per device.
-        bytes: bytes per device for keys and values.
-        tokens: tokens that fit into one engine.
-        slots: samples that it decodes at the same time; 1 if not even one fits.
-        longest: tokens of the longest sample, prompt included.
-        certain: the recipe sets how much of a device a server takes; otherwise SGLang chooses it.
-    """
+    """The room of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
 
     engines: int
-    ranks: int
-    weights: float
-    bytes: float
-    tokens: float
-    slots: float
-    longest: float
-    certain: bool = True
+    ranks: int  # devices per engine
+    weights: float  # bytes of weights per device
+    bytes: float  # bytes per device for keys and values
+    tokens: float  # tokens that fit into one engine
+    slots: float  # samples that it decodes at the same time; 1 if not even one fits
+    longest: float  # tokens of the longest sample, prompt included
+    certain: bool = True  # the recipe sets how much of a device a server takes; otherwise SGLang chooses it
 
     @property
     def fits(self) -> bool:
@@ -69,33 +53,22 @@ class ServerRoom:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The expected costs of a recipe's step; S1 and others are formulas of docs/planning.md.
-
-    Attributes:
-        devices: devices in use, including those of servers.
-        phases: phases in the order of the graph.
-        step_s: seconds of a step (S1).
-        tokens: prompt and response tokens of a step (S2).
-        generated: generated tokens among them.
-        flops: FLOPs of the policy in a step (F2).
-        filled: memory of each team's fullest device in each moment of a step (M1).
-        room: room of the engine or servers for keys and values.
-        checkpoint: bytes, seconds of the machines' disks, and seconds that training waits (C1).
-        sft: costs of one step of supervised fine-tuning, with examples as long as samples; empty without such a phase.
-    """
+    """The expected costs of a recipe's step; S1 and others are formulas of docs/planning.md."""
 
     hardware: Hardware
-    devices: int
+    devices: int  # devices in use, including those of servers
     placement: Placement
-    phases: tuple[PlannedPhase, ...]
-    step_s: float
-    tokens: float
-    generated: float
-    flops: float
+    phases: tuple[PlannedPhase, ...]  # phases in the order of the graph
+    step_s: float  # seconds of a step (S1)
+    tokens: float  # prompt and response tokens of a step (S2)
+    generated: float  # generated tokens among them
+    flops: float  # FLOPs of the policy in a step (F2)
     dtype: str
-    filled: tuple[Filled, ...]
-    room: ServerRoom
+    filled: tuple[Filled, ...]  # memory of each team's fullest device in each moment of a step (M1)
+    room: ServerRoom  # room of the engine or servers for keys and values
+    # bytes, seconds of the machines' disks, and seconds that training waits (C1)
     checkpoint: tuple[float, float, float]
+    # costs of one step of supervised fine-tuning, with examples as long as samples; empty without such a phase
     sft: tuple[Cost, ...]
     given: PlanAssumptions
 
@@ -135,17 +108,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Filled:
-    """A device at a moment of the step.
+    """A device at a moment of the step."""
 
-    Attributes:
-        team: team that the device belongs to.
-        moment: the memory in use, by term.
-        gpu: whether the device is a GPU.
-    """
-
-    team: str
-    moment: Moment
-    gpu: bool
+    team: str  # team that the device belongs to
+    moment: Moment  # the memory in use, by term
+    gpu: bool  # whether the device is a GPU
 
     @property
     def bytes(self) -> float:

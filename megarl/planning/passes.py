@@ -38,19 +38,12 @@ from megarl.planning.workload import Share
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of a phase by one formula of docs/planning.md.
+    """The seconds of a phase by one formula of docs/planning.md."""
 
-    Attributes:
-        formula: tag of the formula.
-        what: kind of work.
-        seconds: seconds of the fullest rank in one step.
-        bytes: bytes that this rank sends, reads or writes for it; 0: the cost does not depend on bytes.
-    """
-
-    formula: str
-    what: str
-    seconds: float
-    bytes: float = 0.0
+    formula: str  # tag of the formula
+    what: str  # kind of work
+    seconds: float  # seconds of the fullest rank in one step
+    bytes: float = 0.0  # bytes that this rank sends, reads or writes for it; 0: the cost does not depend on bytes
 
     def times(self, number: float) -> Cost:
         """Return the cost of `number` repetitions."""
@@ -76,12 +69,7 @@ def total(parts: Sequence[Cost]) -> float:
 
 @dataclass(frozen=True)
 class ModelPass:
-    """One model in one layout on one team.
-
-    Attributes:
-        value_head: the model has one value per token in place of a vocabulary.
-        lora: adapters are trained instead of the weights.
-    """
+    """One model in one layout on one team."""
 
     facts: ModelFacts
     parallel: ParallelConfig
@@ -90,8 +78,8 @@ class ModelPass:
     dtype: str
     hardware: Hardware
     given: PlanAssumptions
-    value_head: bool = False
-    lora: LoraConfig | None = None
+    value_head: bool = False  # the model has one value per token in place of a vocabulary
+    lora: LoraConfig | None = None  # adapters are trained instead of the weights
 
     @cached_property
     def _links(self) -> Links:

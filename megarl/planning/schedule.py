@@ -13,19 +13,12 @@ from megarl.dag.stage import Role
 
 @dataclass(frozen=True)
 class Schedule:
-    """The assignment of nodes to workers, and their dependencies.
+    """The assignment of nodes to workers, and their dependencies."""
 
-    Attributes:
-        nodes: (id, team, dependencies) of each node, in the graph's order.
-        actor: the actor's team.
-        rollout: the team that generates samples.
-        ahead: generation runs ahead of training.
-    """
-
-    nodes: tuple[tuple[str, str, tuple[str, ...]], ...]
-    actor: str
-    rollout: str
-    ahead: bool
+    nodes: tuple[tuple[str, str, tuple[str, ...]], ...]  # (id, team, dependencies) of each node, in the graph's order
+    actor: str  # the actor's team
+    rollout: str  # the team that generates samples
+    ahead: bool  # generation runs ahead of training
 
     @classmethod
     def of(cls, config: RunConfig, graph: TaskGraph, placement: Placement) -> Schedule:

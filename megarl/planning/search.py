@@ -46,17 +46,11 @@ class FoundPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        best: fastest first.
-        compared: number of layouts in placements that were considered.
-        without_room: how many of them do not fit into memory; the memory of slower layouts was not checked.
-    """
-
-    best: tuple[FoundPlan, ...]
-    compared: int
-    without_room: int
+    best: tuple[FoundPlan, ...]  # fastest first
+    compared: int  # number of layouts in placements that were considered
+    without_room: int  # how many of them do not fit into memory; the memory of slower layouts was not checked
 
 
 @dataclass(frozen=True)

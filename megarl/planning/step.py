@@ -73,22 +73,17 @@ def occupied(config: RunConfig, placement: Placement) -> int:
 
 @dataclass(frozen=True)
 class StepFormulas:
-    """The formulas for one recipe.
-
-    Attributes:
-        placement: its teams, whose layouts divide their workers.
-        memo: passes and generation computed before, for the same recipe in other layouts.
-        caches: server caches computed before.
-    """
+    """The formulas for one recipe."""
 
     config: RunConfig
     graph: TaskGraph
-    placement: Placement
+    placement: Placement  # the teams; each layout divides the workers of its team
     sizes: Sizes
     hardware: Hardware
     given: PlanAssumptions
+    # passes and generation computed before, for the same recipe in other layouts
     memo: dict[tuple[object, ...], list[Cost]] = field(default_factory=dict)
-    caches: dict[tuple[object, ...], float] = field(default_factory=dict)
+    caches: dict[tuple[object, ...], float] = field(default_factory=dict)  # server caches computed before
 
     def again(self, config: RunConfig) -> StepFormulas:
         """Return the formulas for a recipe that differs only in how engines and servers use memory."""

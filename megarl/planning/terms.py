@@ -14,19 +14,13 @@ ROUGH = 1.5
 
 @dataclass(frozen=True)
 class Term:
-    """One use of memory.
-
-    Attributes:
-        keys: the settings that change it.
-        least: bytes that it certainly takes.
-        shrinks: it is elastic: it adapts to the free memory, down to `least`.
-    """
+    """One use of memory."""
 
     what: str
     bytes: float
-    keys: str
-    least: float
-    shrinks: bool = False
+    keys: str  # the settings that change it
+    least: float  # bytes that it certainly takes
+    shrinks: bool = False  # it adapts to the free memory, down to `least`
 
 
 def term(what: str, size: float, keys: str, *, rough: bool = False) -> Term:

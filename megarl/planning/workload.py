@@ -41,22 +41,14 @@ def _hidden_size(path: str) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of the fullest replica.
+    """The samples of the fullest replica."""
 
-    Attributes:
-        samples: number of samples.
-        response: mean response tokens.
-        variance: variance of response tokens, for costs that are quadratic in them.
-        patches: patches of the images of a prompt.
-        group: number of samples that share the same images.
-    """
-
-    samples: float
+    samples: float  # number of samples
     prompt: float
-    response: float
-    variance: float = 0.0
-    patches: float = 0.0
-    group: int = 1
+    response: float  # mean response tokens
+    variance: float = 0.0  # variance of response tokens, for costs that are quadratic in them
+    patches: float = 0.0  # patches of the images of a prompt
+    group: int = 1  # number of samples that share the same images
 
     @property
     def length(self) -> float:
@@ -71,23 +63,15 @@ class Share:
 
 @dataclass(frozen=True)
 class Workload:
-    """The samples of one step.
+    """The samples of one step."""
 
-    Attributes:
-        groups: number of prompts.
-        samples: samples per group.
-        even: replicas get equal tokens (`placement.share=tokens`).
-        patches: patches of the images of a prompt, or of an episode.
-        apart: samples of a group have different images, which an environment shows.
-    """
-
-    groups: int
-    samples: int
+    groups: int  # number of prompts
+    samples: int  # samples per group
     prompt: float
     lengths: Lengths
-    even: bool = False
-    patches: float = 0.0
-    apart: bool = False
+    even: bool = False  # replicas get equal tokens (`placement.share=tokens`)
+    patches: float = 0.0  # patches of the images of a prompt, or of an episode
+    apart: bool = False  # samples of a group have different images, which an environment shows
 
     @classmethod
     def of(cls, config: RunConfig, given: PlanAssumptions, encoder: VisionEncoder | None = None) -> Workload:

@@ -37,36 +37,26 @@ def no_progress(description: str, total: int | None) -> Iterator[Callable[[float
 
 @dataclass
 class StepContext:
-    """The first argument of every stage. Models and servers are not in it: a stage names the roles that it needs.
-
-    Attributes:
-        offload: moves models on and off the device for each phase; roles enter its phases by themselves.
-        kl_controller: holds the coefficient of the KL penalty in the reward.
-        resting: number of first steps in which only the critic is trained (`critic.warmup_steps`).
-        step: the current training step (1-based; 0 before the first).
-        metrics: this rank's metrics of the step, before they are reduced.
-        progress: shows a progress bar on the console, on the rank with the tracker; else nothing.
-        surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
-        sequences: how samples are laid out as input sequences of the model.
-        scores: the task's own scoring of episodes, in the team that plays them; None: a reward function scores.
-        cuts: groups at which mini-batches begin, for sharing groups by tokens (`TeamPlan.cuts`); None: round-robin.
-        tokens: size of the tokenizer's vocabulary, without the model's padding; None: unknown.
-    """
+    """The first argument of every stage. Models and servers are not in it: a stage names the roles that it needs."""
 
     config: RunConfig
     layout: Layout
     hf_config: PretrainedConfig
-    offload: OffloadSchedule
-    kl_controller: KLController
-    resting: int = 0
-    step: int = 0
-    metrics: Metrics = field(default_factory=Metrics)
+    offload: OffloadSchedule  # moves models on and off the device for each phase; roles enter its phases by themselves
+    kl_controller: KLController  # holds the coefficient of the KL penalty in the reward
+    resting: int = 0  # number of first steps in which only the critic is trained (`critic.warmup_steps`)
+    step: int = 0  # the current training step (1-based; 0 before the first)
+    metrics: Metrics = field(default_factory=Metrics)  # this rank's metrics of the step, before they are reduced
+    # shows a progress bar on the console, on the rank with the tracker; else nothing
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
+    # this rank's share of the scored groups that dynamic sampling left over for the next step
     surplus: Batch | None = None
-    sequences: SequenceLayout = TEXT
+    sequences: SequenceLayout = TEXT  # how samples are laid out as input sequences of the model
+    # the task's own scoring of episodes, in the team that plays them; None: a reward function scores
     scores: TaskScores | None = None
+    # groups at which mini-batches begin, for sharing groups by tokens (`TeamPlan.cuts`); None: round-robin
     cuts: tuple[int, ...] | None = None
-    tokens: int | None = None
+    tokens: int | None = None  # size of the tokenizer's vocabulary, without the model's padding; None: unknown
 
     @property
     def seeds(self) -> Seeds:

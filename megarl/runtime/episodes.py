@@ -22,23 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Episodes:
-    """The environment of a run on one rank.
+    """The environment of a run on one rank."""
 
-    Attributes:
-        scores: whether the environment gives the rewards; else the recipe's reward function does.
-        replayable: whether an episode can be replayed from its recorded turns.
-        tools: the tools that prompts announce to the policy.
-        turns: turns text and messages of the environment into tokens.
-        host: runs the environments; only on the first rank of a replica.
-        images: prepares images of observations; None: observations are text.
-    """
-
-    scores: bool
-    replayable: bool
-    tools: Announcement
-    turns: Turns
-    host: Host | None
-    images: ImagePrompts | None
+    scores: bool  # whether the environment gives the rewards; else the recipe's reward function does
+    replayable: bool  # whether an episode can be replayed from its recorded turns
+    tools: Announcement  # the tools that prompts announce to the policy
+    turns: Turns  # turns text and messages of the environment into tokens
+    host: Host | None  # runs the environments; only on the first rank of a replica
+    images: ImagePrompts | None  # prepares images of observations; None: observations are text
 
     def close(self) -> None:
         """Stop the environments."""

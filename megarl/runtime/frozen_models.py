@@ -314,17 +314,11 @@ def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) ->
 
 @dataclass(frozen=True)
 class Frozen:
-    """A frozen model as it was at the start of the run.
+    """A frozen model as it was at the start of the run."""
 
-    Attributes:
-        key: recipe key that names the model; empty: it is in the run folder.
-        path: value of that key; empty if `key` is.
-        files: checksums of all its files that are read, by name.
-    """
-
-    key: str
-    path: str
-    files: Mapping[str, FileChecksum]
+    key: str  # recipe key that names the model; empty: it is in the run folder
+    path: str  # value of that key; empty if `key` is
+    files: Mapping[str, FileChecksum]  # checksums of all its files that are read, by name
 
 
 def frozen_in(checkpoint: Path | str | None) -> dict[str, Frozen]:

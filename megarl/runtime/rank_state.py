@@ -51,22 +51,15 @@ _TRAINED = ("actor", "critic")
 
 @dataclass(frozen=True)
 class TeamContext:
-    """This worker's team among the teams of the run.
+    """This worker's team among the teams of the run."""
 
-    Attributes:
-        plan: this team's roles, nodes and ranks.
-        placement: all teams of the run.
-        buffer: client of the buffer through which teams exchange samples; None: there is only this team.
-        restarts: how often this team has been restarted because a process of it died.
-        finished: after a restart, the last finished step: the team begins with the next one.
-        begins_again: whether this team may be restarted without the others (`megarl.dag.placement.begins_again`).
-    """
-
-    plan: TeamPlan
-    placement: Placement
+    plan: TeamPlan  # this team's roles, nodes and ranks
+    placement: Placement  # all teams of the run
+    # client of the buffer through which teams exchange samples; None: there is only this team
     buffer: BufferClient | None = None
-    restarts: int = 0
-    finished: int = 0
+    restarts: int = 0  # how often this team has been restarted because a process of it died
+    finished: int = 0  # after a restart, the last finished step: the team begins with the next one
+    # whether this team may be restarted without the others (`megarl.dag.placement.begins_again`)
     begins_again: bool = False
 
     @classmethod
@@ -113,30 +106,22 @@ class TeamContext:
 
 @dataclass
 class RankState:
-    """Everything that a rank works with.
+    """Everything that a rank works with."""
 
-    Attributes:
-        team: this rank's team.
-        held: this team's roles, by the names under which stages take them.
-        loader: training data; only in the team that generates samples, else None.
-        val_data: held-out prompts; only in the team that generates samples, else None.
-        val_pairs: held-out preference pairs or labelled examples of a run that generates nothing.
-        loader_elsewhere: stands for another team's loader in the team that saves checkpoints.
-        link: this team's end of the transfer of weights to the rollout engine; see `megarl.runtime.generation`.
-        frozen: checksums of frozen models by name, for checkpoints.
-    """
-
-    team: TeamContext
+    team: TeamContext  # this rank's team
     context: StepContext
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
+    # this team's roles, by the names under which stages take them
     held: dict[str, ModelRole | RolloutRole | ScorerRole]
-    loader: PromptLoader | None
-    val_data: Described | None
+    loader: PromptLoader | None  # training data; only in the team that generates samples, else None
+    val_data: Described | None  # held-out prompts; only in the team that generates samples, else None
+    # held-out preference pairs or labelled examples of a run that generates nothing
     val_pairs: PairDataset | LabelledDataset | None = None
-    loader_elsewhere: RemoteLoader | None = None
+    loader_elsewhere: RemoteLoader | None = None  # stands for another team's loader in the team that saves checkpoints
+    # this team's end of the transfer of weights to the rollout engine; see `megarl.runtime.generation`
     link: WeightLink = field(default_factory=WeightLink)
-    frozen: dict[str, Any] = field(default_factory=dict)
+    frozen: dict[str, Any] = field(default_factory=dict)  # checksums of frozen models by name, for checkpoints
 
     @property
     def config(self) -> RunConfig:

@@ -322,25 +322,15 @@ def _without_padding(row: list[int], pad: int | None) -> list[int]:
 
 @dataclass
 class RolloutRole:
-    """The role that generates samples.
+    """The role that generates samples."""
 
-    Attributes:
-        engine: the engine that generates; its `weight_version` is the version of the weights it uses.
-        tokenizer: the policy's tokenizer.
-        eos_ids: tokens that end a response (`megarl.data.end_tokens`), the tokenizer's own first.
-        episodes: the recipe's environment; None: a sample is one prompt and one response.
-        player: plays the episodes of a task other than text; None: the engine generates text.
-        stale: generates training samples with older weights (`rollout.stale_steps`).
-        link: transfers new weights to the engine.
-    """
-
-    engine: RolloutEngine
-    tokenizer: PreTrainedTokenizerBase
-    eos_ids: list[int]
-    episodes: Episodes | None = None
-    player: TaskPlayer | None = None
-    stale: StaleWeights | None = None
-    link: WeightLink = field(default_factory=WeightLink)
+    engine: RolloutEngine  # the engine that generates; its `weight_version` is the version of the weights it uses
+    tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer
+    eos_ids: list[int]  # tokens that end a response (`megarl.data.end_tokens`), the tokenizer's own first
+    episodes: Episodes | None = None  # the recipe's environment; None: a sample is one prompt and one response
+    player: TaskPlayer | None = None  # plays the episodes of a task other than text; None: the engine generates text
+    stale: StaleWeights | None = None  # generates training samples with older weights (`rollout.stale_steps`)
+    link: WeightLink = field(default_factory=WeightLink)  # transfers new weights to the engine
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of token lists, without special tokens."""
@@ -359,14 +349,9 @@ class RolloutRole:
 
 @dataclass(frozen=True)
 class ScorerRole:
-    """The role that scores samples.
+    """The role that scores samples."""
 
-    Attributes:
-        runner: runs the reward functions; only on the first rank of a replica, None elsewhere.
-        by_environment: whether the environment gives the rewards instead.
-        prompts: the data's column of prompts, whose messages reward functions get.
-    """
-
-    runner: Rewards | None
-    by_environment: bool = False
+    runner: Rewards | None  # runs the reward functions; only on the first rank of a replica, None elsewhere
+    by_environment: bool = False  # whether the environment gives the rewards instead
+    # the data's column of prompts, whose messages reward functions get
     prompts: PromptColumn = field(default_factory=PromptColumn)
