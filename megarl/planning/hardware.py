@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -76,89 +76,35 @@ class Hardware:
 
 
 #: Dense rates, without sparsity. Data sheets add both directions of a link; here is one direction.
-KINDS: Mapping[str, Hardware] = {
-    one.name: one
-    for one in (
-        Hardware(
-            name="a100",
-            bf16_tflops=312.0,
-            fp32_tflops=19.5,
-            memory_gb=80.0,
-            memory_tb_s=2.039,
-            node_gb_s=300.0,
-            net_gbit=200.0,
-            per_node=8,
-            host_gb_s=32.0,
-            source="NVIDIA A100 Tensor Core GPU data sheet (80GB SXM); network: DGX A100 data sheet",
-        ),
-        Hardware(
-            name="h100",
-            bf16_tflops=989.0,
-            fp8_tflops=1979.0,
-            fp32_tflops=67.0,
-            memory_gb=80.0,
-            memory_tb_s=3.35,
-            node_gb_s=450.0,
-            net_gbit=400.0,
-            per_node=8,
-            host_gb_s=64.0,
-            source="NVIDIA H100 Tensor Core GPU data sheet (SXM); network: DGX H100 data sheet",
-        ),
-        Hardware(
-            name="h200",
-            bf16_tflops=989.0,
-            fp8_tflops=1979.0,
-            fp32_tflops=67.0,
-            memory_gb=141.0,
-            memory_tb_s=4.8,
-            node_gb_s=450.0,
-            net_gbit=400.0,
-            per_node=8,
-            host_gb_s=64.0,
-            source="NVIDIA H200 Tensor Core GPU data sheet (SXM); network: DGX H200 data sheet",
-        ),
-        Hardware(
-            name="b200",
-            bf16_tflops=2250.0,
-            fp8_tflops=4500.0,
-            fp32_tflops=75.0,
-            memory_gb=180.0,
-            memory_tb_s=8.0,
-            node_gb_s=900.0,
-            net_gbit=400.0,
-            per_node=8,
-            host_gb_s=64.0,
-            source="NVIDIA DGX B200 data sheet, an eighth of a system",
-        ),
-        Hardware(
-            name="gb200",
-            bf16_tflops=2500.0,
-            fp8_tflops=5000.0,
-            fp32_tflops=80.0,
-            memory_gb=186.0,
-            memory_tb_s=8.0,
-            node_gb_s=900.0,
-            net_gbit=400.0,
-            per_node=4,
-            domain=72,
-            host_gb_s=225.0,
-            source="NVIDIA GB200 NVL72 data sheet, a 72nd of a rack",
-        ),
-        Hardware(
-            name="mi300x",
-            bf16_tflops=1307.0,
-            fp8_tflops=2614.0,
-            fp32_tflops=163.0,
-            memory_gb=192.0,
-            memory_tb_s=5.3,
-            node_gb_s=448.0,
-            net_gbit=400.0,
-            per_node=8,
-            host_gb_s=64.0,
-            source="AMD Instinct MI300X data sheet and platform data sheet (seven Infinity Fabric links)",
-        ),
-    )
+_NUMBERS = """
+name    bf16_tflops  fp8_tflops  fp32_tflops  memory_gb  memory_tb_s  node_gb_s  net_gbit  host_gb_s  per_node  domain
+a100            312           0         19.5         80        2.039        300       200         32         8       0
+h100            989        1979           67         80         3.35        450       400         64         8       0
+h200            989        1979           67        141          4.8        450       400         64         8       0
+b200           2250        4500           75        180            8        900       400         64         8       0
+gb200          2500        5000           80        186            8        900       400        225         4      72
+mi300x         1307        2614          163        192          5.3        448       400         64         8       0
+"""
+_SOURCES = {
+    "a100": "NVIDIA A100 Tensor Core GPU data sheet (80GB SXM); network: DGX A100 data sheet",
+    "h100": "NVIDIA H100 Tensor Core GPU data sheet (SXM); network: DGX H100 data sheet",
+    "h200": "NVIDIA H200 Tensor Core GPU data sheet (SXM); network: DGX H200 data sheet",
+    "b200": "NVIDIA DGX B200 data sheet, an eighth of a system",
+    "gb200": "NVIDIA GB200 NVL72 data sheet, a 72nd of a rack",
+    "mi300x": "AMD Instinct MI300X data sheet and platform data sheet (seven Infinity Fabric links)",
 }
+
+
+def _kinds() -> Iterator[Hardware]:
+    """Yield the kinds of devices in the table above."""
+    (_, *names), *rows = (line.split() for line in _NUMBERS.strip().splitlines())
+    for name, *texts in rows:
+        numbers: dict[str, Any] = dict(zip(names, map(float, texts), strict=True))
+        counts = {key: int(numbers[key]) for key in ("per_node", "domain")}
+        yield Hardware(name=name, source=_SOURCES[name], **numbers | counts)
+
+
+KINDS: Mapping[str, Hardware] = {kind.name: kind for kind in _kinds()}
 
 
 def with_memory(gigabytes: float) -> Hardware:

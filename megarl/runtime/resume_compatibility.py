@@ -66,100 +66,43 @@ def _staleness(before: Plain, now: Plain) -> Effect:
     return "groups in the checkpoint that are too old under the new value are generated again" if fewer else None
 
 
+#: Keys whose new value is used from the next step on: whole sections, then keys of the others.
+_USED_AT_ONCE = """
+    reward env robot rollout sync rollout_correction actor reference teacher reward_model preference cluster
+        placement launch tracking
+    model.hf_config model.tokenizer model.trust_remote_code
+    algorithm.pipeline algorithm.advantage algorithm.loss algorithm.kl.use algorithm.kl.estimator
+        algorithm.kl.adaptive algorithm.kl.target algorithm.kl.horizon algorithm.distillation algorithm.filter
+        algorithm.resampling algorithm.dynamic_sampling algorithm.overlong
+    data.train_files data.val_files data.val_split data.system_prompt data.prompt_key data.answer_key
+        data.image_key data.image_dir data.min_pixels data.max_pixels data.limit_images data.format_prompt
+        data.chat_template data.chat_template_kwargs data.override_chat_template data.date
+        data.max_prompt_tokens data.overlong data.batch_size data.val_batch_size data.max_val_samples
+        data.loader_kwargs
+    validation.sampling validation.every validation.select_by validation.log_samples
+    critic.parallel critic.engine critic.optim critic.mini_batch_size critic.ppo_epochs critic.shuffle
+        critic.aggregation critic.sum_norm critic.value_clip critic.warmup_steps
+    trainer.steps trainer.epochs trainer.save_every trainer.resume_every trainer.save_by_s trainer.keep_last
+        trainer.best_metric trainer.early_stop trainer.resume trainer.export_hf
+    async.order async.partial
+"""
+
 #: What a changed key does to a resumed run; by section if all its keys do the same. The loader rejects changed data.
 EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
+    **dict.fromkeys(_USED_AT_ONCE.split()),
     "name": "the run folder and an MLflow run keep theirs",
     "model.path": _model_path,
-    "model.hf_config": None,
-    "model.tokenizer": None,
     "model.init_seed": _init_seed,
     "model.dtype": _dtype,
-    "model.trust_remote_code": None,
     "model.lora": FIXED,
     "model.freeze": FIXED,  # a checkpoint has no optimizer state of frozen parameters
-    "algorithm.pipeline": None,
-    "algorithm.advantage": None,
-    "algorithm.loss": None,
-    "algorithm.kl.use": None,
-    "algorithm.kl.estimator": None,
     "algorithm.kl.coef": _kl_coef,
-    "algorithm.kl.adaptive": None,
-    "algorithm.kl.target": None,
-    "algorithm.kl.horizon": None,
-    "algorithm.distillation": None,
-    "algorithm.filter": None,
-    "algorithm.resampling": None,
-    "algorithm.dynamic_sampling": None,
-    "algorithm.overlong": None,
-    "data.train_files": None,
-    "data.val_files": None,
-    "data.val_split": None,
-    "data.system_prompt": None,
-    "data.prompt_key": None,
-    "data.answer_key": None,
-    "data.image_key": None,
-    "data.image_dir": None,
-    "data.min_pixels": None,
-    "data.max_pixels": None,
-    "data.limit_images": None,
-    "data.format_prompt": None,
-    "data.chat_template": None,
-    "data.chat_template_kwargs": None,
-    "data.override_chat_template": None,
-    "data.date": None,
-    "data.max_prompt_tokens": None,
-    "data.overlong": None,
-    "data.batch_size": None,
-    "data.val_batch_size": None,
-    "data.max_val_samples": None,
     "data.shuffle": f"not used: {ORDER}",
-    "data.loader_kwargs": None,
-    "reward": None,
-    "env": None,
-    "robot": None,
-    "rollout": None,
-    "sync": None,
-    "rollout_correction": None,
-    "validation.sampling": None,
     "validation.before_train": "not used: the first step is over",
-    "validation.every": None,
-    "validation.select_by": None,
-    "validation.log_samples": None,
-    "actor": None,
     "critic.path": f"not used: {WEIGHTS}",
-    "critic.parallel": None,
-    "critic.engine": None,
-    "critic.optim": None,
-    "critic.mini_batch_size": None,
-    "critic.ppo_epochs": None,
-    "critic.shuffle": None,
-    "critic.aggregation": None,
-    "critic.sum_norm": None,
-    "critic.value_clip": None,
-    "critic.warmup_steps": None,
-    "reference": None,
-    "teacher": None,
-    "reward_model": None,
     "sft": COLD_START,
-    "preference": None,
-    "trainer.steps": None,
-    "trainer.epochs": None,
     "trainer.seed": f"used for what is sampled from now on; {ORDER}",
-    "trainer.save_every": None,
-    "trainer.resume_every": None,
-    "trainer.save_by_s": None,
-    "trainer.keep_last": None,
-    "trainer.best_metric": None,
-    "trainer.early_stop": None,
-    "trainer.resume": None,
-    "trainer.export_hf": None,
-    "cluster": None,
-    "placement": None,
     STALENESS: _staleness,
-    AHEAD_ORDER: None,
-    "async.partial": None,
-    "launch": None,
-    "tracking": None,
 }
 
 #: Keys and sections of generation and scoring. The checkpoint may hold samples generated with their old values.
