@@ -46,7 +46,7 @@ def load_calls(c: RankState, robots: Robots) -> PromptLoader:
         chunk=robot.chunk,
         states=(lambda seen: seen) if states is None else states.normalise,
     )
-    return open_loader(config, data, layout, "sft.batch_size", config.sft.batch_size)
+    return open_loader(config, data, layout, "sft")
 
 
 def _show(c: RankState, robots: Robots, folder: Path) -> int:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.config.run import RunConfig
     from megarl.config.task import TaskPlayer
     from megarl.config.training import OptimConfig
     from megarl.models.policy import PolicyModel
@@ -256,8 +257,7 @@ class RewardModelRole(ModelRole):
     ) -> None:
         super().__init__(engine, c, offloads=offloads)
         self._tokenizer, self._settings = tokenizer, c.config.reward_model
-        data = c.config.data
-        self._prompts = PromptColumn(data.prompt_key, c.config.whole_conversations, data.image_key is not None)
+        self._prompts = prompt_column(c.config)
 
     def scores(self, samples: Batch) -> Tensor:
         """Return the score of every sample, float32 [B]; NaN for a sample that is too long for the model.
@@ -303,6 +303,11 @@ class RewardModelRole(ModelRole):
             )
             for prompt, response, row in zip(*columns, strict=True)
         ]
+
+
+def prompt_column(config: RunConfig) -> PromptColumn:
+    """Return the column of the recipe's data that contains the prompts."""
+    return PromptColumn(config.data.prompt_key, config.whole_conversations, config.data.image_key is not None)
 
 
 def as_sequences(rows: Sequence[Sequence[int]]) -> Batch:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -14,13 +14,12 @@ from megarl.algorithms.kl import KLController
 from megarl.architectures.vision_language import DECODERS
 from megarl.artifacts.layout import image_problems
 from megarl.config.base import raise_problems
-from megarl.config.run import RunConfig, repeated_problem, steps_text
+from megarl.config.run import RunConfig, repeated_problem, steps_of_epochs, steps_text
 from megarl.dag.stage import Role
 from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.end_tokens import end_tokens
 from megarl.data.image_prompts import ImagePrompts
 from megarl.data.loader import Described, PromptLoader
-from megarl.data.messages import PromptColumn
 from megarl.data.preferences import LabelledDataset, PairDataset, open_preferences
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
@@ -39,7 +38,7 @@ from megarl.rollout.stop_strings import check_stop_strings
 from megarl.runtime.context import StepContext
 from megarl.runtime.episodes import Episodes, build_episodes
 from megarl.runtime.rank_state import RankState, TeamContext
-from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
+from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole, prompt_column
 from megarl.system.comm import team_world
 from megarl.system.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.system.errors import ConfigError
@@ -56,7 +55,8 @@ if TYPE_CHECKING:
 
     from megarl.config.model import ParallelConfig
     from megarl.config.task import TaskPlayer
-    from megarl.config.training import PreferenceConfig
+    from megarl.config.run import TrainerConfig
+    from megarl.config.training import PreferenceConfig, SFTConfig
     from megarl.data.render import Split
     from megarl.models.policy import PolicyModel
 
@@ -100,18 +100,18 @@ def build_rank_state(
             check_trainable(hf_config, config.model.path or "model.hf_config")
         _refuse_known_late(config, team, hf_config)
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
-        source, pairs = _load_data(config, team, hf_config, tokenizer, layout, trainable=trainable, scored=scored)
-    kl = config.algorithm.kl
-    context = StepContext(
-        config,
-        layout,
-        hf_config,
-        OffloadSchedule(layout.world.barrier) if config.rollout.colocated else OffloadSchedule(),
-        KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
-        sequences=sequence_layout_of(config, hf_config),
-        cuts=team.plan.cuts if config.placement.share == "tokens" else None,
-        tokens=len(tokenizer),
-    )
+        kl = config.algorithm.kl
+        context = StepContext(
+            config,
+            layout,
+            hf_config,
+            OffloadSchedule(layout.world.barrier) if config.rollout.colocated else OffloadSchedule(),
+            KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
+            sequences=sequence_layout_of(config, hf_config),
+            cuts=team.plan.cuts if config.placement.share == "tokens" else None,
+            tokens=len(tokenizer),
+        )
+        source, pairs = _load_data(context, team, tokenizer, trainable=trainable, scored=scored)
     held: dict[str, ModelRole | RolloutRole | ScorerRole] = {}
     with phase("load_model"):
         if team.holds(Role.ACTOR):
@@ -125,7 +125,7 @@ def build_rank_state(
         else:
             chunks = []
         if source is not None:
-            held |= source.roles(config, tokenizer, layout, chunks)
+            held |= source.roles(context, tokenizer, chunks)
     return RankState(
         team,
         context,
@@ -139,36 +139,26 @@ def build_rank_state(
 
 
 def _load_data(
-    config: RunConfig,
-    team: TeamContext,
-    hf_config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    layout: Layout,
-    *,
-    trainable: bool,
-    scored: Scored,
+    c: StepContext, team: TeamContext, tokenizer: PreTrainedTokenizerBase, *, trainable: bool, scored: Scored
 ) -> tuple[_Source | None, _Pairs]:
     """Load prompts and environment of a team that generates (None: it does not), and the preference pairs of a run that
     trains on pairs."""
     source, pairs = None, _Pairs()
     generates = team.holds(Role.ROLLOUT)
-    if generates or (
-        team.holds(Role.ACTOR) and config.sft.steps
-    ):  # the actor's team generates for the validation of a cold start
+    learns_pairs = c.config.preference is not None and not generates
+    # The actor's team also generates for the validation of a cold start.
+    if generates or (team.holds(Role.ACTOR) and c.config.sft.steps):
         state = ProcessState.now()
-        learns_pairs = config.preference is not None and not generates
         source = _Source.load(
-            config,
-            hf_config,
+            c,
             tokenizer,
-            layout,
             trainable=trainable and generates,
             scored=() if learns_pairs else scored,
             held_out=not learns_pairs,
         )
         state.check("the environment, or a function of the data,")
-    if config.preference is not None and not generates:
-        pairs = _Pairs.load(config, config.preference, hf_config, tokenizer, layout)
+    if c.config.preference is not None and not generates:
+        pairs = _Pairs.load(c, c.config.preference, tokenizer)
     return source, pairs
 
 
@@ -180,27 +170,22 @@ class _Pairs:
     held_out: PairDataset | LabelledDataset | None = None
 
     @classmethod
-    def load(
-        cls,
-        config: RunConfig,
-        settings: PreferenceConfig,
-        hf_config: PretrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        layout: Layout,
-    ) -> _Pairs:
-        stop_ids = [*_end_tokens(config, tokenizer, layout), *config.rollout.sampling.stop_token_ids]
-        images = image_prompts(config, hf_config, tokenizer)
-        limit = hf_config.max_position_embeddings
+    def load(cls, c: StepContext, settings: PreferenceConfig, tokenizer: PreTrainedTokenizerBase) -> _Pairs:
+        config = c.config
         read = partial(
-            open_preferences, config.data, settings, tokenizer, max_tokens=limit, stop_ids=stop_ids, images=images
+            open_preferences,
+            config.data,
+            settings,
+            tokenizer,
+            max_tokens=c.hf_config.max_position_embeddings,
+            stop_ids=[*_end_tokens(c, tokenizer), *config.rollout.sampling.stop_token_ids],
+            images=image_prompts(config, c.hf_config, tokenizer),
         )
         data = read("train")
-        if config.trainer.epochs is not None:
-            check_epochs(config, len(data))
         held_out = read("val") if config.data.held_out else None
-        if held_out is not None and layout.rank == 0:
+        if held_out is not None and c.layout.rank == 0:
             print(held_out.describe(), flush=True)
-        return cls(open_loader(config, data, layout, "data.batch_size", config.data.batch_size), held_out)
+        return cls(_training_loader(c, data), held_out)
 
 
 @dataclass(frozen=True)
@@ -216,46 +201,34 @@ class _Source:
 
     @classmethod
     def load(
-        cls,
-        config: RunConfig,
-        hf_config: PretrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        layout: Layout,
-        *,
-        trainable: bool,
-        scored: Scored,
-        held_out: bool,
+        cls, c: StepContext, tokenizer: PreTrainedTokenizerBase, *, trainable: bool, scored: Scored, held_out: bool
     ) -> _Source:
-        player = config.task.open_player(config, hf_config, tokenizer, layout)
+        config, layout, loader, val_data = c.config, c.layout, None, None
+        trains = trainable and "train" in scored
+        player = config.task.open_player(config, c.hf_config, tokenizer, layout)
         if player is not None:
-            trains = trainable and "train" in scored
-            loader = _training_loader(config, player.rows("train"), layout) if trains else None
-            rows = player.rows("val") if config.data.held_out else None
-            return cls([tokenizer.eos_token_id], None, player, loader, rows, None)
+            loader = _training_loader(c, player.rows("train")) if trains else None
+            val_data = player.rows("val") if config.data.held_out else None
+            return cls([tokenizer.eos_token_id], None, player, loader, val_data, None)
         check_loader_kwargs(config.data, config.sft.train_files or ())
         check_stop_strings("rollout.sampling", config.rollout.sampling.stop, tokenizer)
         check_stop_strings("validation.sampling", config.validation.sampling.stop, tokenizer)
-        eos_ids = _end_tokens(config, tokenizer, layout)
-        episodes = build_episodes(config, tokenizer, eos_ids, layout, image_prompts(config, hf_config, tokenizer))
-        tools = NO_TOOLS if episodes is None else episodes.tools
-        prompts = partial(_prompts, config, hf_config, tokenizer, tools)
-        loader, val_data = None, None
-        if trainable and "train" in scored and config.data.train_files:
-            data = prompts("train", scored="train" in scored)
-            if config.trainer.epochs is not None:
-                check_epochs(config, len(data))
-            loader = _training_loader(config, data, layout)
+        eos_ids, images = _end_tokens(c, tokenizer), image_prompts(config, c.hf_config, tokenizer)
+        episodes = build_episodes(config, tokenizer, eos_ids, layout, images)
+        prompts = partial(_prompts, config, tokenizer, NO_TOOLS if episodes is None else episodes.tools, images)
+        if trains and config.data.train_files:
+            loader = _training_loader(c, prompts("train", scored=True))
         if config.data.held_out and held_out:
             val_data = prompts("val", scored="val" in scored)
         reward = Rewards(config.reward) if scored and layout.is_lead else None
         return cls(eos_ids, episodes, None, loader, val_data, reward)
 
     def roles(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout, chunks: Sequence[PolicyModel]
+        self, c: StepContext, tokenizer: PreTrainedTokenizerBase, chunks: Sequence[PolicyModel]
     ) -> dict[str, ModelRole | RolloutRole | ScorerRole]:
         """Return the roles `rollout` and `scorer`; the rollout decodes with `chunks` (empty: servers are opened
         later)."""
-        lag, episodes = config.rollout.stale_steps, self.episodes
+        config, episodes = c.config, self.episodes
         engine: RolloutEngine = UnopenedEngine()
         stale = None
         if self.player is not None:
@@ -264,15 +237,13 @@ class _Source:
                 "scorer": ScorerRole(None, by_environment=True),
             }
         if chunks:
-            engine = embedded = EmbeddedEngine(chunks, config.rollout, layout, tokenizer)
+            engine = embedded = EmbeddedEngine(chunks, config.rollout, c.layout, tokenizer)
+            lag = config.rollout.stale_steps
             stale = StaleWeights(chunks, embedded, lag) if lag else None
+        by_environment = episodes is not None and episodes.scores
         return {
             "rollout": RolloutRole(engine, tokenizer, self.eos_ids, episodes, stale=stale),
-            "scorer": ScorerRole(
-                self.reward,
-                episodes is not None and episodes.scores,
-                PromptColumn(config.data.prompt_key, config.whole_conversations, config.data.image_key is not None),
-            ),
+            "scorer": ScorerRole(self.reward, by_environment, prompt_column(config)),
         }
 
 
@@ -286,19 +257,19 @@ def _refuse_known_late(config: RunConfig, team: TeamContext, hf_config: Pretrain
         raise_problems(image_problems([team.plan.parallel]))
 
 
-def _end_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> list[int]:
+def _end_tokens(c: StepContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a response, and print them if there are several. Collective.
 
     Rank 0 reads them for all: machines may have different files, and ranks that decode together must agree.
     """
     ids = None
-    if layout.world.rank == 0:
-        tokens = end_tokens(tokenizer, config.model, config.data)
+    if c.layout.world.rank == 0:
+        tokens = end_tokens(tokenizer, c.config.model, c.config.data)
         ids = tokens.ids
         lines = [] if len(ids) == 1 else [tokens.describe(lambda number: str(tokenizer.convert_ids_to_tokens(number)))]
         for line in [*lines, *tokens.notes]:
             print(line, flush=True)
-    return list(layout.world.broadcast_json(ids))
+    return list(c.layout.world.broadcast_json(ids))
 
 
 def _to_be_pushed(chunks: list[PolicyModel]) -> None:
@@ -432,17 +403,15 @@ def image_prompts(
 
 def _prompts(
     config: RunConfig,
-    hf_config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     tools: Announcement,
+    images: ImagePrompts | None,
     split: Split,
     *,
     scored: bool,
 ) -> PromptDataset:
     """Read the prompts of a split, with reference answers if a reward that reads answers scores the split."""
-    answered = scored and reads_answers(config)
-    whole = config.whole_conversations
-    images = image_prompts(config, hf_config, tokenizer)
+    answered, whole = scored and reads_answers(config), config.whole_conversations
     data = PromptDataset(config.data, tokenizer, split, tools, whole=whole, answered=answered, images=images)
     if split == "train":
         check_teachers(config.teacher, data.rows)
@@ -451,43 +420,41 @@ def _prompts(
     return data
 
 
-def check_epochs(config: RunConfig, prompts: int) -> None:
-    """Reject `trainer.steps` that do not match `trainer.epochs`, now that the number of prompts is known.
+def check_epochs(config: RunConfig, samples: int, section: Literal["trainer", "sft"] = "trainer") -> None:
+    """Reject `SECTION.steps` that do not match `SECTION.epochs`, now that the number of samples is known.
 
     Raises:
         ConfigError: they do not match, for instance because an environment's tools make more prompts overlong.
     """
-    steps = config.trainer.steps_of(prompts, config.data.batch_size)
-    if steps != config.trainer.steps:
+    settings: TrainerConfig | SFTConfig = getattr(config, section)
+    unit, batches = ("examples", config.sft) if section == "sft" else ("prompts", config.data)
+    if settings.epochs is None:
+        return
+    steps = steps_of_epochs(settings.epochs, samples, batches.batch_size)
+    if steps != settings.steps:
         raise ConfigError(
-            f"{config.trainer.epochs:g} epochs of {prompts} prompts are {steps} steps, but the run was started with "
-            f"{config.trainer.steps}",
-            where="trainer.epochs",
-            found=config.trainer.epochs,
-            allowed="null, or epochs of prompts that are the same for the command and its workers",
-            fix=f"set trainer.epochs=null and trainer.steps={steps}",
+            f"{settings.epochs:g} epochs of {samples} {unit} are {steps} steps, but the run was started with "
+            f"{settings.steps}",
+            where=f"{section}.epochs",
+            found=settings.epochs,
+            allowed=f"null, or epochs of {unit} that are the same for the command and its workers",
+            fix=f"set {section}.epochs=null and {section}.steps={steps}",
         )
 
 
-def _training_loader(config: RunConfig, data: Described, layout: Layout) -> PromptLoader:
-    return open_loader(config, data, layout, "data.batch_size", config.data.batch_size)
+def _training_loader(c: StepContext, data: Described) -> PromptLoader:
+    check_epochs(c.config, len(data))
+    return open_loader(c.config, data, c.layout, "data")
 
 
-def open_loader(
-    config: RunConfig,
-    data: Described,
-    layout: Layout,
-    key: str,
-    size: int,
-) -> PromptLoader:
-    """Print a description of the training data, and return a loader of batches of `size`, the value of recipe key
-    `key`."""
+def open_loader(config: RunConfig, data: Described, layout: Layout, section: Literal["data", "sft"]) -> PromptLoader:
+    """Print a description of the training data, and return a loader of batches of `SECTION.batch_size`."""
+    size, supervised = getattr(config, section).batch_size, section == "sft"
     if layout.rank == 0:
         print(data.describe(), flush=True)
-        if config.task.writes_text or key.startswith("sft."):
-            steps = config.sft.steps if key.startswith("sft.") else config.trainer.steps
-            unit = "example" if key.startswith("sft.") else config.data_unit
+        if supervised or config.task.writes_text:
+            steps, unit = (config.sft.steps, "example") if supervised else (config.trainer.steps, config.data_unit)
             print(steps_text(steps, size, len(data), unit), flush=True)
-        if (problem := repeated_problem(key, size, len(data))) is not None:
+        if (problem := repeated_problem(f"{section}.batch_size", size, len(data))) is not None:
             print(f"WARNING: {problem}", flush=True)
     return PromptLoader(data, size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle)

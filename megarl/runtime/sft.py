@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.config.run import RunConfig, steps_of_epochs
+from megarl.config.run import RunConfig
 from megarl.data.announcement import NO_TOOLS
 from megarl.data.loader import PromptLoader, rounds
 from megarl.data.sft import SFTDataset, open_examples
@@ -20,9 +20,9 @@ from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import record_base
 from megarl.runtime.recorder import VALIDATE, Recorder
-from megarl.runtime.setup import build_rank_state, image_prompts, open_loader
+from megarl.runtime.setup import build_rank_state, check_epochs, image_prompts, open_loader
 from megarl.runtime.validate import due, evaluate
-from megarl.system.errors import ConfigError, DataError
+from megarl.system.errors import DataError
 from megarl.system.offload_schedule import ACTOR
 from megarl.system.tracing import phase, set_step
 
@@ -78,26 +78,8 @@ def load_examples(c: RankState) -> PromptLoader:
     if c.rollout.player is not None:
         return c.rollout.player.load_examples(c)
     data = _examples(c, "train")
-    check_sft_epochs(c.config, len(data))
-    return open_loader(c.config, data, c.layout, "sft.batch_size", c.config.sft.batch_size)
-
-
-def check_sft_epochs(config: RunConfig, examples: int) -> None:
-    """Reject `sft.steps` that do not match `sft.epochs`, now that the number of examples is known.
-
-    Raises:
-        ConfigError: they do not match.
-    """
-    epochs, steps = config.sft.epochs, config.sft.steps
-    if epochs is None or steps == (wanted := steps_of_epochs(epochs, examples, config.sft.batch_size)):
-        return
-    raise ConfigError(
-        f"{epochs:g} epochs of {examples} examples are {wanted} steps, but the run was started with {steps}",
-        where="sft.epochs",
-        found=epochs,
-        allowed="null, or epochs of examples that are the same for the command and its workers",
-        fix=f"set sft.epochs=null and sft.steps={wanted}",
-    )
+    check_epochs(c.config, len(data), "sft")
+    return open_loader(c.config, data, c.layout, "sft")
 
 
 def _examples(c: RankState, split: Split) -> SFTDataset:

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.checks.before_start import with_steps
 from megarl.runtime.setup import check_epochs
-from megarl.runtime.sft import check_sft_epochs, load_held_out
+from megarl.runtime.sft import load_held_out
 from megarl.system.errors import ConfigError, DataError
 
 
@@ -95,9 +95,9 @@ def test_epochs_of_fine_tuning_are_steps_of_its_examples(recipe, overrides, step
 
 def test_workers_that_find_other_examples_say_so(recipe):
     config = with_steps(recipe("sft.epochs=2", "sft.batch_size=4"))
-    check_sft_epochs(config, 7)
+    check_epochs(config, 7, "sft")
     with pytest.raises(ConfigError, match=r"sft.epochs: 2 epochs of 6 examples are 3 steps(?s:.*)sft.steps=3"):
-        check_sft_epochs(config, 6)
+        check_epochs(config, 6, "sft")
 
 
 def test_demonstrations_are_no_epoch(recipe):
