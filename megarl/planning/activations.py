@@ -91,8 +91,7 @@ class Activations:
         return self.element * (2 * self.held * facts.hidden + t * wide) + self._scores(heads, k)
 
     def _scores(self, heads: float, k: float) -> float:
-        """Return the bytes that the attention function keeps for the backward pass in addition to its operands and
-        result."""
+        """Return the bytes that attention keeps for the backward pass in addition to its inputs and its result."""
         t, longest, q = self.passes.tokens, self.passes.longest, heads * self.facts.head_dim
         sums = FULL * t * heads
         if self.parallel.cp > 1 and self.gpu and self.element < FULL:
@@ -115,8 +114,7 @@ class Activations:
 
     @property
     def feed_forward(self) -> float:
-        """Bytes of activations that the feed-forward part of one layer keeps, with its norm; the mean if layers
-        differ."""
+        """Bytes that a layer's feed-forward part keeps, with its norm; the mean over layers if they differ."""
         facts, element, s = self.facts, self.element, self.held
         ends = 2 * element * s * facts.hidden
         dense_width = facts.dense_ffn if facts.is_moe else facts.ffn
@@ -134,15 +132,12 @@ class Activations:
     def route(self) -> float:
         """Bytes of the integers that one layer keeps to map rows to tokens."""
         # Each row's token and expert (one tensor), and the position of its router weight.
-        own = 3 * INDEX
+        local = 3 * INDEX + (PLACE if self.gpu else 0)
         # If ranks exchange rows: their order by expert and the inverse, which GPU kernels keep as row numbers.
-        exchanged = 2 * INDEX
-        if self.gpu:
-            own += PLACE
-            exchanged = INDEX + PLACE
+        exchanged = INDEX + (PLACE if self.gpu else INDEX)
         parallel = self.parallel
         exchanges = parallel.ep * parallel.expert_tp > 1
-        return self.routed * (own + (exchanged * parallel.expert_tp if exchanges else 0))
+        return self.routed * (local + (exchanged * parallel.expert_tp if exchanges else 0))
 
     @property
     def routed(self) -> float:
@@ -166,9 +161,7 @@ class Activations:
         return self.facts.layers / self.parallel.pp * each + self.stream
 
     def in_flight(self, *, last: bool) -> float:
-        """Return the most micro-batches whose activations a stage holds; the first stage, or with `last` the
-        last one.
-        """
+        """Return the most micro-batches whose activations the first stage holds at once; with `last` the last stage."""
         pp, vpp = self.parallel.pp, self.parallel.vpp or 1
         if pp == 1:
             return 1.0
@@ -215,9 +208,7 @@ class Activations:
 
     @property
     def head(self) -> float:
-        """Bytes of the vocabulary's head: logits of one chunk and their gradient, and gradients of its weight and its
-        rows.
-        """
+        """Bytes of the vocabulary's head: a chunk's logits and their gradient; the weight's and the rows' gradients."""
         n, h, columns, element = self.passes.rows, self.facts.hidden, self._columns, self.element
         if self.value_head:
             return FULL * 4 * self.held * h  # hidden states and their gradients in float32
@@ -232,9 +223,7 @@ class Activations:
     # -- together -------------------------------------------------------------------------------------------------
 
     def needed(self, *, last: bool) -> Needed:
-        """Return the bytes at the fullest moment of the passes, on a rank of the first stage, or with `last` of the
-        last one.
-        """
+        """Return the bytes of the passes' fullest moment on a rank of the first stage; `last`: of the last."""
         alone, flying = self.parallel.pp == 1, self.in_flight(last=last)
         moments = [Needed(flying * self.micro_batch, self.passing)]
         if last or alone:

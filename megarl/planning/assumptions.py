@@ -11,24 +11,9 @@ from megarl.system.errors import ConfigError, close_matches
 
 T = TypeVar("T")
 
-#: Names (also those of `megarl simulate`) of shares by which something is divided, and of other divisors.
-_SHARES = frozenset(
-    (
-        "gemm_share",
-        "expert_share",
-        "memory_share",
-        "node_share",
-        "scatter_share",
-        "link_share",
-        "host_share",
-        "read_share",
-        "train_mfu",
-        "prefill_mfu",
-        "server_memory",
-        "kept_groups",
-        "usable_memory",
-    )
-)
+#: Names (also those of `megarl simulate`) of shares by which something is divided, in addition to `..._share`, and of
+#: other divisors.
+_SHARES = frozenset(("train_mfu", "prefill_mfu", "server_memory", "kept_groups", "usable_memory"))
 _DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "link_times"))
 
 #: Names for which 0 stands for a value derived from the recipe.
@@ -40,10 +25,12 @@ OF_ZERO = {
 
 
 def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
-    """Return a dataclass of numbers with some of them replaced by name, given as text. Raise ConfigError if there is no
-    such name, or the value is invalid for it.
+    """Return a copy of the dataclass `base` with the numbers that `values` gives as text, by name of the field.
+
+    Raises:
+        ConfigError: a name is no field of `base`, or a number is invalid for its field.
     """
-    names = [one.name for one in fields(base)]  # type: ignore[arg-type]
+    names = [field.name for field in fields(base)]  # type: ignore[arg-type]
     changed: dict[str, Any] = {}
     for name, text in values.items():
         if name not in names:
@@ -56,13 +43,13 @@ def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
 
 def pairs(texts: Sequence[str], where: str = "--assume") -> dict[str, str]:
     """Split `name=value` texts into a mapping. Raise ConfigError if a text has no `=`."""
-    found = {}
+    values = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError("an assumption has no value", where=where, found=text, allowed="NAME=VALUE")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _number(name: str, text: str, where: str) -> float:
@@ -70,10 +57,10 @@ def _number(name: str, text: str, where: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if name in _SHARES:
-        good, allowed = 0 < value <= 1, "a number above 0, at most 1"
-    elif name == "overlap_share":  # the only share that is no divisor, so it may be 0
+    if name == "overlap_share":  # the only share that is no divisor, so it may be 0
         good, allowed = 0 <= value <= 1, "a number from 0 to 1"
+    elif name in _SHARES or name.endswith("_share"):
+        good, allowed = 0 < value <= 1, "a number above 0, at most 1"
     elif name in _DIVISORS:
         good, allowed = 0 < value < math.inf, "a number above 0"
     else:
@@ -85,9 +72,8 @@ def _number(name: str, text: str, where: str) -> float:
 
 @dataclass(frozen=True)
 class PlanAssumptions:
-    """Shares of the hardware's peak that are reached, fixed times, and values that a recipe does not set. Defaults: a
-    GPU.
-    """
+    """Reached shares of the hardware's peak, fixed times, and values that a recipe does not set; the defaults are for
+    GPUs."""
 
     gemm_share: float = 0.6  # share of the peak that large matrix products reach
     expert_share: float = 0.4  # share of the peak that the products of experts reach
@@ -126,8 +112,7 @@ class PlanAssumptions:
 
     @classmethod
     def of(cls, *, gpu: bool) -> PlanAssumptions:
-        """Return the default assumptions for GPUs or CPUs. The assumptions for CPUs are fitted to measured steps
-        (docs/planning.md)."""
+        """Return the default assumptions for GPUs, or for CPUs, which are fitted to measured steps."""
         return cls() if gpu else CPU
 
 

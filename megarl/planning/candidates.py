@@ -52,15 +52,12 @@ class Spread:
 
     def describe(self) -> str:
         """Return a short description."""
-        if self.teams:
-            said = " + ".join(f"{name} {devices}" for name, _, devices in self.teams)
-        else:
-            said = f"{self.workers} together"
+        text = " + ".join(f"{name} {devices}" for name, _, devices in self.teams) or f"{self.workers} together"
         if self.rollout is not None and self.rollout.tp > 1:
-            said += f" tp{self.rollout.tp}"
+            text += f" tp{self.rollout.tp}"
         if self.servers:
-            said += f", {count(self.servers, 'server')} tp{self.tp_size}, {'shared' if self.colocated else 'apart'}"
-        return said
+            text += f", {count(self.servers, 'server')} tp{self.tp_size}, {'shared' if self.colocated else 'apart'}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -114,15 +111,16 @@ class Choice:
 
     def apply_engine(self, config: RunConfig, trains: Sequence[str]) -> RunConfig:
         """Return `config`, which already has this spread and layout, with the remaining choices."""
-        engine = {
-            "micro_batch_tokens": self.micro_batch_tokens,
-            "recompute": self.recompute,
-            "offload": self.offload,
-        }
         changed: dict[str, Any] = {}
         for role in trains:
             section = getattr(config, role)
-            changed[role] = _with(section, engine=_with(section.engine, **engine))
+            engine = _with(
+                section.engine,
+                micro_batch_tokens=self.micro_batch_tokens,
+                recompute=self.recompute,
+                offload=self.offload,
+            )
+            changed[role] = _with(section, engine=engine)
         if self.memory_fraction is not None:
             servers = _with(config.rollout.sglang, memory_fraction=self.memory_fraction)
             changed["rollout"] = _with(config.rollout, sglang=servers)
@@ -156,19 +154,15 @@ class Space:
         ahead = config.async_.max_staleness > 0
         servers = config.rollout.servers
         if servers is not None:
-            found = self._running() if servers.urls else self._servers(ahead=ahead)
-        elif ahead:
-            found = self._rollout_teams()
+            spreads = self._running() if servers.urls else self._servers(ahead=ahead)
         else:
-            found = [Spread(hardware.devices)]
+            spreads = self._rollout_teams() if ahead else [Spread(hardware.devices)]
         if not ahead and config.placement.teams and config.launch.launcher != "torchrun":
-            found += self._as_given()
-        return [spread for spread in found if spread.workers % hardware.nodes == 0]
+            spreads += self._as_given()
+        return [spread for spread in spreads if spread.workers % hardware.nodes == 0]
 
     def _servers(self, *, ahead: bool) -> list[Spread]:
-        """Return the assignments of devices with servers that the run starts: equally many on each machine, on the
-        trainer's devices or on other ones.
-        """
+        """Return assignments with equally many new servers on each machine, on the trainer's devices or beside them."""
         hardware, nodes, each = self.hardware, self.hardware.nodes, self.hardware.per_node
         sizes = [tp for tp in divisors(each) if self.facts.heads % tp == 0]
         if not ahead:
@@ -182,61 +176,54 @@ class Space:
             return together + apart
         if nodes > 1:  # workers that only send requests lend their devices to servers
             return [
-                Spread(
-                    hardware.devices,
-                    generates // tp,
-                    tp,
-                    teams=self._two_teams(hardware.devices - generates, generates),
-                )
-                for generates in self._rollout_devices()
+                Spread(hardware.devices, devices // tp, tp, teams=self._two_teams(hardware.devices - devices, devices))
+                for devices in self._rollout_devices()
                 for tp in sizes
-                if generates % tp == 0
+                if devices % tp == 0
             ]
-        found = []
+        spreads = []
         for tp in sizes:
             for many in range(1, -(-each // tp)):
-                asks = min(self._asking(), tp * many)  # workers that have GPUs to lend
-                teams = self._two_teams(each - tp * many, asks)
-                found.append(Spread(each - tp * many + asks, many, tp, teams=teams))
-        return found
-
-    def _asking(self) -> int:
-        return self.config.placement.asking or 1
+                lending = min(self.config.placement.asking or 1, tp * many)  # workers that have GPUs to lend
+                teams = self._two_teams(each - tp * many, lending)
+                spreads.append(Spread(each - tp * many + lending, many, tp, teams=teams))
+        return spreads
 
     def _running(self) -> list[Spread]:
         """Return assignments in which servers that already run keep their devices."""
-        taken = server_devices(self.config)
-        left = self.hardware.devices - taken
+        used = server_devices(self.config)
+        left = self.hardware.devices - used
         if left < 1:
             raise ConfigError(
                 "servers that already run take all devices",
                 where="--hardware",
-                found=f"{self.hardware.describe()}, of which servers have {taken}",
+                found=f"{self.hardware.describe()}, of which servers have {used}",
                 allowed="hardware with further devices for training",
                 fix="count the devices of servers and training in --hardware",
             )
         if self.config.async_.max_staleness:
-            asks = self._asking()
-            return [Spread(left + asks, teams=self._two_teams(left, asks))]
+            asking = self.config.placement.asking or 1
+            return [Spread(left + asking, teams=self._two_teams(left, asking))]
         return [Spread(left)]
 
     def _rollout_teams(self) -> list[Spread]:
         """Return assignments with one team that generates with embedded engines, and one that trains."""
-        hardware, found = self.hardware, []
-        for generates in self._rollout_devices():
-            for tp in tensor_sizes(self.facts):
-                if tp <= hardware.per_node and generates % tp == 0:
-                    teams = self._two_teams(hardware.devices - generates, generates)
-                    found.append(Spread(hardware.devices, teams=teams, rollout=ParallelConfig(tp=tp)))
-        return found
+        total = self.hardware.devices
+        return [
+            Spread(total, teams=self._two_teams(total - devices, devices), rollout=ParallelConfig(tp=tp))
+            for devices in self._rollout_devices()
+            for tp in tensor_sizes(self.facts)
+            if tp <= self.hardware.per_node and devices % tp == 0
+        ]
 
     def _rollout_devices(self) -> list[int]:
         """Return sizes of a generating team: eighths of all (or multiples of 1), whole machines, the recipe's."""
         hardware, given = self.hardware, self.config.placement.asking
         step, machines = max(1, hardware.devices // _EIGHTHS), max(1, hardware.nodes // (2 * _EIGHTHS))
         whole = range(machines * hardware.per_node, hardware.devices, machines * hardware.per_node)
-        found = {*range(step, hardware.devices, step), *whole, *([given] if 0 < given < hardware.devices else [])}
-        return sorted(found)
+        return sorted(
+            {*range(step, hardware.devices, step), *whole, *([given] if 0 < given < hardware.devices else [])}
+        )
 
     def _two_teams(self, trains: int, generates: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
         """Return the two teams with the names that the recipe gives them."""
@@ -254,8 +241,7 @@ class Space:
         step = max(1, self.hardware.devices // _EIGHTHS)
         return [
             Spread(
-                self.hardware.devices,
-                teams=tuple((name, roles, share) for (name, roles), share in zip(teams, shares, strict=True)),
+                self.hardware.devices, teams=tuple((*team, share) for team, share in zip(teams, shares, strict=True))
             )
             for shares in _shares(self.hardware.devices, len(teams), step)
         ]
@@ -267,55 +253,50 @@ class Space:
         facts, devices = self.facts, spread.trainers()
         longest = self.config.data.max_prompt_tokens + self.config.response_tokens(self.config.rollout.sampling)
         contexts = [cp for cp in _powers(devices) if cp == 1 or longest // cp >= _CONTEXT]
-        found = []
+        roles = next((roles for _, roles, _ in spread.teams if Role.ACTOR.value in roles), self.roles)
+        layouts = []
         for tp in tensor_sizes(facts):
             for pp in divisors(facts.layers):
                 for cp in contexts:
                     if tp * pp * cp > devices or devices % (tp * pp * cp) or tp > self.hardware.joined:
                         continue
-                    if not self._shares_batches(devices // (tp * pp * cp), spread):
+                    if not self._divides_batches(roles, devices // (tp * pp * cp)):
                         continue
                     for experts in self._experts(tp, devices // pp):
                         chunks = [vpp for vpp in (2, 4) if pp > 1 and facts.layers % (pp * vpp) == 0]
                         for vpp in (None, *chunks):
-                            one = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sp=tp > 1 and self._splits, **experts)
-                            if makes_replicas(devices, one) and not layout_problems("actor.parallel", one, facts):
-                                found.append(one)
-        return [one for one in found if self._fits_others(one, spread)]
-
-    @property
-    def _splits(self) -> bool:
-        """Whether layouts set `sp`. Mixtures of experts always split their sequences, so the recipe's value stays."""
-        return not self.facts.is_moe or self.config.actor.parallel.sp
+                            # Mixtures of experts always split their sequences, so the recipe's value stays.
+                            sp = tp > 1 and (not facts.is_moe or self.config.actor.parallel.sp)
+                            layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sp=sp, **experts)
+                            if makes_replicas(devices, layout) and not layout_problems("actor.parallel", layout, facts):
+                                layouts.append(layout)
+        return [layout for layout in layouts if self._fits_others(layout, spread)]
 
     def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
         """Return the ways to divide experts over the ranks of a stage: by number, or also by width."""
         if not self.facts.is_moe:
             return [{}]
         sizes = [ep for ep in _powers(ranks) if self.facts.experts % ep == 0]
-        found: list[Mapping[str, Any]] = [{"ep": ep} for ep in sizes]
-        return found + [{"ep": ep, "etp": tp} for ep in sizes if tp > 1 and ep > 1 and ranks % (ep * tp) == 0]
+        by_number: list[Mapping[str, Any]] = [{"ep": ep} for ep in sizes]
+        return by_number + [{"ep": ep, "etp": tp} for ep in sizes if tp > 1 and ep > 1 and ranks % (ep * tp) == 0]
 
-    def _shares_batches(self, replicas: int, spread: Spread) -> bool:
-        """Return whether replicas get equal shares of the batches of all updates, as the checks require."""
-        roles = next((roles for _, roles, _ in spread.teams if Role.ACTOR.value in roles), None)
-        held = self.roles if roles is None else [Role(role) for role in roles]
-        return all(size % replicas == 0 for size in batch_sizes(self.config, held).values())
+    def _divides_batches(self, roles: Sequence[str], replicas: int) -> bool:
+        """Return whether `replicas` get equal shares of all batches of a team with `roles`, as the checks require."""
+        return all(size % replicas == 0 for size in batch_sizes(self.config, [Role(role) for role in roles]).values())
 
     def _fits_others(self, parallel: ParallelConfig, spread: Spread) -> bool:
         """Return whether other teams with the actor's layout are whole replicas and can share their batches."""
         for _, roles, devices in spread.teams:
-            held = [Role(role) for role in roles]
-            if Role.ACTOR in held:
+            if Role.ACTOR.value in roles:
                 continue
-            own = spread.rollout if held == [Role.ROLLOUT] and spread.rollout else None
-            if held == [Role.ROLLOUT] and not self.config.rollout.holds_model:
-                own = self.config.rollout.parallel or ParallelConfig()
-            layout = own or getattr(self.config, roles[0]).parallel or parallel
+            layout = getattr(self.config, roles[0]).parallel or parallel
+            if tuple(roles) == (Role.ROLLOUT.value,):
+                layout = spread.rollout or layout
+                if not self.config.rollout.holds_model:
+                    layout = self.config.rollout.parallel or ParallelConfig()
             if not makes_replicas(devices, layout):
                 return False
-            replicas = devices // layout.model_parallel_size
-            if any(size % replicas for size in batch_sizes(self.config, held).values()):
+            if not self._divides_batches(roles, devices // layout.model_parallel_size):
                 return False
         return True
 

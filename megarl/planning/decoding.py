@@ -42,10 +42,6 @@ class Decoder:
         return Links(self.hardware, self.given)
 
     @cached_property
-    def _experts(self) -> float:
-        return self.facts.layers * self.facts.expert_parameters
-
-    @cached_property
     def _expert_flops(self) -> float:
         return token_flops(self.facts).get("experts", 0.0)
 
@@ -65,16 +61,20 @@ class Decoder:
         return self._holders if self.etp and self.ep > 1 else 1
 
     def step(self, running: float, context: float) -> tuple[float, float]:
-        """Return (seconds of a decoding step for `running` samples of `context` tokens on average, bytes read by a
-        rank); formula G2 of docs/planning.md.
+        """Return the seconds of a decoding step, and the bytes that a rank reads (formula G2 of docs/planning.md).
+
+        Args:
+            running: number of samples that are decoded.
+            context: their mean number of tokens.
         """
         facts, given, rate = self.facts, self.given, self.hardware.memory_tb_s * 1e12 * self.given.memory_share
-        met = (facts.parameters - self._experts) / self.tp
-        if self._experts:
+        experts = facts.layers * facts.expert_parameters
+        read = (facts.parameters - experts) / self.tp
+        if experts:
             # Ranks of one tensor-parallel group have the same rows.
             tokens = running * max(1.0, self._gathered / self.tp)
-            met += self._experts / self._holders * (1 - (1 - facts.experts_per_token / facts.experts) ** tokens)
-        weights, caches = met * BYTES[self.dtype], self.key_bytes * context * running
+            read += experts / self._holders * (1 - (1 - facts.experts_per_token / facts.experts) ** tokens)
+        weights, caches = read * BYTES[self.dtype], self.key_bytes * context * running
         # Stages work in turn, so a token waits for the bytes and products of all stages.
         peak, filled = self.hardware.peak(self.dtype) * self.tp, running / (running + given.gemm_half_rows)
         scores = running * sum(
@@ -84,7 +84,10 @@ class Decoder:
         products = running * dense / (peak * given.gemm_share * filled) + self._expert_products(running)
         # A layer's products and its attention follow each other; each takes the time of its bytes or its FLOPs.
         seconds = max(weights / rate, products) + max(caches / rate, scores / (peak * given.gemm_share))
-        return seconds + self._fixed(running) + self._meeting(running), weights + caches
+        routers = facts.copies["router"] * facts.experts / self.ep
+        layers = facts.layers * given.decode_layer_ms + routers * given.decode_expert_ms
+        fixed = (given.decode_ms + layers + running * given.decode_row_us / 1e3) / 1e3 / self.hardware.pace
+        return seconds + fixed + self._meeting(running), weights + caches
 
     def _expert_products(self, running: float) -> float:
         """Return the seconds of the experts' products on a rank."""
@@ -95,19 +98,9 @@ class Decoder:
         share = given.expert_share * rows / (rows + given.gemm_half_rows)
         return all_rows * self._expert_flops / self._holders / (self.hardware.peak(self.dtype) * share)
 
-    def _fixed(self, running: float) -> float:
-        facts, given = self.facts, self.given
-        experts = self._mixed * facts.experts / self.ep if facts.is_moe else 0
-        layers = facts.layers * given.decode_layer_ms + experts * given.decode_expert_ms
-        return (given.decode_ms + layers + running * given.decode_row_us / 1e3) / 1e3 / self.hardware.pace
-
-    @property
-    def _mixed(self) -> int:
-        return self.facts.layers - self.facts.dense_layers if self.facts.is_moe else 0
-
     def _meeting(self, rows: float) -> float:
         """Return the seconds of messages between ranks of a layer, of its experts, and of stages, for `rows` rows."""
-        facts, links, mixed, group = self.facts, self._links, self._mixed, self._gathered
+        facts, links, mixed, group = self.facts, self._links, self.facts.copies["router"], self._gathered
         whole = rows * facts.hidden * BYTES[self.dtype]
 
         def sums(number: int, size: int, rows: int = 1) -> float:
@@ -128,16 +121,15 @@ class Decoder:
         """Return the seconds to prefill `prompts` prompts of `tokens` tokens each (formula G1 of docs/planning.md)."""
         if not prompts:
             return 0.0
-        flops = prompts * self._counter.forward([tokens], head_tokens=1)
-        ranks = self.tp
-        rows = prompts * tokens
-        filled = rows / (rows + self.given.gemm_half_rows)
+        flops, rows = prompts * self._counter.forward([tokens], head_tokens=1), prompts * tokens
         share = self.given.expert_share if self.facts.is_moe else self.given.gemm_share
-        return flops / (ranks * self.hardware.peak(self.dtype) * share * filled)
+        filled = rows / (rows + self.given.gemm_half_rows)
+        return flops / (self.tp * self.hardware.peak(self.dtype) * share * filled)
 
     def _see(self, prompts: float, patches: float) -> float:
-        """Return the vision encoder's seconds for the images of prompts. Each rank of an embedded engine encodes all
-        images; the ranks of an SGLang server divide them. Formula G1 of docs/planning.md.
+        """Return the vision encoder's seconds for the images of prompts (formula G1 of docs/planning.md).
+
+        Each rank of an embedded engine encodes all images; the ranks of an SGLang server divide them.
         """
         encoder = self.facts.encoder
         if encoder is None or not patches:

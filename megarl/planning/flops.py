@@ -22,12 +22,13 @@ SCORES = "scores"
 
 
 def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
-    """Return the forward FLOPs of one token in all layers, by component; components without FLOPs are left out. The
-    token's query sees `pairs` keys, itself included; with 0 attention over keys is left out.
+    """Return the forward FLOPs of one token in all layers, by component; components without FLOPs are left out.
+
+    The token's query sees `pairs` keys, itself included; 0 leaves out attention over keys.
     """
-    found = {name: 2.0 * count for name, count in facts.multiplied_of.items() if count}
+    flops = {name: 2.0 * count for name, count in facts.multiplied_of.items() if count}
     seen = sum(each * (pairs if window is None else min(pairs, window)) for window, each in pair_flops(facts).items())
-    return found | ({SCORES: seen} if pairs else {})
+    return flops | ({SCORES: seen} if pairs else {})
 
 
 def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
@@ -56,17 +57,16 @@ class FlopCounter:
         return cls(sum(work.values()), pair_flops(facts), head)
 
     def forward(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
-        """Return the FLOPs of one forward pass over whole sequences, of which `head_tokens` (None: all) pass the output
-        head.
-        """
+        """Return the FLOPs of a forward pass over whole sequences; `head_tokens` (None: all) pass the output head."""
         tokens = sum(lengths)
         scores = sum(self._scores(0, length) for length in lengths)
         head = tokens if head_tokens is None else head_tokens
         return tokens * self.per_token + scores + head * self.per_head_token
 
     def unevenness(self, length: float, variance: float) -> float:
-        """Return the mean FLOPs that a sequence takes above those of the mean length: E[n^2] is mean^2 plus the
-        variance. Only attention pairs grow quadratically, and not those in a window shorter than the mean.
+        """Return by how many FLOPs the mean over sequences exceeds a sequence of the mean length.
+
+        E[n^2] is mean^2 plus the variance, and only attention grows quadratically, if no shorter window limits it.
         """
         grows = sum(each for window, each in self.per_pair.items() if window is None or length <= window)
         return variance / 2 * grows
@@ -91,9 +91,7 @@ class FlopCounter:
 
 
 def pairs_between(start: float, end: float, window: int | None = None) -> float:
-    """Count the (query, key) pairs of the queries at positions start..end-1. A query sees itself and earlier keys, at
-    most `window` of them.
-    """
+    """Count the pairs of queries at positions start..end-1 with the keys they see: at most the last `window` keys."""
     if window is None or end <= window:
         return (end * (end + 1) - start * (start + 1)) / 2
     full = max(0, end - max(start, window))

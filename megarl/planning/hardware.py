@@ -42,8 +42,7 @@ class Hardware:
 
     @property
     def pace(self) -> float:
-        """Share of a core that a process has. Fixed costs, such as the milliseconds per decoding step, are divided by
-        it, since processes take turns on a core."""
+        """Share of a core that a process has; fixed costs are divided by it, as processes take turns on a core."""
         return min(1.0, self.cores)
 
     @property
@@ -61,9 +60,7 @@ class Hardware:
         return (self.fp32_tflops if dtype == "fp32" else self.bf16_tflops) * 1e12
 
     def while_others_wait(self, stages: int) -> Hardware:
-        """Return the hardware for the case that one of `stages` stages works at a time: on shared cores it then has
-        more of them.
-        """
+        """Return the hardware as a stage sees it while it works alone among `stages`: it then has more shared cores."""
         more = min(1.0, self.cores * stages) / self.pace
         if more == 1.0:
             return self
@@ -108,9 +105,7 @@ KINDS: Mapping[str, Hardware] = {kind.name: kind for kind in _kinds()}
 
 
 def with_memory(gigabytes: float) -> Hardware:
-    """Return the kind of device with this memory (an H100 if several have it), or else an H100 with its memory
-    changed.
-    """
+    """Return the kind of device with this much memory; if there is none, or several, an H100 with this memory."""
     h100 = KINDS["h100"]
     if gigabytes == h100.memory_gb:
         return h100
@@ -119,15 +114,17 @@ def with_memory(gigabytes: float) -> Hardware:
 
 
 def read_hardware(text: str) -> tuple[Hardware, bool]:
-    """Return the hardware that `--hardware` names, and whether the name includes the number of devices. Raise
-    ConfigError for no such kind or file, or a file with other keys or values than `Hardware` has.
+    """Return the hardware that `--hardware` names, and whether the name includes the number of devices.
+
+    Raises:
+        ConfigError: there is no such kind or file, or a key or value of the file is invalid.
     """
-    found = _SPEC.fullmatch(text.lower())
-    if found is not None and found[1] in KINDS:
-        kind = KINDS[found[1]]
-        if found[2] is None:
+    spec = _SPEC.fullmatch(text.lower())
+    if spec is not None and spec[1] in KINDS:
+        kind = KINDS[spec[1]]
+        if spec[2] is None:
             return kind, False
-        per_node, nodes = int(found[2]), int(found[3])
+        per_node, nodes = int(spec[2]), int(spec[3])
         if not per_node or not nodes:
             raise ConfigError(
                 "numbers of machines and devices must be 1 or more", where=_WHERE, found=text, allowed="h100x8x4"
@@ -157,11 +154,11 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
 
 
 def _read_file(file: Path) -> Hardware:
-    """Return a kind from a file. Every key and value is checked. Raise ConfigError, which names the invalid key."""
+    """Read a kind of device from a YAML file, and check every key and value."""
     from megarl.config.yamlio import read_yaml
 
     values: dict[str, Any] = read_yaml(file).data
-    known = {one.name: one for one in fields(Hardware)}
+    known = {field.name: field for field in fields(Hardware)}
     for name, value in values.items():
         where = f"{file}: {name}"
         kind = choose(known, name, "hardware has no such key", where=str(file)).type
@@ -178,7 +175,7 @@ def _read_file(file: Path) -> Hardware:
         if not right:
             raise ConfigError("invalid value", where=where, found=value, allowed=allowed)
         values[name] = float(value) if kind == "float" else value
-    missing = [name for name, one in known.items() if one.default is MISSING and name not in values]
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
     if missing:
         raise ConfigError("keys are missing", where=str(file), found=list(values), allowed=missing, fix="add them")
     return Hardware(**values)
@@ -187,8 +184,12 @@ def _read_file(file: Path) -> Hardware:
 def this_cpu(
     processes: int, threads: int | None = None, rates: Sequence[float] | None = None, cores: int | None = None
 ) -> Hardware:
-    """Return this machine as hardware with one device per process, which has `threads` (None: an equal share of the
-    cores). The rates of a core are measured, which takes about a second, unless given.
+    """Return this machine as hardware with one device per process.
+
+    Args:
+        threads: threads of each process; None: an equal share of the cores.
+        rates: FLOP/s of a core in bf16 and fp32, and bytes copied per second; None: measure them in about a second.
+        cores: cores of the machine; None: those that this process may use.
     """
     from megarl.system.machine import available_cores, host_memory
 
@@ -212,8 +213,9 @@ def this_cpu(
 
 
 def typical_cpu(processes: int, threads: int | None = None, cores: int | None = None) -> Hardware:
-    """Return this machine as hardware with typical rates of its kind of processor; arguments are as in `this_cpu`.
-    Nothing is measured, so this takes no time and no torch; rates may be wrong by a factor of two.
+    """Return `this_cpu` with typical rates of its kind of processor, which may be wrong by a factor of two.
+
+    Nothing is measured, so this takes no time and needs no torch.
     """
     from megarl.system.machine import bf16_products, processor_flags
 
@@ -243,8 +245,8 @@ _COPIED = 1 << 26  # bytes, more than caches hold
 def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_SIZE) -> float:
     """Return the FLOP/s of the fastest product of two `size` x `size` matrices in `seconds` on this process's device.
 
-    Smaller matrices, a quarter of the size, are used if one product takes longer: a processor without instructions for
-    the dtype takes seconds for it, and is equally slow with small matrices.
+    Matrices of a quarter of the size are used if one product takes longer: a processor without instructions for the
+    dtype takes seconds for it, and is equally slow with small matrices.
     """
     import torch
 
@@ -273,8 +275,9 @@ def measure_memory() -> float:
 
 
 def best_seconds(call: Callable[[], object], seconds: float, repeats: int = 1) -> float:
-    """Return the least seconds of a call on this process's device, among calls made within `seconds`; the clock is read
-    after every `repeats` calls.
+    """Call repeatedly for `seconds` on this process's device, and return the seconds of the fastest call.
+
+    The clock is read after every `repeats` calls.
     """
     from megarl.system.device import synchronize
 
@@ -290,8 +293,9 @@ def best_seconds(call: Callable[[], object], seconds: float, repeats: int = 1) -
 
 
 def measure_cores() -> tuple[float, float, float]:
-    """Measure one core: FLOP/s in bf16 and in fp32, and bytes copied per second (read plus written). A single thread is
-    used: threads that wait for each other are many times slower when other programs use the cores.
+    """Measure one core: FLOP/s in bf16 and in fp32, and bytes copied per second (read plus written).
+
+    It uses one thread: threads that wait for each other are many times slower when other programs use the cores.
     """
     import torch
 

@@ -16,12 +16,14 @@ _NORMAL = NormalDist()
 
 
 def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
-    """Refuse an assumed mean above the longest response; a mean of 0 stands for none. Raise ConfigError, which names
-    the place `where` it was given, and what is `allowed`.
+    """Refuse an assumed mean above the longest response; a mean of 0 stands for none.
+
+    Raises:
+        ConfigError: names `where` the mean was given, and what is `allowed`.
     """
     if mean > longest:
-        what = "the mean response cannot be longer than the longest one"
-        raise ConfigError(what, where=where, found=f"{mean:g}", allowed=allowed)
+        problem = "the mean response cannot be longer than the longest one"
+        raise ConfigError(problem, where=where, found=f"{mean:g}", allowed=allowed)
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,14 @@ class Lengths:
 
     def sample(self, seed: tuple[int, ...], groups: int, samples: int) -> list[list[int]]:
         """Return the tokens of the samples of `groups` groups, determined by the seed."""
-        found = np.random.default_rng(seed).lognormal(self._mu, self.sigma, (groups, samples))
-        return np.clip(np.rint(found), 1, self.longest).astype(int).tolist()
+        lengths = np.random.default_rng(seed).lognormal(self._mu, self.sigma, (groups, samples))
+        return np.clip(np.rint(lengths), 1, self.longest).astype(int).tolist()
 
     @classmethod
     def of(cls, mean: float, longest_seen: float, samples: int, longest: int) -> Lengths:
-        """Return the lengths with this mean and this mean of the longest of `samples`. The largest of n log-normal
-        values is approximately where the distribution has e^-gamma / n above it.
+        """Return the distribution with this mean in which the longest of `samples` has a mean of `longest_seen` tokens.
+
+        The largest of n log-normal values is approximately where the distribution has e^-gamma / n above it.
         """
         z = _largest_of(samples)
         spread = math.log(max(1.0, longest_seen / mean))

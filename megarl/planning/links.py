@@ -35,9 +35,10 @@ class Links:
         return (self.given.node_hop_us if inside else self.given.hop_us) / 1e6 / self.hardware.pace
 
     def ring(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0, sums: bool = False) -> float:
-        """Return the seconds of ring collectives in which a rank sends `sent` bytes in total, in `steps` collectives of
-        size - 1 steps of the ring each. Ranks are `stride` apart; with `sums` the collectives sum rather than gather or
-        scatter; formula L1 of docs/planning.md.
+        """Return the seconds of `steps` ring collectives, in which a rank sends `sent` bytes in total.
+
+        Formula L1 of docs/planning.md. Each takes size - 1 steps of the ring between ranks that are `stride` apart;
+        with `sums` they sum rather than gather or scatter.
         """
         if size == 1:
             return 0.0
