@@ -89,7 +89,7 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
         for moment in device_memory(config, sizes, team, gpu=False, job=job).moments
     ]
     if staging and job in ("train", "sft"):
-        parts = learned_parts("actor", facts, parallel, actor.engine, config.model.dtype, dp, layout, config.model.lora)
+        parts = learned_parts(config, "actor", facts, parallel, dp, layout)
         moments.append(Moment("a checkpoint", (*(_times(ranks, part) for part in parts.values()), *staging)))
     return Memory(tuple(moments))
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from megarl.algorithms.divergences import chosen_divergence
 from megarl.algorithms.needs import distillation_fields
 from megarl.artifacts.facts import ModelFacts
-from megarl.config.model import LoraConfig, ParallelConfig
+from megarl.config.model import ParallelConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
-from megarl.config.training import EngineConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.planning.activations import Activations, Needed, Passes
@@ -144,8 +143,9 @@ def update_needs(
 
 
 def logit_copies(config: RunConfig) -> float:
-    """Return how many float32 copies of a chunk's logits exist at once in distillation from distributions. They are the
-    logits of both models, the terms of the divergence, and their gradients.
+    """Return how many float32 copies of a chunk's logits exist at once in distillation; 0 for one token's log-probs.
+
+    They are the logits of both models, the terms of the divergence, and their gradients.
     """
     fields, name = distillation_fields(config.algorithm), config.algorithm.distillation.estimator
     if "teacher_hidden" in fields:
@@ -156,8 +156,9 @@ def logit_copies(config: RunConfig) -> float:
 
 
 def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term]:
-    """Return the memory term of the teacher's hidden states of a step's samples in a rank's host memory; twice the size
-    on the teacher's ranks, which reorder them.
+    """Return the term for the teacher's hidden states of a step's samples in a rank's host memory.
+
+    The teacher's ranks hold them twice, because they reorder them.
     """
     if "teacher_hidden" not in distillation_fields(config.algorithm) or not {Role.TEACHER, Role.ACTOR} & {*team.roles}:
         return []
@@ -189,24 +190,23 @@ def _held_out(config: RunConfig) -> int | None:
 
 
 def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, SamplingConfig]]:
-    """Return (key of the number of prompts, samples of one call on a rank, certain samples, sampling) of `job`. For
-    held-out prompts only one sample is certain, since the size of their files is not known here.
+    """Return (key of the number of prompts, samples of one call on a rank, certain samples, sampling) of `job`.
+
+    Of held-out prompts only one is certain, since the size of their files is not known here.
     """
-    found = []
+    calls = []
     if job == "train":
         share = -(-config.data.batch_size * config.rollout.sampling.n // dp)
-        found.append(("data.batch_size", share, share, config.rollout.sampling))
+        calls.append(("data.batch_size", share, share, config.rollout.sampling))
     rows = _held_out(config) or (None if job == "train" else 1)
     if job != "sft" and config.data.held_out and rows:
         sampling = config.validation_sampling
-        found.append(("data.val_batch_size", -(-rows * sampling.n // dp), -(-sampling.n // dp), sampling))
-    return found
+        calls.append(("data.val_batch_size", -(-rows * sampling.n // dp), -(-sampling.n // dp), sampling))
+    return calls
 
 
 def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
-    """Return the tokens and log-probs of the samples of one generation call: full-length buffers, then the
-    responses.
-    """
+    """Return terms for the samples of one generation call: full-length buffers, then tokens and log-probs."""
     if not config.task.writes_text:
         return []
     certain = _TOKEN_CERTAIN if config.rollout.holds_model else 0.0
@@ -260,8 +260,10 @@ def beside_servers(moment: Moment) -> float:
 def device_memory(
     config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str = "train", room: GpuRoom | None = None
 ) -> Memory:
-    """Estimate what the fullest rank of a team holds on its device. The policy's sizes stand in for unknown ones;
-    without the device's memory `room`, the cache of a server on it is left out.
+    """Estimate what the fullest rank of a team holds on its device; the policy's sizes stand in for unknown ones.
+
+    Args:
+        room: the device's memory; None: unknown, so the cache of a server on the device is left out.
     """
     servers = _server_weights(config, sizes) if gpu and Role.ROLLOUT in team.roles else []
     shared = servers if config.rollout.colocated else []
@@ -342,7 +344,7 @@ def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job:
 
 
 def _known(sizes: Sizes, role: Role) -> ModelFacts:
-    """Return the sizes of a model, or the policy's if its own are not known."""
+    """Return the sizes of a role's model, or the policy's if they are not known."""
     facts = sizes.get(role) or sizes[Role.ACTOR]
     assert facts is not None, "the policy's sizes must be known"
     return facts
@@ -361,9 +363,7 @@ class _Models:
         for role in team.roles:
             name, facts, layout = role.value, self.facts[role.value], layout_key(config, role, team)
             if role in (Role.ACTOR, Role.CRITIC):
-                engine = (config.actor if role is Role.ACTOR else config.critic).engine
-                lora = config.model.lora
-                self.state[name] = learned_parts(name, facts, team.parallel, engine, dtype, dp, layout, lora)
+                self.state[name] = learned_parts(config, name, facts, team.parallel, dp, layout)
                 if role is Role.ACTOR and "teacher_hidden" in distillation_fields(config.algorithm):
                     size = BYTES[dtype] * facts.vocab * _known(sizes, Role.TEACHER).hidden / team.parallel.tp
                     self._always.append(term("the teacher's output embedding (last stage)", size, layout))
@@ -373,9 +373,9 @@ class _Models:
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 size = parameter_bytes(facts, team.parallel, dtype, value_head=role is Role.REWARD_MODEL)
                 if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
-                    one = config.actor.engine.offload and gpu  # one model at a time is on the device
-                    what += f" (the largest of {several})" if one else f" ({several}, all as large as the largest)"
-                    size *= 1 if one else several
+                    in_turn = config.actor.engine.offload and gpu  # one model at a time is on the device
+                    what += f" (the largest of {several})" if in_turn else f" ({several}, all as large as the largest)"
+                    size *= 1 if in_turn else several
                 self.state[name] = {PARAMETERS: term(what, size, layout)}
             elif Role.ACTOR not in team.roles and config.rollout.holds_model:
                 size = parameter_bytes(facts, team.parallel, dtype)
@@ -406,9 +406,8 @@ class _Models:
         )
 
     def when_servers_start(self, job: str) -> float:
-        """Return the bytes on the device when servers start. Optimizer state that stays there has no Adam moments
-        before the first step.
-        """
+        """Return the bytes on the device when servers start: optimizer state has no Adam moments before the first
+        step."""
         if job in ("eval", "generate"):
             return self.state[ACTOR][PARAMETERS].bytes
         learners = [role for role in (ACTOR, CRITIC) if role in self.state and not self._offloads[role]]
@@ -417,19 +416,11 @@ class _Models:
 
 
 def learned_parts(
-    role: str,
-    facts: ModelFacts,
-    parallel: ParallelConfig,
-    engine: EngineConfig,
-    dtype: str,
-    dp: int,
-    layout: str,
-    lora: LoraConfig | None = None,
+    config: RunConfig, role: str, facts: ModelFacts, parallel: ParallelConfig, dp: int, layout: str
 ) -> dict[str, Term]:
-    """Return the parameters, gradients and optimizer state of a trained model. `layout` is the recipe key of its
-    layout.
-    """
-    state = state_bytes(facts, parallel, engine, dtype, dp, value_head=role == CRITIC, lora=lora)
+    """Return terms for parameters, gradients and optimizer state of `role`; `layout`: recipe key of its layout."""
+    engine, model = getattr(config, role).engine, config.model
+    state = state_bytes(facts, parallel, engine, model.dtype, dp, value_head=role == CRITIC, lora=model.lora)
     return {name: term(f"{role} {name}", size, f"the model's size, {layout}") for name, size in state.items()}
 
 
@@ -451,8 +442,7 @@ def _learning_terms(
         counted = sequence + most * patch_tokens(facts, parallel, engine, learns=True)
         sequences = min(passes.tokens * parallel.cp / sequence, max(1.0, engine.micro_batch_tokens // counted))
         recompute = engine.recompute == "full"
-        # number of micro-batches that the first stage holds, which has the encoder
-        flying = min(parallel.pp, passes.count)
+        flying = min(parallel.pp, passes.count)  # micro-batches that the first stage holds, which has the encoder
         size = flying * sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)
         keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute, data.max_pixels, data.limit_images"
         # Prompts have fewer patches than the limit, and samples of a group share theirs.

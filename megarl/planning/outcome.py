@@ -98,12 +98,12 @@ class StepPlan:
     @property
     def taken(self) -> float:
         """The bytes that the fullest device takes, as a dry run shows them (formula M1 of docs/planning.md)."""
-        return max(one.taken for one in self.filled)
+        return max(device.taken for device in self.filled)
 
     @property
     def fullest(self) -> Filled:
         """The device with the most bytes (formula M1 of docs/planning.md)."""
-        return max(self.filled, key=lambda one: one.bytes)
+        return max(self.filled, key=lambda device: device.bytes)
 
 
 @dataclass(frozen=True)

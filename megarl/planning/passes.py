@@ -113,8 +113,9 @@ class ModelPass:
         return BYTES[self.dtype]
 
     def micro_batches(self, share: Share) -> int:
-        """Return the micro-batches of a replica's samples: whole samples up to the token budget, at least one each.
-        Formula T8 of docs/planning.md. A prompt's samples count its images once if they are in the same micro-batch.
+        """Return the number of micro-batches of a replica's samples (formula T8 of docs/planning.md).
+
+        A micro-batch has whole samples up to the token budget, at least one, and counts a prompt's images once.
         """
         budget, images = self.engine.micro_batch_tokens, 0.0
         if share.patches:
@@ -139,26 +140,29 @@ class ModelPass:
 
     def _passes(self, share: Share, *, train: bool) -> list[Cost]:
         count = self.micro_batches(share)
-        one = replace(share, samples=share.samples / count)
-        parts = [part for part in self._micro_batch(one, train=train) if part.seconds]
-        found = [part.times(count) for part in parts]
+        micro = replace(share, samples=share.samples / count)
+        parts = [part for part in self._micro_batch(micro, train=train) if part.seconds]
+        costs = [part.times(count) for part in parts]
         waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
         if waits:
             # If processes take turns on a core, a waiting process leaves the core to the others.
             hardware = self.hardware.while_others_wait(self.parallel.pp)
             if hardware is not self.hardware:
-                parts = replace(self, hardware=hardware)._micro_batch(one, train=train)
-            found.append(Cost("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts)))
-        return found
+                parts = replace(self, hardware=hardware)._micro_batch(micro, train=train)
+            costs.append(Cost("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts)))
+        return costs
 
     def _micro_batch(self, share: Share, *, train: bool) -> list[Cost]:
         """Return the costs of the fullest stage, which is the last one: its layers and the head."""
         again = train and self.engine.recompute == "full"
         passes = 3 + again if train else 1
+        facts, given = self.facts, self.given
+        fixed_ms = facts.layers * given.layer_ms + facts.copies["router"] * given.experts_ms
+        fixed = fixed_ms / self.parallel.pp / 1e3 / self.hardware.pace
         return [
             *self._products(share, passes, train=train),
             Cost("T2", "element-wise work", self._elementwise(share, passes)),
-            Cost("T3", "fixed time of layers", passes * self._fixed()),
+            Cost("T3", "fixed time of layers", passes * fixed),
             self._tensor(share, passes, train=train),
             self._context(share, passes, train=train),
             *self._experts(share, 1 + again, train=train),
@@ -171,8 +175,9 @@ class ModelPass:
         return "tower" not in self.facts.frozen
 
     def _encoder(self, share: Share, passes: float, *, train: bool) -> float:
-        """Return the seconds of the encoder, which each tensor-parallel rank computes whole. With pipeline stages, only
-        the seconds by which the first stage (with the encoder) exceeds the last one (with the head).
+        """Return the seconds of the vision encoder, which each tensor-parallel rank computes whole.
+
+        With pipeline stages, only those by which the first stage (with the encoder) exceeds the last (with the head).
         """
         encoder, given, peak = self.facts.encoder, self.given, self.hardware.peak(self.dtype)
         if encoder is None or not share.patches:
@@ -184,7 +189,11 @@ class ModelPass:
         elements = images * share.patches * patch_bytes(encoder, 1, recompute=False)
         seconds += times / 3 * elements * self._each_element
         seconds += times * encoder.blocks * given.layer_ms / 1e3 / self.hardware.pace
-        return seconds if self.parallel.pp == 1 else max(0.0, seconds - self._head_seconds(share, train=train))
+        if self.parallel.pp == 1:
+            return seconds
+        ranks = self.parallel.tp * self.parallel.cp
+        rate = peak * given.gemm_share * self._filled(share.tokens / self.parallel.cp)
+        return max(0.0, seconds - self._head_work(share, train=train) / ranks / rate)
 
     def _head_work(self, share: Share, *, train: bool) -> float:
         """Return the FLOPs of the head, over all ranks that share it."""
@@ -194,10 +203,6 @@ class ModelPass:
         chunks = tokens / self.parallel.cp > self.engine.logits_chunk_tokens and not self.value_head
         return (3 - self._frozen(train) + chunks if train else 1) * tokens * each
 
-    def _head_seconds(self, share: Share, *, train: bool) -> float:
-        rate = self.hardware.peak(self.dtype) * self.given.gemm_share * self._filled(share.tokens / self.parallel.cp)
-        return self._head_work(share, train=train) / (self.parallel.tp * self.parallel.cp) / rate
-
     def _frozen(self, train: bool) -> int:
         """Return how many matrix products of an update are not needed for weights without a gradient."""
         return 1 if train and (self.lora is not None or "language_model" in self.facts.frozen) else 0
@@ -206,20 +211,24 @@ class ModelPass:
         facts, parallel, given = self.facts, self.parallel, self.given
         ranks = parallel.tp * parallel.cp
         peak = self.hardware.peak(self.dtype)
-        tokens, scores = share.tokens, self._scores(share)
+        tokens = share.tokens
+        # attention over keys and values in all layers
+        pairs = self._counter.forward([share.length], head_tokens=0)
+        pairs += self._counter.unevenness(share.length, share.variance)
+        scores = share.samples * (pairs - share.length * self._counter.per_token) * self._pairs
         frozen = self._frozen(train)
         linear = tokens * (self._counter.per_token - self._expert_flops) / parallel.pp
         once = scores / parallel.pp if train and self.engine.recompute == "selective" else 0.0
         rows = tokens / parallel.cp
         work = (passes - frozen) * linear + passes * scores / parallel.pp + self._adapters(tokens) * passes
         work += self._head_work(share, train=train) + once
-        found = [Cost("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
+        costs = [Cost("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
         if self._expert_flops:
             rows *= facts.experts_per_token * parallel.ep * parallel.expert_tp / (parallel.tp * facts.experts)
             work = (passes - frozen) * tokens * self._expert_flops / parallel.pp / ranks
             rate = peak * given.expert_share * self._filled(rows)
-            found.append(Cost("T1", "experts' matrix products", work / rate))
-        return found
+            costs.append(Cost("T1", "experts' matrix products", work / rate))
+        return costs
 
     def _adapters(self, tokens: float) -> float:
         if self.lora is None:
@@ -227,12 +236,6 @@ class ModelPass:
         dense, expert = adapter_parameters(self.facts, ParallelConfig(), self.lora)
         active = expert / self.facts.experts * self.facts.experts_per_token if expert else 0.0
         return 2 * tokens * (dense + active) / self.parallel.pp
-
-    def _scores(self, share: Share) -> float:
-        """Return the FLOPs of attention over keys and values in all layers for `share`, the samples of a replica."""
-        whole = self._counter.forward([share.length], head_tokens=0)
-        whole += self._counter.unevenness(share.length, share.variance)
-        return share.samples * (whole - share.length * self._counter.per_token) * self._pairs
 
     def _filled(self, rows: float) -> float:
         """Return the share of the rate of large products that a product of `rows` rows reaches."""
@@ -249,9 +252,8 @@ class ModelPass:
         elements *= facts.layers / parallel.pp
         if not self.value_head:
             logits = share.samples * share.response * facts.vocab / (parallel.tp * parallel.cp)
-            elements += (
-                self.given.logit_elements * logits * (3 if passes > 1 else 1) / passes
-            )  # for recompute=full there is nothing to add
+            # Recomputed layers do not compute logits again.
+            elements += self.given.logit_elements * logits * (3 if passes > 1 else 1) / passes
         return elements * passes / 3 * self._each_element
 
     @property
@@ -260,19 +262,12 @@ class ModelPass:
         moved = self.given.element_bytes / (self.hardware.memory_tb_s * 1e12 * self.given.memory_share)
         return max(moved, self.given.element_flops / self.hardware.peak("fp32"))
 
-    def _fixed(self) -> float:
-        facts, parallel = self.facts, self.parallel
-        mixed = facts.layers - facts.dense_layers if facts.is_moe else 0
-        milliseconds = facts.layers * self.given.layer_ms + mixed * self.given.experts_ms
-        return milliseconds / parallel.pp / 1e3 / self.hardware.pace
-
     def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
         """Return the cost of two all-reduces per layer and direction, or with sp as many gathers and scatters."""
         facts, parallel = self.facts, self.parallel
         tp = parallel.tp
         whole = share.tokens / parallel.cp * facts.hidden * self._element
-        # those of experts are in T6
-        sums = 2 * facts.layers - (facts.layers - facts.dense_layers if facts.is_moe else 0)
+        sums = 2 * facts.layers - facts.copies["router"]  # the sums of experts are in T6
         # One each in forward and backward; recomputation adds a forward; with sp a backward pass gathers its input
         # again.
         times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)
@@ -291,14 +286,14 @@ class ModelPass:
         return Cost("T5", "context parallel", seconds, sent)
 
     def _experts(self, share: Share, forwards: int, *, train: bool) -> list[Cost]:
-        """Return the costs of sending tokens to experts and back; with etp an expert's ranks gather them and scatter
-        the sums. The numbers of tokens are sent first, and the router's weights, which have a gradient, with the
-        tokens.
+        """Return the costs of sending tokens to experts and back; with etp an expert's ranks gather and scatter them.
+
+        The numbers of tokens are sent first; the router's weights, which have a gradient, are sent with the tokens.
         """
         facts, parallel = self.facts, self.parallel
         if not facts.is_moe:
             return []
-        ep, etp, layers = parallel.ep, parallel.expert_tp, (facts.layers - facts.dense_layers) / parallel.pp
+        ep, etp, layers = parallel.ep, parallel.expert_tp, facts.copies["router"] / parallel.pp
         times = forwards + train
         routed = share.tokens / (parallel.cp * parallel.tp) * facts.experts_per_token * facts.hidden * self._element
         sent = times * layers * 2 * routed * (ep - 1) / ep
@@ -334,13 +329,10 @@ class ModelPass:
         groups = [(dense, self.replicas * parallel.cp, parallel.tp)]
         if expert:
             groups.append((expert, max(1, self.devices // (experts * parallel.pp)), experts))
-        sent = sum(held * each * (size - 1) / size for held, size, _ in groups)
-        seconds = sum(
-            self._links.ring(
-                held * each * (size - 1) / size, size, stride, steps=2, sums=not engine.distributed_optimizer
-            )
-            for held, size, stride in groups
-        )
+        parts = [(numbers * each * (size - 1) / size, size, stride) for numbers, size, stride in groups]
+        sent = sum(part for part, _, _ in parts)
+        sums = not engine.distributed_optimizer
+        seconds = sum(self._links.ring(part, size, stride, steps=2, sums=sums) for part, size, stride in parts)
         what = "reduction of gradients"
         if engine.overlap_grad_reduce and seconds:
             # The backward pass, if there is one, hides part of the scatter; the gather follows the update.

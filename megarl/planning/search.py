@@ -16,7 +16,7 @@ from functools import cached_property
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.dag.placement import Placement, place, roles_of
+from megarl.dag.placement import place, roles_of
 from megarl.dag.stage import Role
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.candidates import RECOMPUTE, Choice, Space, Spread
@@ -84,8 +84,10 @@ class Search:
         self._only_samples = False  # whether some choice only lacked room for samples in servers
 
     def run(self, top: int = 10) -> SearchResult:
-        """Return the fastest choices that fit, at most one per placement and layout. Raise ConfigError if no layout
-        divides the recipe, or none fits into memory.
+        """Return the `top` fastest choices that fit, at most one per placement and layout.
+
+        Raises:
+            ConfigError: no layout divides the recipe, or none fits into memory.
         """
         best: list[_Timed] = []
         compared = without_room = 0
@@ -96,18 +98,18 @@ class Search:
                 bound = best[-1].step_s if len(best) == top else math.inf
                 if floors[spread] >= bound:
                     continue
-                found = self._fastest(spread, parallel, bound)
-                if found is None:
+                fastest = self._fastest(spread, parallel, bound)
+                if fastest is None:
                     without_room += 1
-                elif found.step_s < bound:
-                    bisect.insort(best, found, key=lambda one: one.step_s)
+                elif fastest.step_s < bound:
+                    bisect.insort(best, fastest, key=lambda timed: timed.step_s)
                     del best[top:]
         if not compared:
             raise self._undivided()
         if not best:
             raise self._without_room(compared)
-        made = tuple(FoundPlan(one.choice, one.formulas.config, one.formulas.plan()) for one in best)
-        return SearchResult(made, compared, without_room)
+        plans = tuple(FoundPlan(timed.choice, timed.formulas.config, timed.formulas.plan()) for timed in best)
+        return SearchResult(plans, compared, without_room)
 
     def floor(self, spread: Spread) -> float:
         """Return a lower bound on the step seconds of all layouts of a placement (formula S4 of docs/planning.md).
@@ -135,21 +137,22 @@ class Search:
         return 3 * config.actor.ppo_epochs * work.number * once
 
     def _fastest(self, spread: Spread, parallel: ParallelConfig, bound: float) -> _Timed | None:
-        """Return the fastest choice of a placement and layout that fits; choices that are no faster than `bound` may be
-        skipped. More recomputation takes longer, so it is considered only if less does not fit.
+        """Return the fastest choice of a placement and layout that fits, or one that takes `bound` seconds or longer.
+
+        More recomputation takes longer, so it is tried only if less does not fit.
         """
         if not self._state_fits(spread, parallel):
             return None
-        waiting = [(one.step_s, number, one) for number, one in enumerate(self._timed(spread, parallel))]
+        waiting = [(timed.step_s, number, timed) for number, timed in enumerate(self._timed(spread, parallel))]
         heapq.heapify(waiting)
         number = len(waiting)
         while waiting:
-            _, _, one = heapq.heappop(waiting)
-            if one.step_s >= bound or self._fits(one.choice, one.formulas):
-                return one
-            after = RECOMPUTE.index(one.choice.recompute) + 1
+            _, _, timed = heapq.heappop(waiting)
+            if timed.step_s >= bound or self._fits(timed.choice, timed.formulas):
+                return timed
+            after = RECOMPUTE.index(timed.choice.recompute) + 1
             if after < len(RECOMPUTE):
-                more = self._retimed(replace(one.choice, recompute=RECOMPUTE[after]), one.formulas)
+                more = self._retimed(replace(timed.choice, recompute=RECOMPUTE[after]), timed.formulas)
                 number += 1
                 heapq.heappush(waiting, (more.step_s, number, more))
         return None
@@ -160,9 +163,7 @@ class Search:
         return _Timed(other.step_seconds(), choice, other)
 
     def _state_fits(self, spread: Spread, parallel: ParallelConfig) -> bool:
-        """Return whether the actor's parameters, gradients and optimizer state fit; every choice has them on the device
-        together.
-        """
+        """Return whether the actor's parameters, gradients and optimizer state fit together, as every choice needs."""
         replicas = spread.trainers() // parallel.model_parallel_size
         engine, dtype = self._config.actor.engine, self._config.model.dtype
         lora = self._config.model.lora
@@ -182,7 +183,16 @@ class Search:
             choice = Choice(spread, parallel, tokens, RECOMPUTE[0], offload)
             if first is None:
                 config = choice.apply(self._config, self._hardware, self.space.trains)
-                first = self._formulas(config, place(self._graph, config))
+                first = StepFormulas(
+                    config,
+                    self._graph,
+                    place(self._graph, config),
+                    self._sizes,
+                    self._hardware,
+                    self._given,
+                    memo=self._memo,
+                    caches=self._caches,
+                )
                 first.step_seconds()  # compute what all choices share once
             if offload not in fractions:
                 again = first.again(choice.apply_engine(first.config, self.space.trains))
@@ -192,33 +202,27 @@ class Search:
             if fractions[offload] != 0:
                 yield self._retimed(replace(choice, memory_fraction=fractions[offload]), first)
 
-    def _formulas(self, config: RunConfig, placement: Placement) -> StepFormulas:
-        known = (self._memo, self._caches)
-        return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, *known)
-
     def _fraction(self, formulas: StepFormulas) -> float | None:
-        """Return `memory_fraction` for servers on the trainer's devices, from the memory that other parts leave in
-        generation. None: servers do not share devices. 0: there is no room for weights and the cache of one sample.
+        """Return `memory_fraction` for servers on the trainer's devices, from the memory that generation leaves them.
+
+        None: servers do not share devices. 0: there is no room for weights and the cache of one sample.
         """
         if not formulas.config.rollout.colocated:
             return None
         team = next(team for team in formulas.placement.teams if Role.ROLLOUT in team.roles)
         memory = formulas.memory[team.name]
-        moment, free = next(one for one in memory.moments if one.name == "generation"), memory.free
+        generation, free = next(moment for moment in memory.moments if moment.name == "generation"), memory.free
         if free <= 0:
             return 0.0
-        share = (self.limit - beside_servers(moment)) / free
+        share = (self.limit - beside_servers(generation)) / free
         fraction = min(_MOST, math.floor(share * _FRACTIONS) / _FRACTIONS)
-        return fraction if fraction * free >= formulas.server_weights + self._sample(formulas) else 0.0
-
-    def _sample(self, formulas: StepFormulas) -> float:
-        """Return the bytes of keys and values of the longest sample on a rank of a server."""
-        config, decoder = formulas.config, formulas.decoder
+        config = formulas.config
         longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
-        return decoder.key_bytes * longest
+        needed = formulas.server_weights + formulas.decoder.key_bytes * longest
+        return fraction if fraction * free >= needed else 0.0
 
     def _fits(self, choice: Choice, formulas: StepFormulas) -> bool:
-        fullest = max(formulas.filled(), key=lambda one: one.bytes)
+        fullest = max(formulas.filled(), key=lambda device: device.bytes)
         if fullest.bytes > self.limit:
             self._note(choice, formulas)
             return False
@@ -226,8 +230,8 @@ class Search:
         return formulas.room.fits
 
     def _note(self, choice: Choice, formulas: StepFormulas) -> None:
-        """Remember the choice that came nearest to fitting; if its state fits, only the rest counts."""
-        fullest = max(formulas.filled(), key=lambda one: one.bytes)
+        """Remember the choice that came nearest to fitting; one whose state fits comes before all others."""
+        fullest = max(formulas.filled(), key=lambda device: device.bytes)
         if self._nearest is None or self._nearest[2] is None or fullest.bytes < self._nearest[0]:
             self._nearest = (fullest.bytes, choice, fullest)
 
@@ -237,12 +241,12 @@ class Search:
         config, hardware = self._config, self._hardware
         minis = {"data.batch_size": config.data.batch_size, "actor.mini_batch_size": config.actor.mini_batch_size}
         minis |= {"sft.batch_size": config.sft.batch_size if config.sft.steps else None}
-        said = ", ".join(f"{key}={size}" for key, size in minis.items() if size)
+        batches = ", ".join(f"{key}={size}" for key, size in minis.items() if size)
         return ConfigError(
             "no layout divides the devices, the model and the batches",
             where="--search",
             found=f"{hardware.describe()}: {hardware.devices} devices; {self._facts.layers} layers, "
-            f"{self._facts.heads} heads, {self._facts.kv_heads} key/value heads; {said}",
+            f"{self._facts.heads} heads, {self._facts.kv_heads} key/value heads; {batches}",
             allowed="replicas of tp * pp * cp devices, whose number divides all batches",
             fix="change the batch sizes, or the number of devices",
         )
@@ -258,16 +262,18 @@ class Search:
         assert self._nearest is not None, "a choice that does not fit was noted"
         size, choice, fullest = self._nearest
         if fullest is None:
-            what = "parameters, gradients and optimizer state of the actor"
+            parts = "parameters, gradients and optimizer state of the actor"
             keys = "more devices, or ones with more memory"
         else:
             largest = sorted(fullest.moment.terms, key=lambda part: -part.bytes)[:3]
-            what = f"{fullest.moment.name}: " + ", ".join(f"{one.what} {one.bytes / 1e9:,.1f} GB" for one in largest)
-            keys = "; ".join(dict.fromkeys(one.keys for one in largest)) + "; or more devices"
+            parts = f"{fullest.moment.name}: " + ", ".join(
+                f"{part.what} {part.bytes / 1e9:,.1f} GB" for part in largest
+            )
+            keys = "; ".join(dict.fromkeys(part.keys for part in largest)) + "; or more devices"
         parallel = describe_layout(choice.parallel, choice.spread.trainers())
         return ConfigError(
             f"none of {compared} layouts fits into memory; the nearest ({parallel}, {choice.spread.describe()}) needs "
-            f"{size / 1e9:,.1f} GB: {what}",
+            f"{size / 1e9:,.1f} GB: {parts}",
             where="--search",
             found=f"{size / 1e9:,.1f} GB",
             allowed=f"{self.limit / 1e9:,.1f} GB: usable_memory {self._given.usable_memory:g} of "
@@ -280,5 +286,5 @@ def describe_layout(parallel: ParallelConfig, devices: int) -> str:
     """Return a short text of a layout, without sizes of 1."""
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp, "ep": parallel.ep}
     sizes |= {"etp": parallel.etp, "dp": devices // parallel.model_parallel_size}
-    said = " ".join(f"{name}{size}" for name, size in sizes.items() if size not in (None, 1) or name == "dp")
-    return f"{said} sp" if parallel.sp else said
+    text = " ".join(f"{name}{size}" for name, size in sizes.items() if size not in (None, 1) or name == "dp")
+    return f"{text} sp" if parallel.sp else text

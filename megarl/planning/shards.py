@@ -29,11 +29,9 @@ Sizes = Mapping[Role, ModelFacts | None]
 
 
 def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
-    """Return the recipe key of the layout of a role's model. In a job without a task graph the actor's layout holds for
-    all roles.
-    """
-    own = bool(team.nodes) and getattr(config, role.value).parallel is not None
-    return f"{role.value if own else 'actor'}.parallel"
+    """Return the recipe key of a role's layout; in a job without a task graph all roles have the actor's layout."""
+    has_layout = bool(team.nodes) and getattr(config, role.value).parallel is not None
+    return f"{role.value if has_layout else 'actor'}.parallel"
 
 
 def stage_parameters(
@@ -77,7 +75,7 @@ def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:
 def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
     """Return a rank's elements of each part of the model, per layer and per expert, cached for the search."""
     size = facts.dimensions
-    found: dict[Part, int] = dict.fromkeys(("embedding", "layer", "dense", "moe", "expert", "final"), 0)
+    counts: dict[Part, int] = dict.fromkeys(("embedding", "layer", "dense", "moe", "expert", "final"), 0)
     for rule in ARCHITECTURES[facts.model_type].tensors:
         ways = expert_tp if rule.part == "expert" else tp
         for source in rule.sources:
@@ -87,8 +85,8 @@ def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
                 count = -(-rows // ways) * math.prod(rest)
             elif rule.split != "copy":
                 count //= ways
-            found[rule.part] += count
-    return found
+            counts[rule.part] += count
+    return counts
 
 
 def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig) -> tuple[float, float]:
@@ -100,21 +98,19 @@ def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraCo
         "dense": facts.copies["mlp"] / facts.layers,
         "expert": facts.experts / parallel.ep * sparse if sparse else 0.0,
     }
-    found = {"layer": 0.0, "dense": 0.0, "expert": 0.0}
+    counts = dict.fromkeys(per_layer, 0.0)
     for rule in adapter_rules(ARCHITECTURES[facts.model_type].tensors, lora.targets):
         whole = sum(math.prod(size[dimension] for dimension in source.shape) for source in rule.sources)
         split = parallel.expert_tp if rule.part == "expert" else parallel.tp
-        found[rule.part] += whole / (1 if rule.split == "stack" else split) * per_layer[rule.part]
+        counts[rule.part] += whole / (1 if rule.split == "stack" else split) * per_layer[rule.part]
     share = facts.layers / parallel.pp
-    return (found["layer"] + found["dense"]) * share, found["expert"] * share
+    return (counts["layer"] + counts["dense"]) * share, counts["expert"] * share
 
 
 def trained_parameters(
     facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig | None, *, value_head: bool = False
 ) -> tuple[float, float]:
-    """Return the (dense, expert) parameters of the fullest rank that have gradients; with adapters only these and a
-    value head.
-    """
+    """Return the fullest rank's (dense, expert) parameters with gradients: all, or adapters and a value head."""
     if lora is None:
         return stage_parameters(facts, parallel, value_head=value_head, trained=True)
     dense, expert = adapter_parameters(facts, parallel, lora)
@@ -135,8 +131,10 @@ def owned_parameters(
     value_head: bool = False,
     lora: LoraConfig | None = None,
 ) -> float:
-    """Return how many parameters the fullest rank has optimizer state of; the distributed optimizer divides them. Dense
-    parameters are divided among the dp * cp ranks that have the same ones; experts among fewer.
+    """Return the number of parameters of which the fullest rank has optimizer state.
+
+    The distributed optimizer divides dense parameters among the dp * cp ranks that have the same ones, and experts
+    among fewer.
     """
     dense, expert = trained_parameters(facts, parallel, lora, value_head=value_head)
     if not engine.distributed_optimizer:
@@ -157,11 +155,11 @@ def state_bytes(
     lora: LoraConfig | None = None,
 ) -> dict[str, float]:
     """Return the bytes of parameters, gradients (fp32) and optimizer state (moments, and masters below bf16)."""
-    held = sum(stage_parameters(facts, parallel, value_head=value_head))
+    model = sum(stage_parameters(facts, parallel, value_head=value_head))
     trained = sum(trained_parameters(facts, parallel, lora, value_head=value_head))
     owned = owned_parameters(facts, parallel, engine, dp, value_head=value_head, lora=lora)
     return {
-        "parameters": (held + (0 if lora is None else sum(adapter_parameters(facts, parallel, lora)))) * BYTES[dtype],
+        "parameters": (model + (0 if lora is None else sum(adapter_parameters(facts, parallel, lora)))) * BYTES[dtype],
         "gradients": trained * GRADIENT,
         "optimizer": owned * step_bytes(engine, dtype),
     }
@@ -174,7 +172,7 @@ def step_bytes(engine: EngineConfig, dtype: str) -> int:
 
 def checkpoint_bytes(facts: ModelFacts, dtype: str, lora: LoraConfig | None = None) -> float:
     """Return the bytes of a trained model's checkpoint: parameters, or adapters, and optimizer state."""
-    held, trained = float(facts.parameters), float(facts.trained_parameters)
+    saved, trained = float(facts.parameters), float(facts.trained_parameters)
     if lora is not None:
-        held = trained = sum(adapter_parameters(facts, ParallelConfig(), lora))
-    return held * BYTES[dtype] + trained * (MOMENT_BYTES + MASTER_BYTES[dtype])
+        saved = trained = sum(adapter_parameters(facts, ParallelConfig(), lora))
+    return saved * BYTES[dtype] + trained * (MOMENT_BYTES + MASTER_BYTES[dtype])

@@ -1,6 +1,7 @@
 """One step of a recipe in closed form: seconds by phase, tokens per second, memory, weight updates.
 
-`megarl plan` shows the result of `plan_step`, and its search ranks by it.
+`megarl plan` shows the result of `plan_step`, and its search ranks by it. Formulas such as S1 are those of
+docs/planning.md.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ _KEPT = (
 
 
 def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | None]:
-    """Return the sizes of the models in a graph; None: not known here. Raise ConfigError if the policy's sizes are not
-    known here.
+    """Return the sizes of the models in a graph, by role; None: they are not known on this machine.
+
+    Raises:
+        ConfigError: the policy's sizes are not known.
     """
     facts = known_facts(config.model, "download the model first, or describe it by model.hf_config")
     sizes: dict[Role, ModelFacts | None] = {Role.ACTOR: facts, Role.ROLLOUT: facts}
@@ -51,7 +54,7 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
             path = getattr(config, role.value).path
             paths = list(config.teacher.paths.values()) if role is Role.TEACHER else [path] if path else []
             known = [model_facts(ModelConfig(path=path, freeze=config.model.freeze)) for path in paths]
-            sizes[role] = max(filter(None, known or [facts]), key=lambda one: one.parameters, default=None)
+            sizes[role] = max(filter(None, known or [facts]), key=lambda facts: facts.parameters, default=None)
     return sizes
 
 
@@ -62,9 +65,7 @@ def server_devices(config: RunConfig) -> int:
 
 
 def occupied(config: RunConfig, placement: Placement) -> int:
-    """Return the number of devices that a run occupies: workers, and servers' own devices except those lent by
-    workers.
-    """
+    """Return the number of devices of a run: those of workers, and those of servers that no worker lends."""
     workers, servers = sum(team.devices for team in placement.teams), config.rollout.servers
     if servers is None:
         return workers
@@ -158,14 +159,14 @@ class StepFormulas:
         token = decoder.key_bytes / decoder.pp
         servers = self.config.rollout.servers
         if servers is None:
-            return self._own_room(token)
-        weights = self.server_weights
-        tokens = min(self._cache_of_servers() / token, servers.max_total_tokens or float("inf"))
+            return self._embedded_room(token)
+        tokens = min(self._server_cache() / token, servers.max_total_tokens or float("inf"))
         sample = work.prompt + work.lengths.expected
         fitting = int(tokens / sample)
         slots = float(max(1, min(servers.max_concurrency or fitting, fitting)))
         sure = servers.memory_fraction is not None and not servers.extra_args
-        return ServerRoom(servers.count, servers.ranks, weights, tokens * token, tokens, slots, self._longest, sure)
+        size = tokens * token
+        return ServerRoom(servers.count, servers.ranks, self.server_weights, size, tokens, slots, self._longest, sure)
 
     @cached_property
     def _spread(self) -> tuple[object, ...]:
@@ -173,22 +174,19 @@ class StepFormulas:
         teams = ((team.name, repr(team.parallel), team.devices) for team in self.placement.teams)
         return (servers.tp_size, servers.ep_size, servers.colocated, *teams)
 
-    def _cache_of_servers(self) -> float:
-        """Return a server device's bytes for keys and values; plans that differ only in the memory of an update share
-        them."""
-        offloads = (self.config.actor.engine.offload, self.config.critic.engine.offload)
-        key = (*self._spread, *offloads, self.config.rollout.sglang.memory_fraction)
-        if key not in self.caches:
-            self.caches[key] = self._find_cache()
-        return self.caches[key]
+    def _server_cache(self) -> float:
+        """Return a server device's bytes for keys and values; plans that differ only in an update's memory share them.
 
-    def _find_cache(self) -> float:
-        """Return a server device's bytes for keys and values: those that the memory plan leaves to servers that the run
-        starts, else those of servers that already run on other devices."""
-        moments = [one for team in self.placement.teams for one in self.memory[team.name].moments]
-        found = [part.bytes for moment in moments for part in moment.terms if part.what == SERVER_CACHE]
-        share = self.config.rollout.sglang.memory_fraction or self.given.server_memory
-        return max(found) if found else max(0.0, share * self.hardware.memory_gb * 1e9 - self.server_weights)
+        The memory plan has those of servers that the run starts, not of servers that already run on other devices.
+        """
+        fraction = self.config.rollout.sglang.memory_fraction
+        key = (*self._spread, self.config.actor.engine.offload, self.config.critic.engine.offload, fraction)
+        if key not in self.caches:
+            moments = [moment for team in self.placement.teams for moment in self.memory[team.name].moments]
+            planned = [part.bytes for moment in moments for part in moment.terms if part.what == SERVER_CACHE]
+            size = (fraction or self.given.server_memory) * self.hardware.memory_gb * 1e9 - self.server_weights
+            self.caches[key] = max(planned) if planned else max(0.0, size)
+        return self.caches[key]
 
     @property
     def _longest(self) -> float:
@@ -199,16 +197,14 @@ class StepFormulas:
         """Bytes of weights on a device of a server."""
         return server_bytes(self.config, self.policy)
 
-    def _own_room(self, token: float) -> ServerRoom:
-        """Return the cache of embedded engines, whose rows have the maximum length. `token` is the bytes of a token on
-        a rank.
-        """
+    def _embedded_room(self, token: float) -> ServerRoom:
+        """Return the room of embedded engines, whose rows have the maximum length; `token`: bytes of one on a rank."""
         config, decoder, team = self.config, self.decoder, self._team(Role.ROLLOUT)
         engines = team.replicas * team.parallel.cp
         row = self._longest * token
         slots = min(config.rollout.max_running, math.ceil(self.work.number / engines))
         if self.hardware.gpu:
-            generation = next(one for one in self.memory[team.name].moments if one.name == "generation")
+            generation = next(moment for moment in self.memory[team.name].moments if moment.name == "generation")
             left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(generation.terms) - row)
             slots = max(1, min(slots, int(left / row)))
         weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
@@ -217,8 +213,7 @@ class StepFormulas:
         return ServerRoom(engines, ranks, weights, slots * row, tokens, float(slots), self._longest)
 
     def rounds(self) -> float:
-        """Return how many times the samples of a step are generated, because some groups are filtered out (formula G4
-        of docs/planning.md)."""
+        """Return how often a step generates its samples, as some groups are filtered out (formula G4)."""
         filters = any(node.declared.refills for node in self.graph)
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
@@ -240,13 +235,13 @@ class StepFormulas:
     @cached_property
     def keys(self) -> dict[str, tuple[object, ...]]:
         """For each node with passes of a model: values that identify its layout."""
-        found: dict[str, tuple[object, ...]] = {}
+        keys: dict[str, tuple[object, ...]] = {}
         for node in self.graph:
             kind = node.declared.kind
             if kind is Kind.MODEL_TRAIN or (kind is Kind.MODEL_INFERENCE and node.role is not Role.ROLLOUT):
                 team = self._team(node.role)
-                found[node.id] = (kind, node.role, repr(team.parallel), team.devices)
-        return found
+                keys[node.id] = (kind, node.role, repr(team.parallel), team.devices)
+        return keys
 
     def node(self, id: str) -> list[Cost]:
         """Return the costs of a node; empty if it makes no pass of a model."""
@@ -291,8 +286,7 @@ class StepFormulas:
         ]
 
     def moves(self) -> list[Cost]:
-        """Return the costs of parts that leave the device while others work, and return (formula T11 of
-        docs/planning.md)."""
+        """Return the costs of moving state to host memory and back while other roles work (formula T11)."""
         rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
         return [
             Cost("T11", f"{role.value} to host memory and back", size / rate, size)
@@ -302,10 +296,8 @@ class StepFormulas:
 
     @cached_property
     def _moved(self) -> dict[Role, float]:
-        """Bytes per step to and from host memory, by model: optimizer state both ways, parameters of frozen models only
-        back.
-        """
-        found: dict[Role, float] = {}
+        """Bytes per step to and from host memory, by role: optimizer state both ways, frozen parameters only back."""
+        moved: dict[Role, float] = {}
         dtype = self.config.model.dtype
         for team in self.placement.teams:
             for role in team.roles:
@@ -314,31 +306,30 @@ class StepFormulas:
                     engine = self._section(role).engine
                     lora = self.config.model.lora
                     state = state_bytes(facts, team.parallel, engine, dtype, team.replicas, lora=lora)
-                    found[role] = 2 * state["optimizer"]
+                    moved[role] = 2 * state["optimizer"]
                 elif role is not Role.ROLLOUT and not (role is Role.REFERENCE and self.config.reference_is_base):
                     head = role is Role.REWARD_MODEL
-                    found[role] = parameter_bytes(facts, team.parallel, dtype, value_head=head)
-        return found
+                    moved[role] = parameter_bytes(facts, team.parallel, dtype, value_head=head)
+        return moved
 
     @cached_property
     def handed(self) -> dict[str, list[Cost]]:
-        """The costs of fetching samples from other teams, by the node before which they are fetched (formula H1 of
-        docs/planning.md)."""
+        """The costs of fetching samples from other teams, by the node that needs them (formula H1)."""
         rate = self._links.rate(inside=self.hardware.nodes == 1)
-        found: dict[str, list[Cost]] = {id: [] for id in self.graph.order()}
-        for id in found if self.placement.separate else ():
-            mine = self._home[id]
+        costs: dict[str, list[Cost]] = {id: [] for id in self.graph.order()}
+        for id in costs if self.placement.separate else ():
+            team = self._home[id]
             per_token = sum(
                 token_bytes(self.config, name)
                 for up in self.graph.parents(id)
-                for one in self.placement.given(up)
-                if mine.name in one.takers and self._home[up].name != mine.name
-                for name in one.fields
+                for handover in self.placement.given(up)
+                if team.name in handover.takers and self._home[up].name != team.name
+                for name in handover.fields
             )
             if per_token:
-                size = self.work.tokens / mine.replicas * per_token
-                found[id].append(Cost("H1", "samples of other teams", size / rate, size))
-        return found
+                size = self.work.tokens / team.replicas * per_token
+                costs[id].append(Cost("H1", "samples of other teams", size / rate, size))
+        return costs
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -351,16 +342,18 @@ class StepFormulas:
         """Return the phases in the order of a step, and the seconds of a step (formula S1 of docs/planning.md)."""
         parts = {id: [*self.handed[id], *self.node(id)] for id in self.graph.order()}
         between = self.between()
-        seconds = {id: total(one) for id, one in parts.items()}
+        seconds = {id: total(costs) for id, costs in parts.items()}
         tail = sum(map(total, between.values()))
         begins, step = self.schedule.run(seconds, tail, total(between["weights"]))
-        found = [PlannedPhase(id, self._home[id].name, tuple(one), begins[id]) for id, one in parts.items() if one]
+        phases = [
+            PlannedPhase(id, self._home[id].name, tuple(costs), begins[id]) for id, costs in parts.items() if costs
+        ]
         at = max(begins[id] + seconds[id] for id in parts)
-        for name, one in between.items():
-            if one:
-                found.append(PlannedPhase(name, self.schedule.actor, tuple(one), at))
-                at += total(one)
-        return found, step
+        for name, costs in between.items():
+            if costs:
+                phases.append(PlannedPhase(name, self.schedule.actor, tuple(costs), at))
+                at += total(costs)
+        return phases, step
 
     def step_seconds(self) -> float:
         """Return only the seconds of a step."""
@@ -370,9 +363,7 @@ class StepFormulas:
         return self.schedule.run(seconds, tail, total(between["weights"]))[1]
 
     def flops(self) -> float:
-        """Return the FLOPs of a step as `perf/flops` counts them: policy, critic and reference, not teacher or reward
-        model; formula F2 of docs/planning.md.
-        """
+        """Return the FLOPs of a step as `perf/flops` counts them: of policy, critic and reference (formula F2)."""
         counter, work = FlopCounter.of(self.policy), self.work
         mean = work.lengths.expected
         uneven = counter.unevenness(work.prompt + mean, work.lengths.variance)
@@ -391,20 +382,13 @@ class StepFormulas:
         each = {
             head: counter.forward([work.prompt + mean], head_tokens=mean if head else 0) + uneven for head in passes
         }
-        found = decoding + work.number * sum(times * each[head] for head, times in passes.items())
+        flops = decoding + work.number * sum(times * each[head] for head, times in passes.items())
         if self.policy.encoder is not None and work.patches:
-            found += work.seen * seen * image_flops(self.policy.encoder, [work.patches])
-        return found
-
-    def sft(self) -> list[Cost]:
-        """Return the costs of one step of the cold start; empty if the recipe has none."""
-        if not self.config.sft.steps:
-            return []
-        return supervised_costs(self.config, self.model(Role.ACTOR), self.work)
+            flops += work.seen * seen * image_flops(self.policy.encoder, [work.patches])
+        return flops
 
     def checkpoint(self) -> tuple[float, float, float]:
-        """Return the bytes of a checkpoint, the seconds to write it, and the seconds that training waits (formula C1
-        of docs/planning.md)."""
+        """Return a checkpoint's bytes, the seconds to write it, and the seconds that training waits (formula C1)."""
         config = self.config
         size = still = 0.0
         writers: dict[str, int] = {}
@@ -429,7 +413,7 @@ class StepFormulas:
     def filled(self) -> list[Filled]:
         """Return the memory of each team's fullest device in each moment of a step (formula M1 of docs/planning.md)."""
         gpu, teams = self.hardware.gpu, self.placement.teams
-        return [Filled(team.name, one, gpu) for team in teams for one in self.memory[team.name].moments]
+        return [Filled(team.name, moment, gpu) for team in teams for moment in self.memory[team.name].moments]
 
     def plan(self) -> StepPlan:
         """Return the whole plan."""
@@ -448,7 +432,7 @@ class StepFormulas:
             tuple(self.filled()),
             self.room,
             self.checkpoint(),
-            tuple(self.sft()),
+            tuple(supervised_costs(self.config, self.model(Role.ACTOR), self.work) if self.config.sft.steps else ()),
             self.given,
         )
 
@@ -477,8 +461,10 @@ def plan_step(
     hardware: Hardware,
     given: PlanAssumptions | None = None,
 ) -> StepPlan:
-    """Plan a step of a recipe on some hardware. Raise ConfigError for a task that no formula covers, invalid teams, or
-    a layout that does not divide them.
+    """Plan a step of a recipe on some hardware.
+
+    Raises:
+        ConfigError: no formula covers the task, the teams are invalid, or a layout does not divide its team.
     """
     if (problem := config.task.plan_problem()) is not None:
         raise problem
@@ -489,7 +475,7 @@ def plan_step(
 
 
 def refuse_uneven(devices: int, parallel: ParallelConfig, team: str) -> None:
-    """Refuse a team whose workers are not whole replicas. Raise ConfigError if they are not."""
+    """Raise ConfigError if the workers of a team are not whole replicas."""
     if not makes_replicas(devices, parallel):
         experts = parallel.expert_tp * parallel.ep * parallel.pp
         raise ConfigError(

@@ -51,9 +51,7 @@ class Moment:
 
 
 def taken(part: Term, *, gpu: bool) -> float:
-    """Return the bytes of a term for display: on a GPU the minimum of an elastic term; on a CPU all that it
-    requests.
-    """
+    """Return the bytes of a term for display: on a GPU the minimum of an elastic term, on a CPU all of it."""
     return part.least if gpu and part.shrinks else part.bytes
 
 

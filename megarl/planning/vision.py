@@ -51,7 +51,7 @@ def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
     """Return the most patches that a prompt or an episode can have, limited by its tokens or by its images."""
     if config.data.image_key is None:
         return 0.0
-    # images that the environment shows
+    # the environment may show images, too
     shown = config.response_tokens(config.rollout.sampling) if config.has_turns else 0
     most = float((config.data.max_prompt_tokens + shown) * encoder.merge**2)
     if config.data.limit_images is None or config.data.max_pixels is None:
@@ -63,12 +63,9 @@ def patch_bytes(encoder: VisionEncoder, element: int, *, recompute: bool) -> flo
     """Return the bytes that an encoder keeps of one patch until its gradient is computed.
 
     They are its pixels, and per block: queries, keys and values before and after rotation, the inputs of the four maps
-        and
-    the norms, and the wide layer before and after its activation (with a gate in Qwen2.5-VL, whose norms also keep
-    parts).
-    With `recompute` only every block's input and all of one block. A merger keeps the inputs of its two products and
-    the
-    first product's result.
+    and the norms, and the wide layer before and after its activation (with a gate in Qwen2.5-VL, whose norms also keep
+    parts). With `recompute` they are every block's input and all of one block. A merger keeps the inputs of its two
+    products and the first product's result.
     """
     block = _block_numbers(encoder)
     kept = encoder.blocks * encoder.width + block if recompute else encoder.blocks * block

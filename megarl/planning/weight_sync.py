@@ -39,8 +39,7 @@ class WeightSyncMemory:
         parallel = team.parallel
         experts = parallel.expert_tp * parallel.ep * parallel.pp if facts.is_moe else 0
         self._replica = max(parallel.tp * parallel.pp, experts)  # ranks that hold the model once
-        # how many of them are on one machine
-        self._here = min(self._replica, -(-team.devices // config.cluster.nnodes))
+        self._here = min(self._replica, -(-team.devices // config.cluster.nnodes))  # how many of them share a machine
 
     @property
     def _largest(self) -> float:
@@ -52,43 +51,41 @@ class WeightSyncMemory:
         return self.config.model.dtype if self.config.sync.dtype == "model" else self.config.sync.dtype
 
     def buffers(self) -> tuple[float, float]:
-        """Return the bytes of a sender's two buffers. An embedding that is larger than a bucket has a bucket of its
-        own.
-        """
+        """Return the bytes of a sender's two buffers; an embedding larger than a bucket gets its own bucket."""
         share = max(self.facts.parameters * BYTES[self._dtype] / self._here, self._largest)
         bucket = self.config.sync.bucket_mb * 1e6
         return (share, 0.0) if share <= bucket else (max(bucket, self._largest), min(bucket, share - self._largest))
 
     def always(self) -> list[Term]:
         """Return the terms that stay on the device."""
-        found: list[Term] = []
+        terms: list[Term] = []
         if self.config.sync.transport in _ON_DEVICE:
             size = sum(self.buffers())
-            found.append(term("buffers of new weights for servers", size, "sync.bucket_mb, the model's size"))
+            terms.append(term("buffers of new weights for servers", size, "sync.bucket_mb, the model's size"))
         pairs = self.team.parallel.tp - 1 + self._replica - self._here
         if pairs:
-            found.append(Term(f"NCCL connections to {pairs} ranks", pairs * PAIR_BYTES, "actor.parallel.tp", 0.0))
+            terms.append(Term(f"NCCL connections to {pairs} ranks", pairs * PAIR_BYTES, "actor.parallel.tp", 0.0))
         servers = self.config.rollout.sglang
         if self.config.rollout.colocated:
-            found.append(Term("a server's context and graphs", SERVER_BYTES, "rollout.sglang.colocated", 0.0))
+            terms.append(Term("a server's context and graphs", SERVER_BYTES, "rollout.sglang.colocated", 0.0))
             # Every rank of a server maps the buffers of all senders that send to it.
             others = max(self._here, servers.ranks) - 1
             if others and self.config.sync.transport in ("auto", "tensor"):
-                what = f"contexts of {others} server ranks on other GPUs"
+                contexts = f"contexts of {others} server ranks on other GPUs"
                 keys = "actor.parallel.tp, rollout.sglang.tp_size"
-                found.append(Term(what, others * CONTEXT_BYTES, keys, 0.0))
-        return found
+                terms.append(Term(contexts, others * CONTEXT_BYTES, keys, 0.0))
+        return terms
 
     def passing(self) -> list[Term]:
         """Return the terms that an update adds while it lasts."""
-        found: list[Term] = []
+        terms: list[Term] = []
         if self.config.rollout.colocated and max(self._here, self.config.rollout.sglang.ranks) > 1:
-            found.append(Term("a bucket on its way into a server", max(self.buffers()), "sync.bucket_mb", 0.0))
+            terms.append(Term("a bucket on its way into a server", max(self.buffers()), "sync.bucket_mb", 0.0))
         if self.config.sync.verify != "off":
             parts = 2 if self.team.parallel.tp > 1 else 1
             size = parts * self._largest + _HASHING
-            found.append(Term("a tensor that is verified", size, "sync.verify, the model's size", 0.0))
-        return found
+            terms.append(Term("a tensor that is verified", size, "sync.verify, the model's size", 0.0))
+        return terms
 
 
 def weights_travel(config: RunConfig, team: TeamPlan) -> bool:

@@ -21,9 +21,7 @@ _WIDE = 8192  # hidden size of a teacher of unknown size: that of the largest de
 
 
 def token_bytes(config: RunConfig, field: str) -> int:
-    """Return the approximate bytes per token of a batch field: one number, except for a teacher's distributions or
-    states.
-    """
+    """Return the approximate bytes per token of a batch field, which most fields have one number for."""
     if field == "teacher_topk" and (chosen := chosen_divergence(config.algorithm.distillation)) is not None:
         return _NUMBER * (chosen.settings.topk + 1)  # an id and a log-prob per entry, both float32
     if field == "teacher_hidden":
@@ -75,8 +73,10 @@ class Workload:
 
     @classmethod
     def of(cls, config: RunConfig, given: PlanAssumptions, encoder: VisionEncoder | None = None) -> Workload:
-        """Return the work of a step of `megarl train`. An episode of several turns counts as one response of all its
-        tokens. Raise ConfigError if the assumed responses are longer than allowed.
+        """Return the work of a step of `megarl train`. An episode counts as one response with the tokens of all turns.
+
+        Raises:
+            ConfigError: the assumed responses are longer than allowed.
         """
         sampling = config.rollout.sampling
         longest = config.response_tokens(sampling)
