@@ -1,5 +1,4 @@
-"""The part that one team writes into the run's checkpoints. The actor's team decides which steps are saved
-(checkpoints.py).
+"""The part that one team writes into the run's checkpoints; the actor's team decides when to save (checkpoints.py).
 
 A critic's team saves the critic; a rollout's team its random states and the samples of later steps
 (in_order_checkpoint.py and as_ready_checkpoint.py of megarl/disaggregated). megarl/training/multi_team_commit.py shows
@@ -12,8 +11,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megarl.artifacts.run_folder import LAUNCH_FOLDER, SAVE_REQUEST
 from megarl.dag.messages import CheckpointTag
 from megarl.dag.stage import Role
 from megarl.system.errors import UserError
@@ -21,13 +21,43 @@ from megarl.system.tracing import phase
 from megarl.training import checkpoint
 from megarl.training.multi_team_commit import Teams, begin_part
 from megarl.training.saving import PendingSave
+from megarl.training.shards import CheckpointError, FormatError
 
 if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
+    from megarl.system.comm import WorkerGroup
     from megarl.system.metrics import Metrics
 
 
 FOLDER = "checkpoints"
+
+
+def save_requests(run_dir: Path) -> list[Path]:
+    """Return the files that request a checkpoint: a batch job's, near its time limit, and the launcher's, at Ctrl-C."""
+    return [run_dir / LAUNCH_FOLDER / SAVE_REQUEST, run_dir / SAVE_REQUEST]
+
+
+def newest_intact(root: Path, world: WorkerGroup) -> tuple[tuple[Path, dict[str, Any]] | None, list[str]]:
+    """Return the newest checkpoint in `root` whose files are all intact, and the faults of newer ones. Collective.
+
+    The checkpoint is its folder and the contents of meta.json; None: no checkpoint is intact. Rank 0 prints the faults.
+
+    Raises:
+        FormatError: another version of megarl wrote a checkpoint.
+    """
+    faults = []
+    # Only rank 0 lists the folders: on a shared file system two ranks may see different ones.
+    for step in reversed(world.broadcast_json(checkpoint.named_steps(root))):
+        folder = root / f"step_{step}"
+        try:
+            return (folder, checkpoint.verify(folder, world)), faults
+        except FormatError:
+            raise
+        except CheckpointError as error:
+            faults.append(f"step_{step}: {error.found}")
+            if world.rank == 0:
+                print(f"WARNING: {folder} is not used, it is damaged or incomplete: {error.found}", flush=True)
+    return None, faults
 
 
 def teams_of(c: RankState) -> Teams | None:
@@ -135,10 +165,7 @@ class CheckpointPart:
 
 @contextlib.contextmanager
 def settling(checkpoints: CheckpointPart) -> Iterator[None]:
-    """Finish writing the checkpoint in flight before a `UserError` ends the run.
-
-    The user restarts such a run by hand, and it resumes from the last finished step.
-    """
+    """Finish writing the checkpoint in flight before a `UserError` ends the run, so that it can resume from there."""
     try:
         yield
     except UserError:

@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.lock import refuse_if_taken
-from megarl.artifacts.run_folder import LAUNCH_FOLDER, SAVE_REQUEST
 from megarl.artifacts.trained import forget_exported, steps_in
 from megarl.dag.messages import CheckpointTag
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
-from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart
+from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, newest_intact, save_requests
 from megarl.runtime.early_stop import EarlyStop
-from megarl.runtime.files_read import FilesRead, changes_in_place, files_read
+from megarl.runtime.files_read import FilesRead, changed_lines, files_read
 from megarl.runtime.frozen_models import put_aside, take_up_reference
 from megarl.runtime.resume_compatibility import (
     Command,
-    announcements,
     describe_buffered,
     left_out,
     refuse_left_out,
@@ -39,7 +37,7 @@ from megarl.system.tracing import phase
 from megarl.training import checkpoint
 from megarl.training.checksums import few
 from megarl.training.multi_team_commit import Teams
-from megarl.training.shards import CheckpointError, FormatError
+from megarl.training.shards import CheckpointError
 
 if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
@@ -73,8 +71,7 @@ class Checkpoints(CheckpointPart):
         self._save_by = SaveBy(c.config.trainer.save_by_s)
         self._early_stop = EarlyStop(c.config.trainer.early_stop)
         self._looked: tuple[int, bool] = (-1, False)
-        # A batch job asks for a checkpoint before its time limit (megarl/launchers/slurm.py), a user by Ctrl-C.
-        self._requests = [c.run_dir / LAUNCH_FOLDER / SAVE_REQUEST, c.run_dir / SAVE_REQUEST]
+        self._requests = save_requests(c.run_dir)
 
     def find(self, key: str, steps: int) -> int | None:
         """Return the step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
@@ -95,57 +92,55 @@ class Checkpoints(CheckpointPart):
             now = self._c.config.model_dump(mode="json")
             self._read = self._world.broadcast_json(files_read(now) if self._world.rank == 0 else None)
             if resume == "auto":
-                self._newest_good()
-                self._refuse_without_metrics()
-            elif resume != "never":
-                self.source = Path(resume)
-                if not self.source.is_dir():
-                    raise ConfigError(
-                        "no such checkpoint folder",
-                        where="trainer.resume",
-                        found=resume,
-                        allowed="auto, never, or RUN_DIR/checkpoints/step_N",
-                    )
-                self._meta = checkpoint.verify(self.source, self._world)
-            lines = [] if self._meta is None else self._check(self._meta, key, steps)
-            self._continues = self.source is not None and self.source.resolve().parent == self._root.resolve()
+                chosen = self._newest_intact()
+            else:
+                chosen = None if resume == "never" else self._named(Path(resume))
+            if chosen is None:
+                self._withdraws = True
+                return None
+            self.source, self._meta = chosen
+            lines, step = self._check(*chosen, key, steps), self._meta["step"]
+            self._continues = self.source.resolve().parent == self._root.resolve()
             if self._continues and self._c.config.trainer.early_stop is not None:
-                self._early_stop.load_state_dict(checkpoint.read_state(Path(str(self.source))).get("early_stop"))
-            self._withdraws = self._meta is None or (self._meta["step"] < steps and not self.over)
-            if self._world.rank == 0 and self._meta is not None:
-                for line in lines:
-                    print(line, flush=True)
+                self._early_stop.load_state_dict(checkpoint.read_state(self.source).get("early_stop"))
+            self._withdraws = step < steps and not self.over
+            if self._world.rank == 0:
                 early = self._early_stop.reason()
-                print(_outlook(self._meta["step"], steps, key, str(self.source), early), flush=True)
-        return None if self._meta is None else self._meta["step"]
+                print(*lines, _outlook(step, steps, key, str(self.source), early), sep="\n", flush=True)
+        return step
 
-    def _check(self, meta: dict[str, Any], key: str, steps: int) -> list[str]:
+    def _named(self, folder: Path) -> tuple[Path, dict[str, Any]]:
+        """Return the checkpoint that `trainer.resume` names, and the contents of its meta.json."""
+        if not folder.is_dir():
+            raise ConfigError(
+                "no such checkpoint folder",
+                where="trainer.resume",
+                found=str(folder),
+                allowed="auto, never, or RUN_DIR/checkpoints/step_N",
+            )
+        return folder, checkpoint.verify(folder, self._world)
+
+    def _check(self, source: Path, meta: dict[str, Any], key: str, steps: int) -> list[str]:
         """Check that this run can resume from `source`; return the lines to print. Arguments and errors as in
         `find`."""
-        assert self.source is not None, "find has chosen the checkpoint"
         c, step, lines = self._c, meta["step"], list[str]()
         command: Command = "sft" if key.startswith("sft.") else "train"
         now = c.config.model_dump(mode="json")
-        checkpoint.check_model(self.source, meta, c.trained, self._world)
-        buffered = None
-        if c.loading is not None:
-            state = checkpoint.read_state(self.source)
-            c.loading.check_state(state["loader"])
-            refuse_other_batches(step, state["loader"], meta["config"], now, command)
-            if step < steps:  # a finished run uses no buffered samples
-                saved = state.get("drawn")
-                buffered = saved if steps_held(saved) else None
-                if saved is not None and buffered is None:
-                    refuse_left_out(step, left_out(self.source, saved["parts"]), c.config)
-                if state.get("surplus_parts") and (why := self._why_no_surplus()):
-                    lines.append(f"the checkpoint's surplus samples of dynamic sampling are not used: {why}")
-        if buffered is not None:
-            refuse_other_sampling(step, buffered, c.config, c.team.placement)
-        ahead = None if buffered is None else step + steps_held(buffered)
-        changes = announcements(meta["config"], now, command, begun=step > 0, generated=ahead)
-        recorded = checkpoint.read_state(self.source).get("read")  # None: an earlier version wrote the checkpoint
-        changes += changes_in_place(recorded, self._read, (meta["config"], now), command, begun=step > 0)
-        return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]
+        checkpoint.check_model(source, meta, c.trained, self._world)
+        state = checkpoint.read_state(source)
+        c.loading.check_state(state["loader"])
+        refuse_other_batches(step, state["loader"], meta["config"], now, command)
+        ahead = None
+        if step < steps:  # a finished run uses no buffered samples
+            buffered = state.get("drawn")
+            if state.get("surplus_parts") and (why := self._why_no_surplus()):
+                lines.append(f"the checkpoint's surplus samples of dynamic sampling are not used: {why}")
+            if steps_held(buffered):
+                refuse_other_sampling(step, buffered, c.config, c.team.placement)
+                ahead = step + steps_held(buffered)
+            elif buffered is not None:
+                refuse_left_out(step, left_out(source, buffered["parts"]), c.config)
+        return [*changed_lines(meta, state, now, self._read, command, begun=step > 0, generated=ahead), *lines]
 
     def _why_no_surplus(self) -> str | None:
         """Return why this run would not use a surplus of dynamic sampling; None: the next step uses it."""
@@ -156,48 +151,33 @@ class Checkpoints(CheckpointPart):
         enabled = self._c.config.algorithm.dynamic_sampling.enabled
         return None if enabled else "algorithm.dynamic_sampling.enabled is false"
 
-    def _newest_good(self) -> None:
-        """Choose the newest checkpoint of this run folder whose files are all intact; warn about damaged newer ones.
+    def _newest_intact(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest intact checkpoint of the run folder with its meta.json; None: there is no checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints, but none is intact.
-            FormatError: another version of megarl wrote one.
+            CheckpointError: there are checkpoints, but none is intact, or metrics.jsonl is lost, without which the
+                finished run would lack the metrics of its earlier steps.
         """
-        # Only rank 0 lists the folders: on a shared file system two ranks may see different ones.
-        steps = self._world.broadcast_json(checkpoint.named_steps(self._root))
-        damaged = []
-        for step in reversed(steps):
-            folder = self._root / f"step_{step}"
-            try:
-                self._meta, self.source = checkpoint.verify(folder, self._world), folder
-                return
-            except FormatError:
-                raise
-            except CheckpointError as error:
-                damaged.append(f"step_{step}: {error.found}")
-                if self._world.rank == 0:
-                    print(f"WARNING: {folder} is not used, it is damaged or incomplete: {error.found}", flush=True)
-        if damaged:
+        chosen, faults = newest_intact(self._root, self._world)
+        if chosen is None and faults:
             raise CheckpointError(
                 "no checkpoint of this run is intact",
                 where=str(self._root),
-                found=few(damaged),
+                found=few(faults),
                 fix="trainer.resume=never starts from the beginning and keeps these folders in checkpoints.old-K; "
                 "trainer.resume=OTHER_RUN/checkpoints/step_N continues from another run",
             )
-
-    def _refuse_without_metrics(self) -> None:
-        """Reject a checkpoint without metrics.jsonl: the finished run would lack the metrics of its earlier steps."""
         file = self._c.run_dir / "metrics.jsonl"
         lost = self._world.broadcast_json(not file.exists() if self._world.rank == 0 else None)
-        if self._meta is not None and self._meta["step"] > 0 and lost:
+        if chosen is not None and (step := chosen[1]["step"]) > 0 and lost:
             raise CheckpointError(
                 "the metrics of the steps before the checkpoint are lost; was a part of the run folder deleted?",
                 where=str(file),
-                found=f"no such file, but a checkpoint of step {self._meta['step']}",
-                fix=f"put the file back; else trainer.resume={self.source} continues without these metrics, and "
+                found=f"no such file, but a checkpoint of step {step}",
+                fix=f"put the file back; else trainer.resume={chosen[0]} continues without these metrics, and "
                 "trainer.resume=never starts from the beginning",
             )
+        return chosen
 
     def begin(self) -> None:
         """Commit to this start and prepare the run folder for it.
@@ -232,7 +212,6 @@ class Checkpoints(CheckpointPart):
     def load(self, source: Path) -> None:
         """Restore the run from the checkpoint `source`, which `find` has chosen."""
         c = self._c
-        assert c.loading is not None, "only training runs resume"
         with c.offload.phase("resume"):
             c.context.step, state = checkpoint.load(source, c.trained, self._meta)
         c.loading.load_state_dict(state["loader"])
@@ -258,8 +237,7 @@ class Checkpoints(CheckpointPart):
         return self._world.broadcast_json(exists if self._world.rank == 0 else None)
 
     def save_start(self) -> None:
-        """Save the result of a cold start as step 0, so that a resumed run does not train it again; wait until it is
-        written.
+        """Save the result of a cold start as step 0, so that a resumed run does not train it again, and wait for it.
 
         There is no critic yet, so no other team writes a part of it.
         """
@@ -267,8 +245,7 @@ class Checkpoints(CheckpointPart):
         self._in_flight.wait()
 
     def rate_start(self, numbers: dict[str, float]) -> None:
-        """Make step 0 the best checkpoint if it exists and its held-out metrics, measured after it was saved, are the
-        best.
+        """Make step 0 the best checkpoint if it exists and its held-out metrics `numbers` are the best.
 
         Raises:
             ConfigError: see `check_best_metric`; only for a metric `val/...`.
@@ -303,19 +280,19 @@ class Checkpoints(CheckpointPart):
         settings = self._c.config.trainer
         value = numbers.get(settings.best_metric or "", -math.inf)
         improved = accuracy is not None and not math.isinf(value) and value >= self.best
-        asked = self._look(step)
+        requested = self._look(step)
         self._early_stop.look(step, numbers)
         early = self._early_stop.reason() if not last else None
         last = last or early is not None
-        kept = last or asked or due(step, settings.save_every) or bool(improved and settings.save_every)
+        kept = last or requested or due(step, settings.save_every) or bool(improved and settings.save_every)
         if kept or due(step, settings.resume_every):
             self._save(step, numbers, accuracy, self._teams, kept=kept)
         elif self._teams is not None and self._world.rank == 0:
             CheckpointTag(step, None).post(self._teams.mail)
-        if last or asked:
+        if last or requested:
             self._in_flight.wait()
         self.ends = self.ends and not last
-        if asked and self._world.rank == 0:
+        if requested and self._world.rank == 0:
             for request in self._requests:
                 request.unlink(missing_ok=True)
         if accuracy is not None:
@@ -338,11 +315,11 @@ class Checkpoints(CheckpointPart):
         step.
         """
         config = self._c.config
-        trainer, asked = config.trainer, self._look(step)
+        trainer, requested = config.trainer, self._look(step)
         due_now = due(step, trainer.save_every) or due(step, trainer.resume_every)
         validated = bool(trainer.save_every or trainer.early_stop) and validates(config, step)
         early = self._early_stop.may_end(validated=validated)
-        return asked or due_now or early or step == trainer.steps or (bool(trainer.save_every) and validated)
+        return requested or due_now or early or step == trainer.steps or (bool(trainer.save_every) and validated)
 
     def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
         """Return whether `after_step` will end the run because of a training metric of `step`.
@@ -368,12 +345,9 @@ class Checkpoints(CheckpointPart):
     def _look(self, step: int) -> bool:
         """Return whether `step` is saved on request or because the job's limit is near; decided once per step."""
         if self._looked[0] != step:
-            mine = [
-                any(request.exists() for request in self._requests),
-                self._save_by.is_near(self._in_flight.longest_s),
-            ]
-            asked, self.ends = self._world.broadcast_json(mine if self._world.rank == 0 else None)
-            self._looked = (step, asked or self.ends)
+            decided = [any(map(Path.exists, self._requests)), self._save_by.is_near(self._in_flight.longest_s)]
+            requested, self.ends = self._world.broadcast_json(decided if self._world.rank == 0 else None)
+            self._looked = (step, requested or self.ends)
         return self._looked[1]
 
     def _save(
@@ -384,7 +358,6 @@ class Checkpoints(CheckpointPart):
         Without `kept` it is a temporary checkpoint (`trainer.resume_every`), which cannot become the best one.
         """
         c, settings = self._c, self._c.config.trainer
-        assert c.loading is not None, "only training runs save"
         value = numbers.get(settings.best_metric or "", -math.inf)
         is_best = kept and not math.isinf(value) and value >= self.best  # on a tie the later step wins
         if is_best:
@@ -482,12 +455,12 @@ def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
         )
     starts = [sum(len(share) for share in shares[:part]) for part in range(parts)]
     groups = [group_places(share["uid"]) for share in shares]
-    mine = [
+    places = [
         starts[k % parts] + place
         for k in range(c.layout.dp_rank, sum(map(len, groups)), c.layout.dp_size)
         for place in groups[k % parts][k // parts]
     ]
-    return Batch.concat(shares).select(mine)
+    return Batch.concat(shares).select(places)
 
 
 def _surplus_name(part: int) -> str:
@@ -516,8 +489,7 @@ class SaveBy:
         self._last = self._now()
 
     def is_near(self, save_s: float) -> bool:
-        """Return whether the step that was just trained must be saved because the next one may be too late; call once
-        a step.
+        """Return whether the step that just ended must be saved, as the next may end too late; call it once per step.
 
         Args:
             save_s: seconds of the longest save so far; 0: none so far, a save is assumed to take as long as a step.

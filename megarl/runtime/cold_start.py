@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.lock import refuse_if_taken
-from megarl.artifacts.run_folder import COLD_START, LAUNCH_FOLDER, SAVE_REQUEST
-from megarl.runtime.files_read import FilesRead, changes_in_place, files_read
-from megarl.runtime.resume_compatibility import announcements, refuse_other_batches
+from megarl.artifacts.run_folder import COLD_START
+from megarl.runtime.checkpoint_part import newest_intact, save_requests
+from megarl.runtime.files_read import FilesRead, changed_lines, files_read
+from megarl.runtime.resume_compatibility import refuse_other_batches
 from megarl.runtime.validate import due
 from megarl.system.tracing import phase
 from megarl.training import checkpoint
-from megarl.training.shards import CheckpointError, FormatError
 
 if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
@@ -39,9 +39,8 @@ class ColdStartCheckpoints:
     def __init__(self, c: RankState, examples: PromptLoader) -> None:
         self._c, self._examples, self._world = c, examples, c.layout.world
         self._root = c.run_dir / COLD_START
-        self._requests = [c.run_dir / LAUNCH_FOLDER / SAVE_REQUEST, c.run_dir / SAVE_REQUEST]
-        self._source: Path | None = None
-        self._meta: dict[str, Any] | None = None
+        self._requests = save_requests(c.run_dir)
+        self._chosen: tuple[Path, dict[str, Any]] | None = None  # its folder, and the contents of meta.json
         self._read: FilesRead = {}
         self.step: int | None = None
         self.accuracy: float | None = None
@@ -57,19 +56,10 @@ class ColdStartCheckpoints:
         self._read = self._world.broadcast_json(files_read(config) if self._world.rank == 0 else None)
         if self._c.config.trainer.resume != "auto":
             return
-        for step in reversed(self._world.broadcast_json(checkpoint.named_steps(self._root))):
-            folder = self._root / f"step_{step}"
-            try:
-                meta = checkpoint.verify(folder, self._world)
-            except FormatError:
-                raise
-            except CheckpointError as error:
-                if self._world.rank == 0:
-                    print(f"WARNING: {folder} is not used, it is damaged or incomplete: {error.found}", flush=True)
-                continue
-            self._check(folder, meta)
-            self._source, self._meta, self.step = folder, meta, step
-            return
+        self._chosen, _ = newest_intact(self._root, self._world)
+        if self._chosen is not None:
+            self._check(*self._chosen)
+            self.step = self._chosen[1]["step"]
 
     def _check(self, folder: Path, meta: dict[str, Any]) -> None:
         config = self._c.config.model_dump(mode="json")
@@ -77,23 +67,20 @@ class ColdStartCheckpoints:
         state = checkpoint.read_state(folder)
         self._examples.check_state(state["loader"])
         refuse_other_batches(meta["step"], state["loader"], meta["config"], config, "sft")
-        lines = announcements(meta["config"], config, "sft")
-        lines += changes_in_place(state.get("read"), self._read, (meta["config"], config), "sft", begun=False)
+        lines = changed_lines(meta, state, config, self._read, "sft", begun=False)
         if self._world.rank == 0:
-            for line in lines:
-                print(f"changed since the checkpoint: {line}", flush=True)
-            print(
-                f"resuming after step {meta['step']} of {self._c.config.sft.steps} of the cold start, from {folder}",
-                flush=True,
-            )
+            steps = self._c.config.sft.steps
+            outlook = f"resuming after step {meta['step']} of {steps} of the cold start, from {folder}"
+            print(*lines, outlook, sep="\n", flush=True)
 
     def load(self) -> None:
         """Restore the checkpoint that `find` has chosen; without one, remove the files of an earlier start."""
-        if self._source is None:
+        if self._chosen is None:
             self.clear()
             return
+        source, meta = self._chosen
         with phase("resume"), self._c.offload.phase("resume"):
-            _, state = checkpoint.load(self._source, self._c.trained, self._meta)
+            _, state = checkpoint.load(source, self._c.trained, meta)
         self._examples.load_state_dict(state["loader"])
         self.accuracy = state["accuracy"]
 
@@ -104,15 +91,14 @@ class ColdStartCheckpoints:
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
         """Save `step` if a checkpoint is requested or due; arguments as in `Checkpoints.after_step`."""
         settings = self._c.config.trainer
-        mine = any(request.exists() for request in self._requests) if self._world.rank == 0 else None
-        asked = self._world.broadcast_json(mine)
-        if not asked and not due(step, settings.resume_every):
+        requested = self._world.broadcast_json(any(map(Path.exists, self._requests)) if self._world.rank == 0 else None)
+        if not requested and not due(step, settings.resume_every):
             return
         extra = {"loader": self._examples.state_dict(), "accuracy": accuracy, "read": self._read}
         with phase("checkpoint"), self._c.offload.phase("checkpoint"):
             config = self._c.config.model_dump(mode="json")
             checkpoint.save(self._root, step, self._c.trained, extra, config=config, keep_last=1)
-        if asked and self._world.rank == 0:
+        if requested and self._world.rank == 0:
             for request in self._requests:
                 request.unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.sources import visible_files
-from megarl.runtime.resume_compatibility import COLD_START, Command, Plain, value_at
+from megarl.runtime.resume_compatibility import COLD_START, Command, Plain, announcements, value_at
 from megarl.system.errors import ConfigError
 from megarl.training.checksums import FileChecksum, checksum_of, few, text_checksum
 
@@ -44,6 +44,25 @@ def files_read(config: Plain) -> FilesRead:
     if (pictures := value_at(config, "data.image_dir")) and isinstance(pictures, str):
         checksums["data.image_dir"] = _listing(Path(os.path.expanduser(pictures)))
     return checksums
+
+
+def changed_lines(
+    meta: Mapping[str, Any],
+    state: Mapping[str, Any],
+    now: Plain,
+    read: FilesRead,
+    command: Command,
+    *,
+    begun: bool,
+    generated: int | None = None,
+) -> list[str]:
+    """Return the lines of `announcements` and `changes_in_place` for a checkpoint's meta.json and state.
+
+    `now` is the recipe of this start, and `read` has the checksums of its files. Errors are those of both functions.
+    """
+    lines = announcements(meta["config"], now, command, begun=begun, generated=generated)
+    lines += changes_in_place(state.get("read"), read, (meta["config"], now), command, begun=begun)
+    return [f"changed since the checkpoint: {line}" for line in lines]
 
 
 def changes_in_place(

@@ -154,9 +154,11 @@ class RankState:
         return self.held
 
     @property
-    def loading(self) -> PromptLoader | RemoteLoader | None:
-        """The loader, or the stand-in for another team's loader; None: there is no training data."""
-        return self.loader or self.loader_elsewhere
+    def loading(self) -> PromptLoader | RemoteLoader:
+        """The loader, or the stand-in for another team's loader; only in the actor's team of a run that trains."""
+        loader = self.loader or self.loader_elsewhere
+        assert loader is not None, "a run that trains has training data"
+        return loader
 
     @property
     def mail(self) -> Mail:

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.config.model import ParallelConfig
-    from megarl.config.task import TaskPlayer
     from megarl.config.run import TrainerConfig
+    from megarl.config.task import TaskPlayer
     from megarl.config.training import PreferenceConfig, SFTConfig
     from megarl.data.render import Split
     from megarl.models.policy import PolicyModel

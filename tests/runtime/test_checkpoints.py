@@ -108,6 +108,7 @@ def run_dir(tmp_path):
 def of_run(run_dir, resume="auto", loader=None, roles=()):
     config = SimpleNamespace(trainer=TrainerConfig(resume=resume), task=Task(), model_dump=lambda mode: {})
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
+    loader = loader or SimpleNamespace(check_state=lambda state: None)
     fields = {"run_dir": run_dir, "trained": {}, "loading": loader, "layout": layout, "team": ONE_TEAM}
     return Checkpoints(SimpleNamespace(config=config, hf_config=None, **fields), roles)
 
@@ -245,7 +246,7 @@ def test_a_finished_run_is_not_refused_for_samples_that_it_does_not_train_on(run
 def test_a_run_as_ready_that_has_no_samples_goes_on_with_any_settings(run_dir, monkeypatch, capsys):
     state = {"drawn": {"order": "as_ready", "steps": 0, "parts": 1, "fields": {}, "settings": {"data.batch_size": 1}}}
     (run_dir / "checkpoints" / "step_3" / "flow_0.json").write_text('{"again": []}')
-    monkeypatch.setattr("megarl.runtime.checkpoints.announcements", lambda *_, begun, generated: [f"after {generated}"])
+    monkeypatch.setattr("megarl.runtime.files_read.announcements", lambda *_, begun, generated: [f"after {generated}"])
     assert with_state(run_dir, monkeypatch, state).find("trainer.steps", 9) == 3
     assert "changed since the checkpoint: after None\n" in capsys.readouterr().out
 
@@ -265,7 +266,7 @@ def test_prompts_that_a_run_as_ready_left_out_are_not_skipped_in_order(run_dir, 
 
 def test_changes_are_announced_with_the_step_that_is_drawn_already(run_dir, monkeypatch, capsys):
     monkeypatch.setattr("megarl.runtime.checkpoints.refuse_other_sampling", lambda *_: None)
-    monkeypatch.setattr("megarl.runtime.checkpoints.announcements", lambda *_, begun, generated: [f"after {generated}"])
+    monkeypatch.setattr("megarl.runtime.files_read.announcements", lambda *_, begun, generated: [f"after {generated}"])
     with_state(run_dir, monkeypatch, {"drawn": {"steps": 1}}).find("trainer.steps", 9)
     assert "changed since the checkpoint: after 4\n" in capsys.readouterr().out
 
