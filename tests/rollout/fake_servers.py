@@ -9,11 +9,20 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from megarl.config.rollout import SamplingConfig
+from megarl.config.sglang import SGLangConfig
+from megarl.rollout.engine import Request
 from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.client import Dispatch
+from megarl.rollout.sglang.fleet import LostServer
+from megarl.rollout.sglang.images import ServedImages
+from megarl.rollout.sglang.samples import ServedSample
+from megarl.rollout.sglang.turns import TurnClient
+from megarl.rollout.stop_strings import StopStrings
 
 KEY = "key"
 RUN = "run"
@@ -25,6 +34,48 @@ Rule = Callable[["FakeServer", dict[str, Any]], str]
 
 def token(prompt: list[int], seed: int, place: int) -> int:
     return (sum(prompt) * 31 + seed * 17 + place * 7) % 1000
+
+
+def samples_of(requests: Sequence[Request], strings: StopStrings | None = None) -> list[ServedSample]:
+    images = [None if request.images is None else ServedImages(request.images) for request in requests]
+    return [
+        ServedSample(
+            number,
+            list(request.prompt_ids),
+            seed,
+            room=request.room,
+            images=images[number],
+            strings=strings,
+            begun=request.begun,
+        )
+        for number, request in enumerate(requests)
+        for seed in request.seeds
+    ]
+
+
+def finish(
+    samples: list[ServedSample],
+    apis: dict[int, ServerApi],
+    sampling: SamplingConfig,
+    config: SGLangConfig | None = None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[LostServer]:
+    """Finish the unfinished samples, as far as servers are left, and return the servers that failed."""
+    settings = config or SGLangConfig(), apis, sampling, [], TAG
+    client = TurnClient(lambda done, failures: Dispatch(*settings, done, failures), advance)
+    groups: dict[int, list[ServedSample]] = {}
+    for sample in samples:
+        if sample.finish_reason is None:
+            groups.setdefault(sample.prompt, []).append(sample)
+    try:
+        for group in groups.values():
+            client.send(group, last=True)
+        client.pause(WAIT_S, whole=True)
+        if client.error is not None:
+            raise client.error
+        return client.failures()
+    finally:
+        client.close()
 
 
 class FakeServer(ThreadingHTTPServer):

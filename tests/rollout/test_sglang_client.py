@@ -10,10 +10,10 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.api import ServerApi
-from megarl.rollout.sglang.client import Dispatch, GenerationClient, _most_requests
-from megarl.rollout.sglang.samples import ServedSample, samples_of
+from megarl.rollout.sglang.client import Dispatch, _most_requests
+from megarl.rollout.sglang.samples import ServedSample
 from megarl.system.errors import ServerError
-from tests.rollout.fake_servers import PROMPTS, TAG, FakeServer, ok, servers, token
+from tests.rollout.fake_servers import PROMPTS, FakeServer, finish, ok, samples_of, servers, token
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 
@@ -21,9 +21,9 @@ SAMPLING = SamplingConfig(max_new_tokens=8)
 def generate(made: list[FakeServer], n: int = 4, **config: Any) -> tuple[list[ServedSample], dict[int, str], int]:
     samples = samples_of([Request(prompt, [100 * i + k for k in range(n)]) for i, prompt in enumerate(PROMPTS)])
     advanced: list[int] = []
-    client = GenerationClient(SGLangConfig(**config))
-    client.run(samples, {i: s.api for i, s in enumerate(made)}, SAMPLING, [], advanced.append, TAG)
-    return samples, {failure.number: failure.why for failure in client.failures()}, sum(advanced)
+    apis = {i: server.api for i, server in enumerate(made)}
+    failures = finish(samples, apis, SAMPLING, SGLangConfig(**config), advanced.append)
+    return samples, {failure.number: failure.why for failure in failures}, sum(advanced)
 
 
 def assert_right(samples: list[ServedSample]) -> None:
@@ -81,9 +81,7 @@ def test_when_no_server_is_left_finished_samples_are_kept() -> None:
         assert 5 <= len(done) <= 7  # the last two may be cancelled while they are answered
         assert_right(done)
     with servers(ok) as made:  # the same samples go on elsewhere
-        client = GenerationClient(SGLangConfig())
-        client.run(samples, {0: made[0].api}, SAMPLING, [], lambda k: None, TAG)
-        assert client.failures() == []
+        assert finish(samples, {0: made[0].api}, SAMPLING) == []
         assert_right(samples)
         assert len(made[0].payloads) == 24 - len(done)
 
@@ -166,7 +164,7 @@ def test_a_request_that_is_wrong_is_not_tried_elsewhere() -> None:
 def test_a_long_prompt_is_prefilled_once_before_its_samples() -> None:
     with servers(ok) as made:
         sample = samples_of([Request([7] * 300, [1, 2, 3])])
-        GenerationClient(SGLangConfig()).run(sample, {0: made[0].api}, SAMPLING, [], lambda k: None, TAG)
+        finish(sample, {0: made[0].api}, SAMPLING)
         assert [p["sampling_params"]["max_new_tokens"] for p in made[0].payloads] == [0, 8, 8, 8]
 
 

@@ -110,9 +110,9 @@ def test_generation_may_take_longer_than_any_wait_for_another_rank(tmp_path: Pat
 
 def run_noting(urls: list[str], folder: str) -> dict[str, Any]:
     """Two ranks of one replica; the second one leaves a file for each time that they meet."""
-    from megarl.rollout.sglang import engine
+    from megarl.rollout.sglang import turns
 
-    engine._MEET_EVERY_S = 0.05
+    turns._CHECK_EVERY_S = 0.05
     world, meetings = team_world(120), itertools.count()
     meet = world.all_gather_json
 
@@ -174,13 +174,13 @@ def run_defect(urls: list[str]) -> str:
     """One replica per rank; the second one's client has a defect."""
     import torch.distributed as dist
 
-    from megarl.rollout.sglang.client import GenerationClient
+    from megarl.rollout.sglang.client import Dispatch
 
-    def broken(*_: object) -> dict[int, str]:
+    async def broken(*_: object) -> None:
         raise KeyError("defect")
 
     if dist.get_rank() == 1:
-        GenerationClient.run = broken  # type: ignore[method-assign,assignment]
+        Dispatch.finish = broken  # type: ignore[method-assign,assignment]
     try:
         run_rank(urls, [0, 1], 0)
     except (ServerError, KeyError) as error:
@@ -195,14 +195,14 @@ def test_a_server_is_asked_only_for_the_version_it_has_acknowledged() -> None:
             SGLangConfig(urls=urls), WorkerPlace(), None, None, "float32", cuda=False, world=WorkerGroup.alone()
         )  # type: ignore[arg-type]
         engine = SglangEngine(SGLangConfig(urls=urls), fleet, Replica(), lambda: None, RUN)
-        assert engine.servers() == []  # they answer, and nobody knows what they hold
+        assert engine.servers() == {}  # they answer, and nobody knows what they hold
         fleet.acknowledge(fleet.servers[0], 0)
-        assert [server.number for server in engine.servers()] == [0]
+        assert list(engine.servers()) == [0]
         engine.weight_version = 1
-        assert engine.servers() == []
+        assert engine.servers() == {}
         fleet.acknowledge(fleet.servers[1], 1)
         fleet.mark_failed(fleet.servers[0], "test")
-        assert [server.number for server in engine.servers()] == [1]
+        assert list(engine.servers()) == [1]
         fleet.refresh()
         assert fleet.servers[0].state == "catching_up"  # it answers again, and its weights are unknown
         assert fleet.servers[0].version is None

@@ -17,8 +17,9 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.image_set import ImageSet, image_sets
 from megarl.data.images import patchify
 from megarl.rollout.engine import Request
-from megarl.rollout.sglang.samples import OtherPromptError, ServedSample, samples_of
+from megarl.rollout.sglang.samples import OtherPromptError, ServedSample
 from tests.models.vlm_tiny import BEGIN, END, IMAGE, batch_of, config_of, draw
+from tests.rollout.fake_servers import samples_of
 from tests.rollout.test_sglang_samples import answer
 
 SAMPLING = SamplingConfig(max_new_tokens=6)

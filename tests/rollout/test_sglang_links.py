@@ -105,5 +105,5 @@ def test_servers_that_are_lost_within_a_step_are_not_waited_for_without_end(team
     push(teams, 0)
     for server in teams.pump.servers:
         server.state = "catching_up"
-    with pytest.raises(ServerError, match="the actor's team pushes none before the next one"):
+    with pytest.raises(ServerError, match="the actor's team sends none before the next one"):
         teams.engine.recover(0)

@@ -19,13 +19,14 @@ import pytest
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.engine import Request
-from megarl.rollout.sglang import engine as engine_module
+from megarl.rollout.sglang import turns as turns_module
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.client import Dispatch
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.probe import probe_servers
+from megarl.rollout.sglang.turns import TurnClient
 from megarl.sync.protocol import version_tag
 from megarl.system.comm import WorkerGroup, team_world
 from megarl.system.compat import sglang
@@ -116,7 +117,7 @@ def one_hangs(text: str) -> dict[str, Any]:
     """Rank r draws on server r. The scheduler of server 1 is stopped when its first sample is done; the last samples of
     both ranks are drawn only when rank 1 knows of another server in its place."""
     folder, world = Path(text), team_world(120)
-    engine_module._MEET_EVERY_S = 0.2
+    turns_module._CHECK_EVERY_S = 0.2
     said = io.StringIO()
     with fleet_of(folder, world, servers=2) as (fleet, config), contextlib.redirect_stdout(said):
         hung, was, calls = scheduler(folder, fleet.servers[1]), fleet.servers[1], list[int]()
@@ -136,14 +137,14 @@ def one_hangs(text: str) -> dict[str, Any]:
         engine = SglangEngine(config, fleet, replica, catch_up, RUN)
         engine.weight_version = 1
         engine.recover = refuse  # type: ignore[method-assign]
-        add = engine._client.add
+        add = TurnClient.add
 
-        def add_and_open(servers: dict[int, ServerApi]) -> None:
-            add(servers)
+        def add_and_open(self: TurnClient, servers: dict[int, ServerApi]) -> None:
+            add(self, servers)
             if 1 in servers and servers[1].url != before:
                 (folder / "open").touch()
 
-        engine._client.add = add_and_open  # type: ignore[method-assign,assignment]
+        TurnClient.add = add_and_open  # type: ignore[method-assign,assignment]
         drawn = engine.generate(requests(world.rank), SAMPLING, [], advance)
         return {
             "tokens": [[sample.token_ids for sample in group] for group in drawn],
@@ -180,7 +181,7 @@ def alone(
 
 
 def test_turns_go_on_on_the_server_that_came_in_the_place_of_one_that_hung(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("megarl.rollout.sglang.turns._LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr("megarl.rollout.sglang.turns._CHECK_EVERY_S", 0.2)
     (tmp_path / "open").touch()
     with alone(tmp_path, lambda fleet: acknowledge(fleet, 1), servers=2) as (fleet, engine):
         monkeypatch.setattr(Dispatch, "_watch", watch_only(fleet.servers[0].api.url))

@@ -8,9 +8,10 @@ import pytest
 
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Request
-from megarl.rollout.sglang.samples import BadAnswerError, ServedSample, samples_of
+from megarl.rollout.sglang.samples import BadAnswerError, ServedSample
 from megarl.rollout.stop_strings import StopStrings
 from tests.data.templates import tokenizer_of
+from tests.rollout.fake_servers import samples_of
 
 SAMPLING = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=5, top_p=0.9)
 STOP = [2, 9]

@@ -19,11 +19,10 @@ from megarl.config.sglang import SGLangConfig, url_problem
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang import fleet as fleets
 from megarl.rollout.sglang.api import ServerApi, tls_context
-from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.samples import ServedSample, samples_of
+from megarl.rollout.sglang.samples import ServedSample
 from megarl.system.errors import ServerError
-from tests.rollout.fake_servers import KEY, PROMPTS, TAG, FakeServer, _Handler, ok, token
+from tests.rollout.fake_servers import KEY, PROMPTS, FakeServer, _Handler, finish, ok, samples_of, token
 
 PREFIX = "/behind/a/proxy"
 
@@ -86,9 +85,7 @@ def server(certificate: tuple[Path, Path]) -> Iterator[SecureServer]:
 
 def draw(samples: list[ServedSample], api: ServerApi) -> list[str]:
     """Why the server failed, if it did."""
-    client = GenerationClient(SGLangConfig())
-    client.run(samples, {0: api}, SamplingConfig(max_new_tokens=8), [], print, TAG)
-    return [failure.why for failure in client.failures()]
+    return [failure.why for failure in finish(samples, {0: api}, SamplingConfig(max_new_tokens=8))]
 
 
 def test_a_private_authority_is_named_by_the_environment_and_the_path_is_kept(

@@ -1,4 +1,4 @@
-"""Generation over HTTP: many samples in flight, retried on another server when theirs fails.
+"""Requests to servers over HTTP: many samples in flight, retried on another server when theirs fails.
 
 samples --Router--> POST /generate --> answer --> finished?  else send again, with the partial tokens
                           |      '-- POST /abort_request: the server answers now, with the partial tokens
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import threading
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -40,65 +39,6 @@ _LATE = 2  # most late requests per sample that are sent again; each repeats the
 _UNBOUNDED = 1 << 30
 _ABORT_AGAIN_S = 1.0  # a server forgets an abort that overtakes its request
 _REFUSED = range(400, 500)  # HTTP status of an invalid request, which every server would reject
-
-
-class GenerationClient:
-    """Sends samples to servers; each call of `run` blocks and has an event loop of its own."""
-
-    def __init__(self, config: SGLangConfig) -> None:
-        self._config = config
-        self._running: tuple[asyncio.AbstractEventLoop, Dispatch] | None = None
-        self._turn = threading.Lock()  # guards `_running`, so that its loop is not closed while another thread uses it
-        self._failures: deque[LostServer] = deque()
-
-    def failures(self) -> list[LostServer]:
-        """Return the servers that failed since the last call. Callable from any thread."""
-        return taken(self._failures)
-
-    def add(self, servers: Mapping[int, ServerApi]) -> None:
-        """Add servers to the current `run`, if there is one. Callable from any thread."""
-        with self._turn:
-            if self._running is not None:
-                loop, call = self._running
-                loop.call_soon_threadsafe(call.add, servers)
-
-    def run(
-        self,
-        samples: Sequence[ServedSample],
-        servers: dict[int, ServerApi],
-        sampling: SamplingConfig,
-        stop_ids: Sequence[int],
-        advance: Callable[[int], None],
-        tag: str,
-    ) -> None:
-        """Finish the unfinished `samples` on `servers`; samples stay unfinished only if every server has failed.
-
-        A server whose weights do not have the tag `tag` counts as failed.
-
-        Raises:
-            ServerError: a server rejected a request as invalid.
-        """
-        waiting = [sample for sample in samples if sample.finish_reason is None]
-        left = Counter(sample.prompt for sample in waiting)
-
-        def done(sample: ServedSample) -> None:
-            left[sample.prompt] -= 1
-            if not left[sample.prompt]:
-                call.forget(sample.prompt)
-            advance(1)
-
-        async def finish() -> None:
-            async with call.connected():
-                with self._turn:
-                    self._running = asyncio.get_running_loop(), call
-                try:
-                    await _all([call.finish(group) for group in _by_prompt(waiting)])
-                finally:
-                    with self._turn:
-                        self._running = None
-
-        call = Dispatch(self._config, servers, sampling, stop_ids, tag, done, self._failures)
-        asyncio.run(finish())
 
 
 class Dispatch:
@@ -128,7 +68,7 @@ class Dispatch:
         self._failed: set[int] = set()
         self._watches: list[asyncio.Task[None]] = []
         self._in_flight: dict[int, set[asyncio.Task[dict[str, Any]]]] = {number: set() for number in servers}
-        self._asked: dict[int, tuple[int, str]] = {}  # id of a sample -> server number and request id
+        self._requests: dict[int, tuple[int, str]] = {}  # id of a sample -> server number and request id
         self._freed: asyncio.Condition
         self._session: ClientSession
 
@@ -172,15 +112,16 @@ class Dispatch:
             ServerError: a server rejected a request as invalid.
         """
         if len(samples) > 1 and len(samples[0].prompt_ids) >= _PREFILL_ALONE:
-            await self._prefill(samples[0])
+            settings = {"sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+            await self._answer(samples[0], samples[0].prompt_fields() | settings)
         await _all([self._finish(sample) for sample in samples])
 
     async def abort(self, sample: ServedSample) -> None:
         """Abort a sample in flight; it keeps its partial tokens."""
         sample.aborted = True
         await self._wake()  # the sample may wait for a free slot
-        while (asked := self._asked.get(id(sample))) is not None:
-            await self._stop(*asked)
+        while (request := self._requests.get(id(sample))) is not None:
+            await self._stop(*request)
             await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def _stop(self, number: int, request: str) -> None:
@@ -194,10 +135,6 @@ class Dispatch:
                 if 400 <= response.status < 500:  # a wrong key or another API: a retry would fail too
                     text = f"HTTP {response.status}: {(await response.text())[:500]}"
                     raise ServerError(server.name, server.url, "abort (/abort_request)", text, status=response.status)
-
-    async def _prefill(self, sample: ServedSample) -> None:
-        payload = {"sampling_params": {"max_new_tokens": 0, "temperature": 0}}
-        await self._answer(sample, sample.prompt_fields() | payload)
 
     async def _finish(self, sample: ServedSample) -> None:
         """Send requests for `sample` until it is complete, aborted, or no server is left."""
@@ -230,10 +167,10 @@ class Dispatch:
             number = await self._slot(sample)
             if number is None:
                 return None
-            request, server, beside = uuid.uuid4().hex, self._servers[number], self._in_flight[number]
+            request, server, in_flight = uuid.uuid4().hex, self._servers[number], self._in_flight[number]
             task = asyncio.create_task(self._post(server, payload | {"rid": request}))
-            beside.add(task)
-            self._asked[id(sample)] = number, request
+            in_flight.add(task)
+            self._requests[id(sample)] = number, request
             try:
                 return server, number, await task
             except TimeoutError:  # a slow request does not mean a dead server; `_watch` checks that
@@ -241,13 +178,13 @@ class Dispatch:
             except _LostError as error:
                 self._fail(server, number, str(error))
             except asyncio.CancelledError:
-                this = asyncio.current_task()
-                if this is None or this.cancelling():  # cancelled from outside, not by `_fail`
+                current = asyncio.current_task()
+                if current is None or current.cancelling():  # cancelled from outside, not by `_fail`
                     raise
             finally:
                 task.cancel()
-                del self._asked[id(sample)]
-                beside.discard(task)
+                del self._requests[id(sample)]
+                in_flight.discard(task)
                 if self._servers[number] is server:  # the server was not replaced meanwhile
                     self._router.give_back(number)
                 await self._wake()
@@ -309,20 +246,20 @@ class Dispatch:
 
         await self._wake()  # samples may wait for a new server
         limit = self._config.health_timeout_s
-        asked: float | None = None  # time of the first unanswered query; a suspension of this process does not count
+        since: float | None = None  # time of the first unanswered query; a suspension of this process does not count
         while self._servers[number] is server and number not in self._failed:
             await asyncio.sleep(min(_HEALTH_EVERY_S, limit / 4))
             now = time.monotonic()
-            asked = now if asked is None else asked
+            since = now if since is None else since
             try:
-                timeout = aiohttp.ClientTimeout(total=max(0.1, asked + limit - now))
+                timeout = aiohttp.ClientTimeout(total=max(0.1, since + limit - now))
                 settings: Any = {"headers": server.headers, "timeout": timeout, "allow_redirects": False}
                 async with self._session.get(f"{server.url}/health_generate", **settings) as response:
                     if response.status == 200:
-                        asked = None
+                        since = None
             except (TimeoutError, aiohttp.ClientError, OSError):
                 pass
-            if asked is not None and time.monotonic() - asked >= limit:
+            if since is not None and time.monotonic() - since >= limit:
                 reason = f"no sign of life from its scheduler (/health_generate) for {limit:g} s"
                 self._fail(server, number, f"{reason} (rollout.sglang.health_timeout_s)")
 
@@ -341,11 +278,6 @@ def _most_requests(servers: int) -> int:
     """Return the most samples in flight per server, so that they use half of the file descriptors at most."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _UNBOUNDED if most == resource.RLIM_INFINITY else max(1, most // 2 // max(1, servers))
-
-
-def taken(failures: deque[LostServer]) -> list[LostServer]:
-    """Empty `failures` and return its servers. Callable from any thread, also while another thread appends."""
-    return [failures.popleft() for _ in range(len(failures))]
 
 
 def for_others(error: BaseException) -> dict[str, Any]:
@@ -369,13 +301,6 @@ async def _check(response: ClientResponse, server: ServerApi) -> None:
             server.name, server.url, "generation (/generate)", f"HTTP {response.status}: {text}", status=response.status
         )
     raise _LostError(f"/generate: HTTP {response.status}: {text}")
-
-
-def _by_prompt(samples: Sequence[ServedSample]) -> list[list[ServedSample]]:
-    groups: dict[int, list[ServedSample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt, []).append(sample)
-    return list(groups.values())
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import runs_of
-from megarl.rollout.engine import Completion, FinishReason, Request
+from megarl.rollout.engine import Completion, FinishReason
 from megarl.rollout.sglang.images import ServedImages
 from megarl.rollout.stop_strings import StopStrings
 from megarl.sync.protocol import read_tag
@@ -163,26 +163,6 @@ class ServedSample:
         """Return the finished sample."""
         assert self.finish_reason is not None
         return Completion(self.token_ids, self.logprobs, self.finish_reason, runs_of(self.versions), self.cached)
-
-
-def samples_of(requests: Sequence[Request], strings: StopStrings | None = None) -> list[ServedSample]:
-    """Return every sample of `requests`, in order; `strings` end them, too."""
-    found = []
-    for number, request in enumerate(requests):
-        images = None if request.images is None else ServedImages(request.images)
-        found += [
-            ServedSample(
-                number,
-                list(request.prompt_ids),
-                seed,
-                room=request.room,
-                images=images,
-                strings=strings,
-                begun=request.begun,
-            )
-            for seed in request.seeds
-        ]
-    return found
 
 
 def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:

@@ -1,15 +1,22 @@
-"""Turns of episodes on SGLang servers, each a request of its own, which is sent, awaited and aborted by itself.
+"""Turns on SGLang servers. Each turn is a request of its own, which is sent, awaited and aborted independently.
 
-    first rank of a replica:  submit --> TurnClient (a thread) --> servers --> turns that are over
-    every rank:               wait: meet --(none of my replica is over)--> meet again
-                                      '--(some are)--> the turns, on all ranks of the replica
+    first rank of a replica:  submit --> TurnClient (a thread) --> servers --> finished turns
+    every rank:               wait: meet --(no turn of my replica has finished)--> meet again
+                                      '--(some have)--> return them on all ranks of the replica
+                              meet: failed? -(some server)-> kill it, restart it, catch_up when it answers
+                                    stuck? --(some rank)---> wait for restarted servers, catch_up, send turns again
 
-Ranks meet several times a second while turns are on their way, so that an error on one ends all of them, none waits for
-another so long that it is taken for dead, and all replace servers together that have failed. Servers go on with what
-they have while environments answer, and replicas go on without each other.
+All ranks meet several times a second while turns are in flight (in `SglangEngine.generate` every few seconds), so that
+no collective times out however long generation takes, an error on one rank ends all ranks, and all ranks replace failed
+servers together. Between two meetings servers generate while environments answer, and replicas do not wait for each
+other.
 
-All turns of an episode, and all episodes with the same first observation, go to one server: it has what came before in
-its prefix cache.
+A failed server is replaced while the others generate, and gets turns as soon as it holds the current weights. A rank is
+stuck when no server with the current weights is left. Finished turns are kept; the others continue after `catch_up` has
+updated the restarted servers.
+
+All turns of an episode, and all episodes with the same first observation, go to one server, whose prefix cache then
+holds the earlier tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +32,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
-from megarl.rollout.engine import Completion
-from megarl.rollout.sglang.client import Dispatch, for_others, taken
+from megarl.rollout.engine import Completion, ignore_progress
+from megarl.rollout.sglang.client import Dispatch, for_others
 from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.images import ServedImages
 from megarl.rollout.sglang.samples import ServedSample
@@ -41,59 +48,63 @@ if TYPE_CHECKING:
     from megarl.rollout.sglang.engine import SglangEngine
 
 _MEET_EVERY_S = 0.2
-_LOOK_EVERY_S = 5.0
+_CHECK_EVERY_S = 5.0
 _CLOSE_S = 30.0
 
 
 class TurnClient:
-    """The client for samples that are sent, finished and aborted one by one, in a thread with an event loop.
+    """Sends, awaits and aborts turns in a thread with an event loop of its own.
 
     Args:
-        make: a Dispatch that calls its first argument with every sample that is finished, and puts servers that fail
-            into the second.
+        make: returns the `Dispatch`, from its arguments `done` and `failures`.
+        advance: called from the thread with the number of turns that have just finished.
 
     Attributes:
-        running: groups of samples that are under way.
-        error: the error that ended one of them.
+        running: number of groups of turns in flight.
+        error: the first error of a group; None: no error.
     """
 
-    def __init__(self, make: Callable[[Callable[[ServedSample], None], deque[LostServer]], Dispatch]) -> None:
+    def __init__(
+        self,
+        make: Callable[[Callable[[ServedSample], None], deque[LostServer]], Dispatch],
+        advance: Callable[[int], None] = ignore_progress,
+    ) -> None:
         self._changed = threading.Condition()
         self._fresh = self.running = 0
         self.error: BaseException | None = None
         self._failures: deque[LostServer] = deque()
-        self._call = make(self._note, self._failures)
+        self._advance, self._dispatch = advance, make(self._finished, self._failures)
         self._jobs: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="turns", daemon=True)
         self._thread.start()
         self._connection = AsyncExitStack()
-        self._in_loop(self._connection.enter_async_context(self._call.connected())).result(_CLOSE_S)
+        self._in_loop(self._connection.enter_async_context(self._dispatch.connected())).result(_CLOSE_S)
 
     def failures(self) -> list[LostServer]:
         """Return the servers that failed since the last call."""
-        return taken(self._failures)
+        return [self._failures.popleft() for _ in range(len(self._failures))]  # the thread may append meanwhile
 
     def add(self, servers: Mapping[int, ServerApi]) -> None:
-        """Ask these servers, too."""
-        self._loop.call_soon_threadsafe(self._call.add, servers)
+        """Send turns to these servers as well."""
+        self._loop.call_soon_threadsafe(self._dispatch.add, servers)
 
-    def send(self, samples: Sequence[ServedSample]) -> None:
-        """Ask for samples of equal prompts."""
+    def send(self, samples: Sequence[ServedSample], *, last: bool = False) -> None:
+        """Send a group of turns with equal prompts; `last`: no later turn has this prompt."""
         with self._changed:
             self.running += 1
-        self._in_loop(self._run(self._call.finish(samples), group=True))
+        self._in_loop(self._run(self._finish(samples, last), group=True))
 
     def abort(self, sample: ServedSample) -> None:
-        """End a sample that was sent with what there is of it."""
-        self._in_loop(self._run(self._call.abort(sample), group=False))
+        """Abort a turn in flight; it finishes with its partial tokens."""
+        self._in_loop(self._run(self._dispatch.abort(sample), group=False))
 
     def forget(self, prompt: int) -> None:
-        """Forget `prompt`: no more samples of it will come."""
-        self._loop.call_soon_threadsafe(self._call.forget, prompt)
+        """Forget the routing of `prompt`, which has no more turns."""
+        self._loop.call_soon_threadsafe(self._dispatch.forget, prompt)
 
     def pause(self, seconds: float, *, whole: bool = False) -> None:
-        """Wait until a sample is finished that no pause has seen, or with `whole` until all are, at most so long."""
+        """Wait up to `seconds` until a turn has finished since the last pause, or with `whole` until all have."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.error is not None or not self.running or (self._fresh and not whole), seconds
@@ -101,7 +112,7 @@ class TurnClient:
             self._fresh = 0
 
     def close(self) -> None:
-        """Give up what is under way: servers end requests that nobody waits for."""
+        """Drop all turns in flight; servers end requests whose connection closes."""
         self._in_loop(self._shut()).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
@@ -110,13 +121,19 @@ class TurnClient:
     def _in_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _note(self, sample: ServedSample) -> None:
+    def _finished(self, sample: ServedSample) -> None:
+        self._advance(1)
         with self._changed:
             self._fresh += 1
             self._changed.notify_all()
 
+    async def _finish(self, samples: Sequence[ServedSample], last: bool) -> None:
+        await self._dispatch.finish(samples)
+        if last:
+            self._dispatch.forget(samples[0].prompt)
+
     async def _run(self, work: Coroutine[Any, Any, None], *, group: bool) -> None:
-        """Do `work`, and keep the first error for the rank that waits."""
+        """Run `work` and store the first error, which the waiting rank raises."""
         job = asyncio.current_task()
         assert job is not None
         self._jobs.add(job)
@@ -140,29 +157,34 @@ class TurnClient:
 
 @dataclass
 class _Report:
-    """The report of a rank to the others when they meet.
+    """One rank's report to the others when they meet.
 
     Attributes:
-        busy: its episodes are not all over.
-        over: turns of its replica are, and nobody has taken them yet.
-        under_way: turns of its replica are with servers.
-        stuck: no server with the current weights is left for some of them.
-        failure: fields of the ServerError that ends all ranks.
-        failures: servers that its requests have found failed, as `SglangEngine.tell` has them.
-        late: it is time to look after servers that were started again.
+        busy: the rank needs further turns, see `Generation.any_busy`.
+        over: the replica has finished turns that `wait` has not returned.
+        in_flight: servers generate turns of the replica.
+        stuck: the replica has unfinished turns and no server with the current weights.
+        error: fields of the `ServerError` that every rank raises.
+        failures: fields of `LostServer` of servers that failed since the last report.
+        late: starting servers were not checked for a few seconds.
     """
 
     busy: bool
     over: bool
-    under_way: bool
+    in_flight: bool
     stuck: bool
-    failure: dict[str, Any] | None
+    error: dict[str, Any] | None
     failures: list[dict[str, Any]]
     late: bool
 
 
 class ServerTurns:
-    """A `Generation` over the servers of `engine`. `any_busy` says whether there is anything to `wait` for."""
+    """A `Generation` on the servers of `engine`.
+
+    Args:
+        advance: for `SglangEngine.generate`: called, from any thread, with the number of turns that have just finished.
+            `wait` then returns when all turns have finished, and no sequence has another turn. None: turns of episodes.
+    """
 
     is_async: ClassVar[bool] = True
     is_batched: ClassVar[bool] = False
@@ -173,21 +195,22 @@ class ServerTurns:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         strings: StopStrings | None,
+        advance: Callable[[int], None] | None = None,
     ) -> None:
         self._engine, self._sampling, self._stop_ids = engine, sampling, list(stop_ids)
-        self._strings = strings
+        self._strings, self._advance, self._whole = strings, advance or ignore_progress, advance is not None
         self._replica = engine.replica
         self._client: TurnClient | None = None
-        self._samples: dict[int, ServedSample] = {}  # sequence -> its turn, until it is taken
-        self._to_send: dict[int, ServedSample] = {}  # those that no server has
+        self._samples: dict[int, ServedSample] = {}  # sequence -> its turn, until `wait` returns it
+        self._to_send: dict[int, ServedSample] = {}  # turns that no server has
         self._numbers = itertools.count()
-        self._prompts: dict[Hashable, int] = {}  # what sequences begin with -> number for the router
-        self._begins: dict[int, Hashable] = {}  # sequence -> what it begins with
-        self._users: Counter[Hashable] = Counter()  # how many sequences begin with it
-        self._images: WeakValueDictionary[Hashable, ServedImages] = WeakValueDictionary()  # of turns, which keep them
+        self._prompts: dict[Hashable, int] = {}  # first tokens and images -> the router's number of the prompt
+        self._begins: dict[int, Hashable] = {}  # sequence -> its first tokens and images
+        self._users: Counter[Hashable] = Counter()  # number of sequences with the same first tokens and images
+        self._images: WeakValueDictionary[Hashable, ServedImages] = WeakValueDictionary()  # alive while turns use them
         self._busy = True
         self._recoveries = 0
-        self._looked = time.monotonic()  # when this rank looked after servers
+        self._checked = time.monotonic()  # when the ranks last checked starting servers
 
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
@@ -217,9 +240,9 @@ class ServerTurns:
         while True:
             self._send()
             if self._client is not None:
-                self._client.pause(_MEET_EVERY_S)
-            mine = self._meet()[self._replica.lead]
-            if mine.over or not mine.under_way or (enough is not None and enough()):
+                self._client.pause(_CHECK_EVERY_S if self._whole else _MEET_EVERY_S, whole=self._whole)
+            report = self._meet()[self._replica.lead]
+            if (report.over and not self._whole) or not report.in_flight or (enough is not None and enough()):
                 return self._take()
 
     def abort(self, sequence: int) -> None:
@@ -250,10 +273,10 @@ class ServerTurns:
             ServerError: as in `wait`.
         """
         self._busy = busy
-        goes_on = any(report.busy for report in self._meet())
-        if not goes_on:
+        any_busy = any(report.busy for report in self._meet())
+        if not any_busy:
             self._engine.leave()
-        return goes_on
+        return any_busy
 
     def close(self) -> None:
         """Implement `Generation.close`."""
@@ -263,7 +286,7 @@ class ServerTurns:
             self._engine.note(client.failures())
 
     def _send(self) -> None:
-        """Give submitted samples to servers; those that lost all of their servers go to others, if any are left."""
+        """Send submitted turns to servers; turns that lost all of their servers go to others, if any are left."""
         client = self._client
         if client is not None and not client.running and client.error is None:
             unfinished = {number: sample for number, sample in self._samples.items() if sample.finish_reason is None}
@@ -271,9 +294,8 @@ class ServerTurns:
                 self._to_send = unfinished
                 self.close()
         if self._to_send and self._client is None and (servers := self._engine.servers()):
-            reachable = {server.number: server.api for server in servers}
-            sampling, stop_ids = self._sampling, self._stop_ids
-            self._client = TurnClient(lambda *told: self._engine.call(reachable, sampling, stop_ids, *told))
+            settings = self._engine.config, servers, self._sampling, self._stop_ids, self._engine.tag
+            self._client = TurnClient(lambda done, failures: Dispatch(*settings, done, failures), self._advance)
         if self._client is None:
             return
         groups: dict[tuple[int, ...], list[ServedSample]] = {}
@@ -281,7 +303,7 @@ class ServerTurns:
             groups.setdefault((sample.prompt, len(sample.token_ids), *sample.prompt_ids), []).append(sample)
         self._to_send = {}
         for group in groups.values():
-            self._client.send(group)
+            self._client.send(group, last=self._whole)
 
     def _meet(self) -> list[_Report]:
         """Return the reports of all ranks, by rank, once none is stuck. Collective over all ranks of the run."""
@@ -293,43 +315,45 @@ class ServerTurns:
             if error is not None:
                 raise error
             for report in reports:
-                if report.failure is not None:
-                    raise ServerError(**report.failure)
+                if report.error is not None:
+                    raise ServerError(**report.error)
             self._replace(reports)
             if not any(report.stuck for report in reports):
                 return reports
-            if not any(report.under_way for report in reports):
-                self._recover()
+            if not any(report.in_flight for report in reports):
+                self.close()
+                self._engine.recover(self._recoveries)
+                self._recoveries += 1
             elif self._client is not None:
                 self._client.pause(_MEET_EVERY_S, whole=True)
 
     def _report(self, error: BaseException | None) -> _Report:
-        over = [sample for sample in self._samples.values() if sample.finish_reason is not None]
-        sent = len(self._samples) - len(over) - len(self._to_send)
-        failure = None if error is None else for_others(error)
+        over = sum(sample.finish_reason is not None for sample in self._samples.values())
+        in_flight = len(self._samples) - over - len(self._to_send)
         if self._client is not None:
             self._engine.note(self._client.failures())
-        late = time.monotonic() - self._looked > _LOOK_EVERY_S
-        return _Report(self._busy, bool(over), sent > 0, bool(self._to_send), failure, self._engine.tell(), late)
+        return _Report(
+            self._busy,
+            over > 0,
+            in_flight > 0,
+            bool(self._to_send),
+            None if error is None else for_others(error),
+            self._engine.pop_failures(),
+            time.monotonic() - self._checked >= _CHECK_EVERY_S,
+        )
 
     def _replace(self, reports: Sequence[_Report]) -> None:
-        """Look after the servers where one has failed, and every few seconds. The same on all ranks."""
-        failures = [one for report in reports for one in report.failures]
+        """Replace servers if one has failed, and check starting servers every few seconds. The same on all ranks."""
+        failures = [failure for report in reports for failure in report.failures]
         if not failures and not any(report.late for report in reports):
             return
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         self._engine.replace(failures, fill=any(report.busy for report in reports))
         if self._client is not None:
-            self._client.add({server.number: server.api for server in self._engine.servers()})
-
-    def _recover(self) -> None:
-        """Restart servers. Nothing is under way on any rank."""
-        self.close()
-        self._engine.recover(self._recoveries)
-        self._recoveries += 1
+            self._client.add(self._engine.servers())
 
     def _take(self) -> dict[int, Completion]:
-        """Return the turns that are over, on all ranks of the replica."""
+        """Return the finished turns on all ranks of the replica, by sequence."""
         over = {sequence: s for sequence, s in self._samples.items() if s.finish_reason is not None}
         self._samples = {sequence: s for sequence, s in self._samples.items() if sequence not in over}
         self._engine.count_drafts(over.values())
