@@ -1,4 +1,4 @@
-"""The way an SGLang server fuses and splits the tensors it is sent, so that the trainer knows what it must hold."""
+"""How an SGLang server fuses and splits the tensors that it receives, which gives the checksums to expect."""
 
 from __future__ import annotations
 
@@ -11,103 +11,88 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megarl.models.hf import expert_ffn, head_dim, num_experts
+from megarl.artifacts.facts import ModelFacts
+from megarl.models.hf import facts_of
 from megarl.sync.checksum import Checksum, make_checksum
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_VOCAB_MULTIPLE = 64  # the server pads the rows of embedding and head to it, with zeros
+_VOCAB_MULTIPLE = 64  # the server pads the rows of embedding and head with zeros to a multiple of it
 _ANY_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 _FUSED["up_proj"] = "gate_up_proj"
-#: Linear layers of a vision encoder that are split by rows, and by columns.
+#: Linear layers of a vision encoder that are split by rows, and those that are split by columns.
 _BY_ROWS = ("gate_proj", "up_proj", "linear_fc1", "merger.mlp.0")
 _BY_COLUMNS = ("attn.proj", "down_proj", "linear_fc2", "merger.mlp.2")
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """The sizes that decide how a server splits the model."""
-
-    head: int
-    query_heads: int
-    kv_heads: int
-    experts: int
-    expert_ffn: int
-    ffn: int
-    hidden: int
-
-    @classmethod
-    def of(cls, hf: PretrainedConfig) -> _Sizes:
-        return cls(
-            head_dim(hf),
-            hf.num_attention_heads,
-            hf.num_key_value_heads,
-            num_experts(hf) or 0,
-            expert_ffn(hf),
-            hf.intermediate_size,
-            hf.hidden_size,
-        )
-
-
-@dataclass(frozen=True)
 class ServerLayout:
-    """A `ReceiverLayout`: `tp` ranks, whose experts are spread `ep` ways.
+    """A `ReceiverLayout`: `tp` ranks, over which experts are spread `ep` ways.
 
     Attributes:
-        on_gpu: the servers compute on GPUs, which have another checksum.
+        on_gpu: whether the servers compute on GPUs, which use another checksum.
     """
 
     tp: int
     ep: int
-    sizes: _Sizes
+    facts: ModelFacts
     on_gpu: bool = False
 
     @classmethod
     def of(cls, hf: PretrainedConfig, tp: int = 1, ep: int = 1, *, on_gpu: bool = False) -> ServerLayout:
         """Return the layout of this model on servers of `tp` ranks."""
-        return cls(tp, ep, _Sizes.of(hf), on_gpu)
+        return cls(tp, ep, facts_of(hf), on_gpu)
 
     @property
     def ranks(self) -> int:
-        """Tensor-parallel ranks."""
+        """Number of tensor-parallel ranks."""
         return self.tp
 
     def needs(self, rank: int, tensor: str) -> bool:
         """Return whether `rank` holds any part of this tensor.
 
-        Experts lie in equal consecutive blocks over the ranks, as the server places them unless it balances experts.
+        Each rank holds an equal block of consecutive experts, as the server places them unless it balances experts.
         """
-        found = _ANY_EXPERT.search(tensor)
-        if self.ep == 1 or found is None or self.sizes.experts % self.ep:
+        match = _ANY_EXPERT.search(tensor)
+        if self.ep == 1 or match is None or self.facts.experts % self.ep:
             return True
-        return int(found[1]) // (self.sizes.experts // self.ep) == rank // (self.tp // self.ep)
+        return int(match[1]) // (self.facts.experts // self.ep) == rank // (self.tp // self.ep)
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
         """Implement `ReceiverLayout.parts`."""
-        return _parts(name, tensor, self.sizes, self.tp, self.ep, rank)
+        return _parts(name, tensor, self.facts, self.tp, self.ep, rank)
 
     def make_checksum(self, nbytes: int) -> Checksum:
-        """Return the checksum of the servers' device."""
+        """Return an empty checksum over `nbytes` bytes, of the kind that the servers' device computes."""
         return make_checksum(nbytes, on_gpu=self.on_gpu)
 
 
-def _parts(name: str, tensor: Tensor, sizes: _Sizes, tp: int, ep: int, rank: int) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield for server rank `rank`: (name of a server parameter, the part of `tensor` that is stored next in it,
-    elements of the whole parameter)."""
+def _parts(
+    name: str, tensor: Tensor, facts: ModelFacts, tp: int, ep: int, rank: int
+) -> Iterator[tuple[str, Tensor, int]]:
+    """Yield (name of a server parameter, the part of `tensor` that server rank `rank` stores next in this parameter,
+    number of elements of the whole parameter)."""
     if "visual." in name:
-        yield from _visual_parts(name, tensor, tp, rank)
+        yield _visual_part(name, tensor, tp, rank)
         return
     name = name.replace("model.language_model.", "model.")
-    if found := _EXPERT.fullmatch(name):
-        yield from _expert_parts(found, tensor, sizes, tp, ep, rank)
+    if match := _EXPERT.fullmatch(name):
+        experts, number, kind = match.groups()
+        ways, local = tp // ep, facts.experts // ep
+        if int(number) // local == rank // ways:
+            size = local * facts.hidden * facts.ffn // ways
+            if kind in ("down_proj", "w2"):
+                yield f"{experts}.w2_weight", tensor.chunk(ways, 1)[rank % ways], size
+            else:
+                yield f"{experts}.w13_weight", tensor.chunk(ways)[rank % ways], 2 * size
         return
     module = name.rsplit(".", 2)[-2]
     param = name.replace(module, _FUSED.get(module, module))
-    if module in ("k_proj", "v_proj") and sizes.kv_heads < tp:  # each group is on several ranks
-        part = tensor.chunk(sizes.kv_heads)[rank * sizes.kv_heads // tp]
+    if module in ("k_proj", "v_proj") and facts.kv_heads < tp:  # each group is on several ranks
+        part = tensor.chunk(facts.kv_heads)[rank * facts.kv_heads // tp]
     elif module in _FUSED:
         part = tensor.chunk(tp)[rank]
     elif module in ("o_proj", "down_proj"):
@@ -118,15 +103,17 @@ def _parts(name: str, tensor: Tensor, sizes: _Sizes, tp: int, ep: int, rank: int
         part = tensor
     total = part.numel()
     if param != name:
-        kv = max(sizes.kv_heads // tp, 1)
-        rows = (sizes.query_heads // tp + 2 * kv) * sizes.head if "qkv" in param else 2 * part.shape[0]
+        kv = max(facts.kv_heads // tp, 1)
+        rows = (facts.heads // tp + 2 * kv) * facts.head_dim if "qkv" in param else 2 * part.shape[0]
         total = rows * math.prod(part.shape[1:])
     yield param, part, total
 
 
-def _visual_parts(name: str, tensor: Tensor, tp: int, rank: int) -> Iterator[tuple[str, Tensor, int]]:
-    """Return the same for a tensor of the vision encoder, of Qwen2.5-VL or Qwen3-VL: each linear layer is split by its
-    rows or by its columns, and of the latter each rank has the whole bias."""
+def _visual_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, Tensor, int]:
+    """Return what `_parts` yields for a tensor of the vision encoder of Qwen2.5-VL or Qwen3-VL.
+
+    Each linear layer is split by rows or by columns; each rank has the whole bias of a layer that is split by columns.
+    """
     name = name.removeprefix("model.").replace("attn.qkv.", "attn.qkv_proj.")
     module, _, kind = name.rpartition(".")
     if module.endswith("qkv_proj"):  # query, key and value, each with its heads
@@ -140,25 +127,11 @@ def _visual_parts(name: str, tensor: Tensor, tp: int, rank: int) -> Iterator[tup
     else:
         part = tensor
     param = re.sub("(gate|up)_proj", "gate_up_proj", name)
-    yield param, part, part.numel() * (1 if param == name else 2)
+    return param, part, part.numel() * (1 if param == name else 2)
 
 
 def _padded_rows(tensor: Tensor, tp: int, rank: int) -> Tensor:
-    """Return a rank's rows of an embedding or head, and zeros where they end."""
+    """Return a rank's rows of an embedding or head, padded with zeros."""
     rows = -(-tensor.shape[0] // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // tp
     part = tensor[rank * rows : (rank + 1) * rows]
     return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])]) if len(part) < rows else part
-
-
-def _expert_parts(
-    found: re.Match[str], tensor: Tensor, sizes: _Sizes, tp: int, ep: int, rank: int
-) -> Iterator[tuple[str, Tensor, int]]:
-    ways = tp // ep
-    local = sizes.experts // ep
-    if int(found[2]) // local != rank // ways:
-        return
-    size = local * sizes.hidden * sizes.expert_ffn // ways
-    if found[3] in ("down_proj", "w2"):
-        yield f"{found[1]}.w2_weight", tensor.chunk(ways, 1)[rank % ways], size
-    else:
-        yield f"{found[1]}.w13_weight", tensor.chunk(ways)[rank % ways], 2 * size

@@ -1,7 +1,7 @@
-"""Samples on their way: the request to a server, and the sum of its answers.
+"""Samples in flight: the request to a server, and the tokens of its answers so far.
 
-A sample may need several answers: an abort (by a weight update, for example) hands back what there is, and generation
-goes on from there. The noise of a seeded sample depends on its seed and the place in the sequence only.
+A sample may need several answers: an abort (by a weight update, for example) returns the partial tokens, and the next
+request continues from them. The noise of a seeded sample depends only on its seed and the position in the sequence.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from megarl.sync.protocol import read_tag
 
 
 class BadAnswerError(Exception):
-    """A server's answer lacks something or contradicts itself."""
+    """A server's answer is incomplete or contradicts itself."""
 
 
 class OtherPromptError(Exception):
-    """A server has made other tokens of a prompt with images."""
+    """A server has tokenised a prompt with images differently."""
 
 
 @dataclass
 class ServedSample:
-    """One sample: `seed` of prompt number `prompt`, and what is there of it so far.
+    """One sample with its partial tokens.
 
     Attributes:
-        versions: weight version of every token.
-        interruptions: answers that did not end the sample.
-        late: requests that were not answered within their deadline.
-        aborted: it is to end with what there is of it.
-        cached: tokens of the prompt that the server had in its prefix cache.
-        room: tokens, at most; None: as the sampling settings say.
-        strings: of sampling; None: it has none. Servers have no tokenizer and sample on: what they sampled after the
-            end is dropped.
-        begun: of the prompt, the last tokens that belong to the turn which the sample continues.
-        drafts: tokens that a draft has proposed (speculative decoding), and how many of them the model has taken.
+        prompt: number of the prompt; samples of one prompt are routed to the same server.
+        token_ids, logprobs, versions: tokens so far, and the log-prob and weight version of each.
+        interruptions: number of answers that did not end the sample.
+        late: number of requests that were not answered within their deadline.
+        room: most tokens, up to `sampling.max_new_tokens`, which is also the default.
+        aborted: the sample ends with its partial tokens.
+        cached: number of prompt tokens that were in the server's prefix cache.
+        drafts: numbers of draft tokens that were proposed and accepted (speculative decoding).
+        strings: the stop strings of sampling; None: it has none. Servers have no tokenizer and do not stop at them, so
+            later tokens are dropped.
+        begun: number of last prompt tokens that belong to the turn which the sample continues.
     """
 
     prompt: int
@@ -61,13 +62,13 @@ class ServedSample:
     begun: int = 0
 
     def _most(self, sampling: SamplingConfig) -> int:
-        """Return the tokens of this sample, at most."""
+        """Return the most tokens of this sample."""
         return sampling.max_new_tokens if self.room is None else min(self.room, sampling.max_new_tokens)
 
     def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int]) -> dict[str, Any]:
         """Return the body of the /generate request for the rest of this sample."""
         if self.images is not None and self.images.image_token(self.prompt_ids) in self.token_ids:
-            # The server would take what the sample says for an image that is missing.
+            # The server would look for an image at each image token, so a sample that contains one starts again.
             self.token_ids, self.logprobs, self.versions = [], [], []
         settings: dict[str, Any] = {
             "temperature": sampling.temperature,
@@ -77,27 +78,25 @@ class ServedSample:
             "sampling_seed": self.seed,
         }
         settings |= {"ignore_eos": True} if sampling.ignore_eos else {"stop_token_ids": list(stop_ids)}
-        found = self.prompt_fields()
-        found["input_ids"] += self.token_ids
-        return found | {"sampling_params": settings, "return_logprob": True}
+        fields = self.prompt_fields()
+        fields["input_ids"] += self.token_ids
+        return fields | {"sampling_params": settings, "return_logprob": True}
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields of a request that hold the prompt."""
-        if self.images is None:
-            return {"input_ids": list(self.prompt_ids)}
-        return self.images.request(self.prompt_ids)
+        ids = self.prompt_ids
+        return {"input_ids": list(ids)} if self.images is None else self.images.request(ids)
 
     def add(self, answer: dict[str, Any], sampling: SamplingConfig, stop_ids: Sequence[int], tag: str) -> None:
-        """Take over an answer to `payload`; sets `finish_reason` when it completes the sample.
+        """Add the tokens of an answer to `payload`; sets `finish_reason` if the answer completes the sample.
 
         Args:
-            tag: the server's present tag of its weights (`version_tag`). An answer may begin with older ones of the
-                same run.
+            tag: the expected tag of the server's weights (`version_tag`). The first tokens may be of older weights of
+                the same run.
 
         Raises:
-            BadAnswerError: tokens, log-probs and weight versions do not belong together, or the weights are not those
-                that this run has sent.
-            OtherPromptError: the server counts other tokens of a prompt with images.
+            BadAnswerError: tokens, log-probs and weight versions do not match, or this run has not sent these weights.
+            OtherPromptError: the server has read another number of tokens of a prompt with images.
         """
         self._check_prompt(answer)
         try:
@@ -107,14 +106,13 @@ class ServedSample:
             reason = meta["finish_reason"]["type"]
             logprobs = [float(entry[0]) for entry in scored]
             if [entry[1] for entry in scored] != ids:
-                raise ValueError(f"log-probs of {len(scored)} tokens that are not the {len(ids)} tokens of the answer")
+                raise ValueError(f"the log-probs are of {len(scored)} tokens other than the {len(ids)} in the answer")
             if reason == "length" and not (self.token_ids or ids):
-                raise ValueError("no token, and the length limit is said to be reached")
+                raise ValueError("the answer has no token, although its finish reason is the length limit")
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise BadAnswerError(what) from error
-        proposed, taken = (int(meta.get(f"spec_num_{kind}_drafts") or 0) for kind in ("proposed", "correct"))
-        self.drafts = self.drafts[0] + proposed, self.drafts[1] + taken
+            raise BadAnswerError(str(error) if isinstance(error, ValueError) else repr(error)) from error
+        proposed, accepted = (int(meta.get(f"spec_num_{kind}_drafts") or 0) for kind in ("proposed", "correct"))
+        self.drafts = self.drafts[0] + proposed, self.drafts[1] + accepted
         if not self.token_ids:
             self.cached = int(meta.get("cached_tokens") or 0)
         before = len(self.token_ids)
@@ -123,8 +121,8 @@ class ServedSample:
         self.versions += versions
         if self._end_at_string(before):
             return
-        # The server also stops at the end tokens of the model's configuration; those that are none here are passed by.
-        # At the last allowed place it says `length` whatever the token is.
+        # The server also stops at end tokens of the model's config that are not end tokens here; such a sample goes on.
+        # At the last allowed token the server returns `length` even for an end token.
         if self.token_ids and self.token_ids[-1] in stop_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self._most(sampling) or reason == "length":
@@ -133,7 +131,7 @@ class ServedSample:
             self.interruptions += 1
 
     def _end_at_string(self, before: int) -> bool:
-        """End the sample where its text has come to a stop string after the first `before` tokens."""
+        """End the sample at a stop string that ends after its first `before` tokens; return whether there is one."""
         if self.strings is None:
             return False
         turn = [*self.prompt_ids[len(self.prompt_ids) - self.begun :], *self.token_ids]
@@ -146,17 +144,17 @@ class ServedSample:
         return True
 
     def _check_prompt(self, answer: dict[str, Any]) -> None:
-        """Compare the tokens that the server has read with those that it should have; text it takes as it is."""
+        """Compare the number of tokens that the server has read of a prompt with images with the expected number."""
         meta = answer.get("meta_info", {})
         unread = meta.get("finish_reason", {}).get("type") == "abort" and not answer.get("output_ids")
         if self.images is None or unread:  # a request that was aborted in its queue was never read
             return
-        found, expected = meta.get("prompt_tokens"), len(self.prompt_ids) + len(self.token_ids)
-        if found != expected:
+        count, expected = meta.get("prompt_tokens"), len(self.prompt_ids) + len(self.token_ids)
+        if count != expected:
             raise OtherPromptError(
-                f"the server has made {found} tokens of a prompt with images that has {expected}: its processor has "
-                "resized an image, or read the text again; its preprocessor_config.json has to allow images of any "
-                "number of pixels, and its tokenizer has to be that of the run"
+                f"the server has read {count} tokens of a prompt with images instead of {expected}, because its "
+                "processor has resized an image or tokenised the text differently; its preprocessor_config.json must "
+                "allow images of any number of pixels, and its tokenizer must be that of the run"
             )
 
     def completion(self) -> Completion:
@@ -166,25 +164,26 @@ class ServedSample:
 
 
 def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:
-    """Weight version of each of `count` tokens, out of the spans the server gives.
+    """Return the weight version of each of the `count` tokens of an answer, from the spans in its `meta`.
 
-    A server that several runs use may have been given weights by another one while it answered.
+    Raises:
+        ValueError: a version is newer than `tag` or of another run, which may have sent the server weights meanwhile.
     """
     now = meta["weight_version"]
     spans = meta.get("weight_versions") or [{"version": now, "start": 0, "end": count}]
     versions = [_own_version(span["version"], tag) for span in spans for _ in range(span["end"] - span["start"])]
     if len(versions) != count:
-        raise ValueError(f"weight versions of {len(versions)} tokens for {count} tokens")
+        raise ValueError(f"the answer has weight versions of {len(versions)} tokens for its {count} tokens")
     if _own_version(now, tag) != read_tag(tag)[0]:
         raise ValueError(f"generated with the old weights {now!r}, although the server has acknowledged {tag!r}")
     return versions
 
 
-def _own_version(found: object, tag: str) -> int:
-    """Return the version in `found`, which must be of the run of `tag` and not newer."""
-    (number, run), (newest, own) = read_tag(found), read_tag(tag)
-    if run != own:
-        raise ValueError(f"generated with the weights {found!r} of another run; this run has sent {tag!r}")
+def _own_version(weights: object, tag: str) -> int:
+    """Return the weight version in the tag `weights`, which must be of the run of `tag` and not newer."""
+    (number, run), (newest, this_run) = read_tag(weights), read_tag(tag)
+    if run != this_run:
+        raise ValueError(f"generated with the weights {weights!r} of another run; this run has sent {tag!r}")
     if number > newest:
-        raise ValueError(f"generated with the weights {found!r}; the newest that this run has sent are {tag!r}")
+        raise ValueError(f"generated with the weights {weights!r}; the newest that this run has sent are {tag!r}")
     return number
