@@ -133,7 +133,7 @@ def test_servers_are_started_where_the_team_of_their_workers_is(monkeypatch: pyt
 
 @pytest.mark.parametrize(("workers", "settings"), [(5, {}), (3, {"colocated": True})])
 def test_a_machine_with_too_few_is_refused(workers: int, settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"need 4 GPUs and have 3: it shows 8, of which the trainer has"):
+    with pytest.raises(ConfigError, match=r"need 4 GPUs and have 3: this process sees 8, of which the trainer uses"):
         seen(workers, {}, 8, **settings)
 
 

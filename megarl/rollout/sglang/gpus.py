@@ -1,11 +1,11 @@
-"""The GPUs of a machine that a server sees.
+"""The assignment of a machine's GPUs to servers.
 
     machine    0  1  2  3  4  5  6  7
     trainer    =========== (workers, in the order of their ranks)
-    servers                =========== of their own: the next ones, or those that the launcher has reserved for them
-               ===========             colocated: the trainer's
+    servers                =========== separate: the next GPUs, or GPUs that the launcher has reserved for servers
+               ===========             colocated: the trainer's GPUs
 
-Names are what CUDA_VISIBLE_DEVICES takes: numbers of the machine, or UUIDs.
+A GPU's name is its number on the machine or its UUID, as in CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from collections.abc import Mapping, Sequence
 from megarl.config.sglang import SGLangConfig
 from megarl.system.errors import ConfigError
 
-#: GPUs of the workers of this machine, where each of them sees only its own: set by the Ray launcher. Without those of
-#: workers that only send requests: their servers take these.
+#: Environment variable of the Ray launcher, whose workers see only their own GPU: the GPUs of all workers of this
+#: machine, without the GPUs that workers lend to servers.
 TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
-#: GPUs of this machine that the Ray launcher has reserved for the servers that are started on it.
+#: Environment variable of the Ray launcher: the GPUs of this machine that are reserved for its servers.
 SERVER_GPUS = "MEGARL_SERVER_GPUS"
 
 
 def place_servers(servers: int, ranks: int, workers: Sequence[int], nnodes: int = 1) -> list[list[tuple[int, int]]]:
-    """Return which nodes of which servers are on every machine, (server, node): equally many where machines are alike.
+    """Return the (server, node) pairs of each machine; the servers are spread evenly over machines with equally many
+    workers.
 
     Args:
-        ranks: ranks of a server on one machine, each of which has a GPU.
-        workers: workers of the team that starts the servers, by machine. They may lend their GPUs: the next server goes
-            where most of these are left.
-        nnodes: machines of a server, at most as many as there are.
+        ranks: number of a server's ranks, and so of its GPUs, on one machine.
+        workers: number of workers on each machine, in the team that starts the servers. If workers lend their GPUs,
+            each server is placed where most of these GPUs are free.
+        nnodes: number of machines of a server, at most `len(workers)`.
     """
     left = list(workers)
     places = []
@@ -38,15 +39,15 @@ def place_servers(servers: int, ranks: int, workers: Sequence[int], nnodes: int 
         for machine in machines:
             left[machine] -= ranks
         places.append(machines)
-    found: list[list[tuple[int, int]]] = [[] for _ in workers]
+    nodes: list[list[tuple[int, int]]] = [[] for _ in workers]
     for server, machines in enumerate(sorted(places)):
         for node, machine in enumerate(machines):
-            found[machine].append((server, node))
-    return found
+            nodes[machine].append((server, node))
+    return nodes
 
 
 def most_servers(ranks: int, workers: Sequence[int], nnodes: int = 1) -> int:
-    """Return how many servers find room on the GPUs that workers lend; arguments as of `place_servers`."""
+    """Return the most servers that fit on the GPUs that workers lend; the arguments are those of `place_servers`."""
     places = [number // ranks for number in workers]
     return max(n for n in range(sum(places) // nnodes + 1) if sum(min(place, n) for place in places) >= n * nnodes)
 
@@ -54,18 +55,18 @@ def most_servers(ranks: int, workers: Sequence[int], nnodes: int = 1) -> int:
 def server_gpus(
     config: SGLangConfig, servers: int, local: int, workers: int, environment: Mapping[str, str], present: int
 ) -> tuple[str, ...] | None:
-    """Return the GPUs that server `local` of this machine's `servers` sees, its own first; None: all that this process
-    sees.
+    """Return the names of the GPUs that a server sees, the GPUs of its ranks first; None: all that this process sees.
 
-    A colocated one also sees the rest of the trainer's: ranks on all of them hand it memory to map.
+    A colocated server sees all of the trainer's GPUs, because it maps memory of ranks on each of them.
 
     Args:
-        servers: servers of this machine; of one on several machines this machine has a part.
-        local: 0, 1, ... on this machine.
-        workers: trainer ranks of this machine.
+        servers: number of servers that have a process on this machine.
+        local: index of the server among them.
+        workers: number of trainer ranks on this machine.
+        present: number of GPUs of this machine.
 
     Raises:
-        ConfigError: this machine has too few.
+        ConfigError: this machine has too few GPUs.
     """
     if config.gpus is None and (not present or config.first_gpu_given):
         return None
@@ -76,20 +77,19 @@ def server_gpus(
     ranks = config.ranks_per_node
     if len(pool) < servers * ranks:
         raise ConfigError(
-            f"the servers of this machine need {servers * ranks} GPUs and have {len(pool)}: it shows "
-            f"{len(trainer) + len(rest)}, of which the trainer has {len(trainer)}",
+            f"the servers of this machine need {servers * ranks} GPUs and have {len(pool)}: this process sees "
+            f"{len(trainer) + len(rest)}, of which the trainer uses {len(trainer)}",
             where="rollout.sglang.gpus",
             found=config.gpus,
             allowed="one GPU per rank of a server",
             fix="lower rollout.sglang.servers, tp_size or cluster.nproc, or share them: rollout.sglang.colocated=true",
         )
-    own = pool[local * ranks : (local + 1) * ranks]
     others = (*pool, *trainer) if config.colocated else ()
-    return tuple(dict.fromkeys((*own, *others)))
+    return tuple(dict.fromkeys((*pool[local * ranks : (local + 1) * ranks], *others)))
 
 
 def _split(workers: int, environment: Mapping[str, str], present: int) -> tuple[list[str], list[str]]:
-    """Return this machine's GPUs: the trainer's, and those for servers."""
+    """Return the names of this machine's GPUs: the trainer's, and the rest, for servers."""
     if TRAINER_GPUS in environment:
         trainer = _names(environment[TRAINER_GPUS])
         everything = [str(gpu) for gpu in range(present)]

@@ -1,21 +1,22 @@
-"""A process that outlives a trainer and brings external servers back when that dies in the middle of an update.
+"""A process that outlives a trainer and restores external servers if the trainer dies during an update.
 
     python -m megarl.rollout.sglang.keeper DEADLINE_S        (its output: RUN/sync/keeper.log)
 
-    trainer                        pipe                             keeper                 server
-    before `pause`                 open   url, API key       --->   remembers it
-    before tensors may be loaded   loading   versions        --->
-    after `resume`                 done   folder it holds    --->   forgets it
-    closes, or is killed           end of file               --->   nothing open: ends
-                                                                    else, per server  ---> old weights, go on
+    trainer                        pipe                             keeper                   server
+    before `pause`                 open      url, API key    --->   stores the server
+    before tensors may be loaded   loading   versions        --->   stores the versions
+    after `resume`                 done      folder          --->   forgets the server
+    closes, or is killed           end of file               --->   no server open: ends
+                                                                    else, per server   --->  old weights, resume
 
-Servers that the run started itself end with it; those of `rollout.sglang.urls` would stay paused, with a part of the
-new weights. A server that was only paused, and got all of the version before, goes on. Any other may hold tensors of
-two versions and reads weights that it can reach by itself: the folder of the last version it got as a whole (`disk`),
-or what it was started with. They get the name they had then. When neither can be read it stays paused, and the log
-says so.
+Servers that the run started end with it. Servers of `rollout.sglang.urls` would stay paused, with a part of the new
+weights. A server that was only paused, and held all of the version before, is resumed. Any other server may hold
+tensors of two versions. It reads weights from disk: the folder of its last complete version (transport `disk`), or the
+weights that it was started with, and gets the version name of these weights. If it can read neither, it stays paused,
+and the log contains the reason.
 
-While it works the server's version is called `RESTORING...`; the next trainer waits for that to end (receiver.py).
+While the keeper restores a server, the server's version is `RESTORING...`; the next trainer waits until that has
+changed (receiver.py).
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from typing import Any
 from megarl.rollout.sglang.api import ServerApi
 from megarl.system.errors import ServerError
 
-RESTORING = "being restored"  # how the version begins while a keeper works
-MIXED = "mixed weights"  # the version of a server that could not be brought back
+RESTORING = "being restored"  # prefix of the version while a keeper restores the server
+MIXED = "mixed weights"  # the version of a server that could not be restored
 _PHASE = "after the trainer's death"
-_SETTLE_S = 1.0  # what a killed trainer sent last has reached the server by then
+_SETTLE_S = 1.0  # after this time the last request of a killed trainer has reached the server
 _END_S = 5.0
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that a server can load by itself, and the version's name."""
+    """Weights that a server can read from disk, and the name of their version."""
 
     path: str
     load_format: str
@@ -53,10 +54,11 @@ class Weights:
 
 
 class Keeper:
-    """The trainer's end. Calls may come from several threads.
+    """The trainer's end: starts the keeper process and sends it messages. Callable from any thread.
 
     Args:
-        deadline_s: deadline in seconds of each step that brings a server back.
+        folder: folder of the log, keeper.log.
+        deadline_s: deadline in seconds of each call that restores a server.
     """
 
     def __init__(self, folder: Path, deadline_s: float) -> None:
@@ -65,59 +67,59 @@ class Keeper:
         self._lock = threading.Lock()
         self._log = folder / "keeper.log"
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [sys.executable, "-m", "megarl.rollout.sglang.keeper", str(deadline_s)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # what kills the trainer's process group must not reach it
+                start_new_session=True,  # a signal to the trainer's process group must not reach it
             )
+        assert process.stdin is not None
+        self._pipe = process.stdin
 
     def open(self, api: ServerApi) -> None:
-        """Begin an update of this server."""
-        self._tell({"event": "open", "url": api.url, "api_key": api.api_key, "name": api.name})
+        """Note that an update of this server begins."""
+        self._send({"event": "open", "url": api.url, "api_key": api.api_key, "name": api.name})
 
     def loading(self, api: ServerApi, version: str) -> None:
         """Note that from now on the server may hold tensors of both its old version and `version`.
 
         Raises:
-            ServerError: it does not say which version it is on.
+            ServerError: the server does not answer the query of its old version.
         """
-        self._tell({"event": "loading", "url": api.url, "versions": [_version_of(api, self._deadline_s), version]})
+        self._send({"event": "loading", "url": api.url, "versions": [_version_of(api, self._deadline_s), version]})
 
     def done(self, api: ServerApi, version: str, folder: Path | None) -> None:
-        """Note that the server serves `version`; `folder`: where it can read all of it again, if anywhere."""
-        where = None if folder is None else str(folder)
-        self._tell({"event": "done", "url": api.url, "version": version, "folder": where})
+        """Note that the server serves `version`, which it can read from `folder`; None: from no folder."""
+        path = None if folder is None else str(folder)
+        self._send({"event": "done", "url": api.url, "version": version, "folder": path})
 
     def close(self) -> None:
-        """End with the trainer. Servers whose update was not done are brought back."""
-        assert self._process.stdin is not None
+        """Close the pipe. The keeper then restores the servers whose update is not done, and ends."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it is at work, and needs nobody for that
+            self._pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it restores servers, and does so without the trainer
             self._process.wait(_END_S)
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
+    def _send(self, message: dict[str, Any]) -> None:
         try:
             with self._lock:
-                self._process.stdin.write(json.dumps(message).encode() + b"\n")
-                self._process.stdin.flush()
+                self._pipe.write(json.dumps(message).encode() + b"\n")
+                self._pipe.flush()
         except BrokenPipeError:
-            raise ServerError(
-                message.get("name", "server"), message["url"], "update", f"the keeper ended; see {self._log}"
-            ) from None
+            reason = f"the keeper ended; see {self._log}"
+            raise ServerError(message.get("name", "server"), message["url"], "update", reason) from None
 
 
 class KeeperState:
-    """The keeper's state: the messages about each server.
+    """The keeper's state, from the messages about each server. All attributes are by URL.
 
     Attributes:
-        opened: servers whose update is not done, by URL.
-        versions: tag of a server that may hold parts, unless somebody else has taken it since.
-        whole: those that hold all of a version that this trainer sent. The state of others is not known.
-        folders: folders from which servers can read that version.
+        opened: servers whose update is not done.
+        versions: the old and the new version of a server that may hold tensors of both. A server with another version
+            now belongs to another trainer.
+        whole: servers that hold all tensors of a version that this trainer sent; the state of others is not known.
+        folders: the weights of that version, for servers that can read them from a folder.
     """
 
     def __init__(self) -> None:
@@ -127,7 +129,7 @@ class KeeperState:
         self.folders: dict[str, Weights] = {}
 
     def hear(self, lines: Iterable[str]) -> None:
-        """Take messages until the trainer closes the pipe."""
+        """Read messages until the trainer closes the pipe."""
         for line in lines:
             message = json.loads(line)
             event, url = message["event"], message["url"]
@@ -145,10 +147,10 @@ class KeeperState:
                     self.folders[url] = Weights(message["folder"], "safetensors", message["version"])
 
     def bring_back(self, deadline_s: float) -> None:
-        """Bring back every server whose update was not done, side by side."""
+        """Restore every server whose update is not done, in parallel."""
         if not self.opened:
             return
-        _say("the trainer ended in the middle of an update")
+        _log("the trainer ended in the middle of an update")
         time.sleep(_SETTLE_S)
         with ThreadPoolExecutor(len(self.opened)) as pool:
             list(pool.map(lambda api: self._bring_back(api, deadline_s), self.opened.values()))
@@ -156,15 +158,15 @@ class KeeperState:
     def _bring_back(self, api: ServerApi, deadline_s: float) -> None:
         recovery = Recovery(api, deadline_s)
         try:
-            found = _version_of(api, deadline_s)
-            if found not in self.versions.get(api.url, [found]):
-                recovery.say(f"another trainer has it ({found!r})")
+            version = _version_of(api, deadline_s)
+            if version not in self.versions.get(api.url, [version]):
+                recovery.log(f"another trainer has sent it weights ({version!r}); nothing is restored")
             elif api.url in self.whole:
                 recovery.resume()
             else:
                 recovery.restore(self.folders.get(api.url))
         except ServerError as error:
-            recovery.say(f"STAYS PAUSED until a trainer sends it weights: {error}")
+            recovery.log(f"STAYS PAUSED until a trainer sends it weights: {error}")
             with contextlib.suppress(ServerError):
                 recovery.name(MIXED)
 
@@ -176,68 +178,72 @@ class Recovery:
         self.api, self.deadline_s = api, deadline_s
         self._claim = f"{RESTORING} {secrets.token_hex(4)}"
 
-    def say(self, text: str) -> None:
-        """Write into the log."""
-        _say(f"{self.api.name} at {self.api.url}: {text}")
+    def log(self, text: str) -> None:
+        """Write a line about the server into the log."""
+        _log(f"{self.api.name} at {self.api.url}: {text}")
 
     def name(self, version: str) -> None:
         """Set the name of the weight version that the server holds."""
         self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def resume(self) -> None:
-        """Go on with the weights that are there."""
+        """Resume generation with the weights that the server holds."""
         self._call("/continue_generation", {"torch_empty_cache": False})
-        self.say("was only paused: it goes on")
+        self.log("it was only paused, and generates again")
 
-    def restore(self, held: Weights | None) -> None:
-        """Close the session, load weights of one version, name them, drop the cache, go on.
+    def restore(self, weights: Weights | None) -> None:
+        """End the open update, load weights of one version, set their version name, drop the cache, and resume.
 
-        Pausing again puts requests back that an `in_place` pause left running: with them the cache cannot be dropped.
+        The second pause returns requests to the queue that an `in_place` pause left running, because the cache cannot
+        be dropped while they run.
+
+        Args:
+            weights: the server's last complete weights; None: they are in no folder.
 
         Raises:
-            ServerError: the server is gone or too slow, or no weights could be loaded.
+            ServerError: the server does not answer in time, or can load no weights.
         """
         self._call("/pause_generation", {"mode": "retract"})
         self.name(self._claim)
         try:
             self._call("/end_weight_update", {})
         except ServerError as error:
-            if error.status is None:  # any answer will do: an update that it refuses to end is not open
+            if error.status is None:  # with a status the server answered that no update is open
                 raise
-        weights = self._reload(held)
-        found = _version_of(self.api, self.deadline_s)
-        if found != self._claim:
-            self.say(f"another trainer has it ({found!r})")
+        loaded = self._load(([weights] if weights else []) + self._started_with())
+        version = _version_of(self.api, self.deadline_s)
+        if version != self._claim:
+            self.log(f"another trainer has sent it weights ({version!r}); nothing is restored")
             return
-        self.name(weights.version)
+        self.name(loaded.version)
         self._call("/flush_cache", {})
         self._call("/continue_generation", {"torch_empty_cache": False})
-        self.say(f"serves {weights.path} again, under version {weights.version!r}")
+        self.log(f"serves {loaded.path} again, under version {loaded.version!r}")
 
-    def _reload(self, held: Weights | None) -> Weights:
-        """Load the first weights that can be."""
+    def _load(self, choices: Iterable[Weights]) -> Weights:
+        """Load the first of the `choices` that the server can read, and return it."""
         reasons = []
-        for weights in ([held] if held else []) + self._started_with():
+        for weights in choices:
             payload = {"model_path": weights.path, "load_format": weights.load_format, "flush_cache": False}
             try:
                 self._call("/update_weights_from_disk", payload)
             except ServerError as error:
                 reasons.append(error.reason)
-                self.say(f"cannot read {weights.path}: {error.reason}")
+                self.log(f"cannot read {weights.path}: {error.reason}")
             else:
                 return weights
-        why = "; ".join(reasons) or "it was started with random weights (load format dummy), so there are none to read"
+        why = "; ".join(reasons) or "it was started with random weights (load format dummy), which no folder contains"
         raise ServerError(self.api.name, self.api.url, _PHASE, why)
 
     def _started_with(self) -> list[Weights]:
-        """Return the weights on its command line; updates do not change what /server_info says of them."""
+        """Return the weights on the server's command line, or none if they were random; updates do not change what
+        /server_info returns."""
         info = self._call("/server_info", None, "GET")
         if info.get("load_format") == "dummy":
             return []
         return [Weights(info["model_path"], info.get("load_format") or "auto", info.get("weight_version") or "default")]
 
     def _call(self, path: str, payload: dict[str, Any] | None, method: str = "POST") -> dict[str, Any]:
-        """Make one call, with its deadline."""
         return self.api.call(path, payload, deadline_s=self.deadline_s, phase=_PHASE, method=method)
 
 
@@ -245,11 +251,11 @@ def _version_of(api: ServerApi, deadline_s: float) -> str:
     return str(api.call("/model_info", None, deadline_s=deadline_s, phase=_PHASE, method="GET").get("weight_version"))
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
 
 
 if __name__ == "__main__":
-    watch = KeeperState()
-    watch.hear(sys.stdin)
-    watch.bring_back(float(sys.argv[1]))
+    state = KeeperState()
+    state.hear(sys.stdin)
+    state.bring_back(float(sys.argv[1]))

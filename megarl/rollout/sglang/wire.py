@@ -1,8 +1,9 @@
-"""The form in which an SGLang server takes a bucket of tensors through shared memory, made without importing SGLang.
+"""Pickles a bucket of tensors in shared memory for an SGLang server, without importing SGLang.
 
-The server unpickles a dictionary with a flat uint8 tensor and a list of objects that have `name`, `shape`, `dtype`,
-`start_idx`, `end_idx`, `numel`; its unpickler admits `types.SimpleNamespace`, torch's shapes, dtypes and storages. Only
-handles travel in the pickle; the bytes stay in shared memory or on the GPU. Checked against SGLang 0.5.23.
+The server unpickles a dictionary of a flat uint8 tensor and a list of objects with the attributes `name`, `shape`,
+`dtype`, `start_idx`, `end_idx` and `numel`. Its unpickler accepts `types.SimpleNamespace` and torch's shapes, dtypes
+and storages. The pickle contains only handles; the bytes stay in shared memory or on the GPU. Checked against SGLang
+0.5.23.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megarl.sync.shared import Handle, cuda_arguments
 
 
 def bucket_payload(handle: Handle, entries: Iterable[Entry]) -> str:
-    """Return the base64 of the pickle that hands `entries` of a shared buffer to one server rank."""
+    """Return the base64 of a pickle from which a server rank maps the tensors `entries` of a shared buffer."""
     metadata = [
         types.SimpleNamespace(
             name=entry.name,
@@ -40,20 +41,20 @@ def bucket_payload(handle: Handle, entries: Iterable[Entry]) -> str:
 
 
 def loader_payload(handle: Handle, header: Any) -> str:
-    """Return the base64 of the pickle that hands a buffer to one of our loaders in the server, which reads `header`
-    first."""
+    """Return the base64 of a pickle from which a loader (compat/sglang_server/loaders) in a server rank reads `header`
+    and maps a shared buffer."""
     return _pickled([(json.dumps(header), _tensor(handle))])
 
 
-def _pickled(found: Any) -> str:
+def _pickled(value: Any) -> str:
     out = io.BytesIO()
-    ForkingPickler(out).dump(found)
+    ForkingPickler(out).dump(value)
     return base64.b64encode(out.getvalue()).decode()
 
 
 def _tensor(handle: Handle) -> _Call:
-    """Make the call that is unpickled as the flat tensor of the handle."""
-    if "device" in handle:  # the server also takes the device's UUID for its number
+    """Return the object that is unpickled as the flat tensor of `handle`."""
+    if "device" in handle:  # the server accepts the device's UUID in the place of its number
         return _Call(reductions.rebuild_cuda_tensor, cuda_arguments(handle))
     named = (torch.UntypedStorage, handle["manager"].encode(), handle["name"].encode(), handle["bytes"])
     typed = _Call(reductions.rebuild_typed_storage, (_Call(reductions.rebuild_storage_filename, named), torch.uint8))
