@@ -275,7 +275,9 @@ def test_every_rank_learns_that_a_server_answers_nonsense() -> None:
         for found in run_distributed(opened_each, 2, 120, urls):
             for (kind, text), url, (_, why) in zip(found, urls, NONSENSE, strict=True):
                 assert kind == "ConfigError"
-                assert f"server 0 at {url} does not report its start settings: /server_info" in text
+                assert text.startswith(
+                    f"rollout.sglang.urls: server 0 at {url} does not report its start settings: /server_info"
+                )
                 assert why in text
 
 
