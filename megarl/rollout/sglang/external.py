@@ -15,7 +15,8 @@ from megarl.system.compat.sglang import LOADER, PATCH_LOADER
 from megarl.system.errors import ConfigError, ServerError
 
 _SHORT_NAMES = {"float": "float32", "half": "float16"}
-_SAID = {"tp_size": int, "ep_size": int, "dp_size": int, "nnodes": int, "dtype": str, "context_length": int | None}
+#: Fields of /server_info that are compared, and their types.
+_FIELDS = {"tp_size": int, "ep_size": int, "dp_size": int, "nnodes": int, "dtype": str, "context_length": int | None}
 
 
 Problem = dict[str, Any]  # keyword arguments of ConfigError
@@ -34,23 +35,23 @@ def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | No
         ConfigError: on every rank, if a server's settings differ or are not available.
         ServerError: on every rank, if no server is left.
     """
-    found: list[Problem] = []
-    gone: list[list[Any]] = []
-    asked = [server for server in fleet.servers if server.state != "failed"] if examine is not None else []
-    if examine is not None and asked:
+    problems: list[Problem] = []
+    lost: list[list[Any]] = []
+    servers = [server for server in fleet.servers if server.state != "failed"]
+    if examine is not None and servers:
         fleet.examine = functools.partial(_unfit, examine)
-        with ThreadPoolExecutor(len(asked)) as pool:
-            answers = [pool.submit(examine, server) for server in asked]
-        for server, answer in zip(asked, answers, strict=True):
+        with ThreadPoolExecutor(len(servers)) as pool:
+            answers = [pool.submit(examine, server) for server in servers]
+        for server, answer in zip(servers, answers, strict=True):
             try:
-                found += answer.result()
+                problems += answer.result()
             except ServerError as error:
-                gone.append([server.number, error.reason])
-    # The other ranks wait here, so rank 0 must not raise before for any answer of a server.
-    found, gone = world.broadcast_json([found, gone])
-    for problem in found:
+                lost.append([server.number, error.reason])
+    # The other ranks wait here, so rank 0 must not raise an error about a server before.
+    problems, lost = world.broadcast_json([problems, lost])
+    for problem in problems:
         raise ConfigError(**problem)
-    for number, why in gone:
+    for number, why in lost:
         fleet.mark_failed(fleet.servers[number], why)
     fleet.need_one()
 
@@ -97,7 +98,7 @@ def _forgetful(server: Server, info: dict[str, Any]) -> Iterator[Problem]:
             "where": "rollout.sglang.urls",
             "found": server.api.url,
             "allowed": f"servers with --custom-weight-loader {LOADER} {PATCH_LOADER}",
-            "fix": "start it as docs/servers.md says, or leave rollout.sglang.urls out",
+            "fix": "start it as described in docs/servers.md, or leave rollout.sglang.urls out",
         }
 
 
@@ -108,7 +109,8 @@ def _unclear(server: Server, why: str) -> Problem:
         "where": "rollout.sglang.urls",
         "found": server.api.url,
         "allowed": "SGLang servers",
-        "fix": "name SGLang's own address, not that of a router; rollout.sglang.api_key_env names the key",
+        "fix": "name SGLang's own address, not that of a router, and the variable of its key in "
+        "rollout.sglang.api_key_env",
     }
 
 
@@ -116,37 +118,37 @@ def _differences(
     server: Server, info: dict[str, Any], config: SGLangConfig, dtype: str, longest: int
 ) -> Iterator[Problem]:
     """Yield a problem for each start setting that differs from the recipe."""
-    for name, kind in _SAID.items():
+    for name, kind in _FIELDS.items():
         if not isinstance(info.get(name), kind):
             yield _unclear(server, f"{name} is {info[name]!r}" if name in info else f"no {name} in its answer")
             return
     where = f"{server.api.name} at {server.api.url}"
     for name in ("tp_size", "ep_size", "dp_size", "nnodes"):
-        wanted, there, option = getattr(config, name), info[name], f"--{name.replace('_', '-')}"
-        if there != wanted:
+        wanted, actual, option = getattr(config, name), info[name], f"--{name.replace('_', '-')}"
+        if actual != wanted:
             yield {
-                "what": f"{where} was started with {name} {there}",
+                "what": f"{where} was started with {name} {actual}",
                 "where": f"rollout.sglang.{name}",
                 "found": wanted,
-                "allowed": f"{there}, as all servers in rollout.sglang.urls have it",
-                "fix": f"set rollout.sglang.{name}={there}, or start the server with {option} {wanted}",
+                "allowed": f"{actual}, which all servers in rollout.sglang.urls must have",
+                "fix": f"set rollout.sglang.{name}={actual}, or start the server with {option} {wanted}",
             }
-    there = _SHORT_NAMES.get(info["dtype"], info["dtype"])
-    if there != dtype:
+    actual = _SHORT_NAMES.get(info["dtype"], info["dtype"])
+    if actual != dtype:
         yield {
-            "what": f"{where} computes in {there}",
+            "what": f"{where} computes in {actual}",
             "where": "rollout.dtype",
             "found": dtype,
-            "allowed": f"{there}, as all servers in rollout.sglang.urls have it",
+            "allowed": f"{actual}, which all servers in rollout.sglang.urls must have",
             "fix": f"start the server with --dtype {dtype}, or change rollout.dtype",
         }
     limit = info.get("context_length")
     if limit is not None and limit < longest:
         yield {
-            "what": f"{where} takes sequences of up to {limit} tokens, and prompt and response have up to {longest}",
+            "what": f"{where} accepts sequences of up to {limit} tokens, but prompt and response have up to {longest}",
             "where": "rollout.sglang.urls",
             "found": server.api.url,
             "allowed": f"servers with a --context-length from {longest}",
-            "fix": f"start it with --context-length {longest}, or lower data.max_prompt_tokens or "
+            "fix": f"start the server with --context-length {longest}, or lower data.max_prompt_tokens or "
             "rollout.sampling.max_new_tokens",
         }

@@ -1,4 +1,4 @@
-"""Start the servers of a run, or find the ones that run already."""
+"""Starts the servers of a run, or connects to external servers (`rollout.sglang.urls`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from megarl.system.processes import nvidia_devices
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of this rank: `machine` of `machines`, and whether it is the first of the `workers` there."""
+    """The place of this rank: its machine, and whether it is the first of the `workers` on this machine.
+
+    Attributes:
+        machine: index of the machine among the `machines` of the team.
+    """
 
     machine: int = 0
     machines: int = 1
@@ -31,7 +35,7 @@ class WorkerPlace:
 
     @classmethod
     def from_environment(cls, cluster: ClusterConfig) -> WorkerPlace:
-        """Return the place of a worker among those of its team, from what its launcher says: torchrun's variables."""
+        """Return the place of this worker in its team, from the environment variables of torchrun."""
         values = os.environ
         workers = int(values.get("LOCAL_WORLD_SIZE", cluster.nproc // cluster.nnodes))
         machine, machines = int(values.get("GROUP_RANK", "0")), int(values.get("GROUP_WORLD_SIZE", "1"))
@@ -54,30 +58,35 @@ def open_fleet(
     host: str | None = None,
     world: WorkerGroup,
 ) -> Fleet:
-    """Return the servers of the run, started if they are ours, all of them answering. Collective over `group`.
+    """Start the run's servers or connect to external servers, wait until they answer, and return them.
+
+    Collective over `world`.
 
     Args:
-        run_dir: logs go to its folder `servers`.
+        run_dir: contains the servers' logs, in its folder `servers`.
         model: Hugging Face folder, readable on every machine.
         dtype: float32, bfloat16 or float16.
-        random_weights: see ServerSpec; for a first synchronisation that brings every weight.
-        longest: tokens of the longest sequence, which servers that run already must take; 0: any.
-        images: prompts may have some.
-        fp8: `model` says that weights are block-wise FP8.
-        key: that requests to started servers must carry; None: a random one.
-        host: address of this machine, as all who speak to its servers reach it, where the recipe names none; None: the
-            ranks of `world` do, and find one.
-        world: the ranks that look after the servers, and generate samples on them.
+        random_weights: see ServerSpec; the first update must bring every weight.
+        longest: tokens of the longest sequence, which external servers must accept; 0: not checked.
+        images: whether prompts may have images.
+        fp8: whether the config of `model` names block-wise FP8 weights.
+        key: API key of started servers; None: a random key.
+        host: address at which started servers listen, unless `rollout.sglang.host` names one; None: the address of this
+            machine that the other ranks reach.
+        world: the ranks that start the servers, check them, and generate on them.
 
     Raises:
-        ConfigError: no interpreter, the variable of `api_key_env` is not set, experts spread over ranks of a CPU, or a
-            server that runs already is not what the recipe says.
-        ServerError: on every rank, when no server came up.
+        ConfigError: no interpreter, the variable of `api_key_env` is not set, a setting that needs GPUs, too few
+            machines or GPUs, or an external server with settings other than the recipe's.
+        ServerError: on every rank, if no server answers.
     """
+    watches = place.is_first and place.machine == 0  # one rank checks the health of external servers
     if config.urls:
-        fleet = _external(config, place, world)
+        key = config.external_key()
+        servers = [Server(i, ServerApi(url.rstrip("/"), key, f"server {i}")) for i, url in enumerate(config.urls)]
+        fleet = Fleet(servers, config, watched=range(len(servers)) if watches else (), world=world)
     else:
-        # In memory only: no file and no command line has it.
+        # The key is in memory only, not in a file or command line.
         key = key or world.broadcast_json(secrets.token_urlsafe(32))
         host = config.host or host or address_for_others(f"machine {place.machine}", world)
         if not cuda:
@@ -90,37 +99,27 @@ def open_fleet(
         fleet.wait_started()
         if config.urls:
             examine = functools.partial(differences, config=config, dtype=dtype, longest=longest, images=images)
-            check_external(fleet, examine if _watches(place) else None, world)
+            check_external(fleet, examine if watches else None, world)
     except BaseException:
         fleet.close()
         raise
     return fleet
 
 
-def _external(config: SGLangConfig, place: WorkerPlace, world: WorkerGroup) -> Fleet:
-    key = config.external_key()
-    servers = [Server(i, ServerApi(url.rstrip("/"), key, f"server {i}")) for i, url in enumerate(config.urls)]
-    return Fleet(servers, config, watched=range(len(servers)) if _watches(place) else (), world=world)
-
-
-def _watches(place: WorkerPlace) -> bool:
-    """Return whether this rank looks after external servers: one of all ranks does."""
-    return place.is_first and place.machine == 0
-
-
 def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
-    """Refuse what SGLang does on GPUs only."""
+    """Raise a ConfigError for settings that SGLang supports only on GPUs."""
     if config.ep_size > 1:
         raise ConfigError(
-            "SGLang's mixture of experts for a CPU keeps all experts on every rank",
+            "on a CPU, SGLang keeps all experts of a mixture on every rank",
             where="rollout.sglang.ep_size",
             found=config.ep_size,
             allowed="1 on a CPU",
-            fix="set rollout.sglang.ep_size=1; tp_size splits every expert",
+            fix="set rollout.sglang.ep_size=1, and split every expert with rollout.sglang.tp_size",
         )
     if config.speculative is not None:
         raise ConfigError(
-            "SGLang has no kernels for it on a CPU, and checks drafts greedily there, whatever the temperature",
+            "SGLang has no kernels for speculative decoding on a CPU, and would accept drafts greedily there, "
+            "whatever the temperature",
             where="rollout.sglang.speculative",
             found=config.speculative.algorithm,
             allowed="null on a CPU",
@@ -128,7 +127,7 @@ def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
         )
     if fp8:
         raise ConfigError(
-            "the servers that megarl starts take FP8 weights on GPUs only",
+            "servers that megarl starts accept FP8 weights only on GPUs",
             where="sync.fp8",
             found=True,
             allowed="false on a CPU",
@@ -137,13 +136,13 @@ def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
 
 
 def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:
-    """Return the run's own servers: `spec`, as each of them and each of its nodes has it."""
+    """Return the run's own servers, not yet started. `spec` is common to all servers, but for number, node and GPUs."""
     config = spec.config
     workers = dict(world.all_gather_json([place.machine, place.workers]))
     machines = [workers[machine] for machine in range(place.machines)]
     if len(machines) < config.nnodes:
         raise ConfigError(
-            f"servers are started on {count(len(machines), 'machine')}",
+            f"the team that generates has only {count(len(machines), 'machine')}",
             where="rollout.sglang.nnodes",
             found=config.nnodes,
             allowed=f"at most {len(machines)}",
@@ -156,6 +155,6 @@ def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:
         if spec.cuda:
             gpus = server_gpus(config, len(here), local, place.workers, os.environ, nvidia_devices())
         owned[number] = ServerProcess(replace(spec, number=number, node=node, gpus=gpus))
-    apis = (ServerApi("", spec.api_key, f"server {number}") for number in range(config.servers))
-    servers = [Server(number, api) for number, api in enumerate(apis)]  # addresses: wait_started
+    numbers = range(config.servers)
+    servers = [Server(number, ServerApi("", spec.api_key, f"server {number}")) for number in numbers]  # url: at start
     return Fleet(servers, config, owned, world=world)

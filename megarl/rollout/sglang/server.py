@@ -1,7 +1,7 @@
 """One SGLang server as a child process: start, health, stop. Its log is `RUN/servers/server_K.log`.
 
-A server on several machines is a process on each of them, its node processes. Node 0 answers requests; the others'
-logs are `server_K_node1.log`, ...
+A server on several machines has a node process on each of them. Node 0 answers requests; the logs of the other nodes
+are `server_K_node1.log`, ...
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from megarl.system.compat.sglang import (
 from megarl.system.errors import ConfigError, ServerError
 from megarl.system.processes import ending, free_port
 
-_CPU_TOKENS = 65536  # key/value cache on a CPU, where SGLang would take a share of the whole memory
-_GRACE_S = 10.0  # after SIGTERM, for what a server on a GPU shares with other processes
+_CPU_TOKENS = 65536  # tokens of the KV cache on a CPU, where SGLang would allocate a share of the whole memory
+_GRACE_S = 10.0  # after SIGTERM, for a server on a GPU to release memory that it shares with other processes
 _PORT_TRIES = 3
 POLL_S = 0.5
-HEALTH_S = 25.0  # /health answers after 20 s at the latest, healthy or not
+HEALTH_S = 25.0  # /health answers within 20 s, whether the server is healthy or not
 _CLASHES = ("address already in use", "is already in use", "eaddrinuse")
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """The settings that one server, or its part on one machine, is started with.
+    """The start settings of one process of a server.
 
     Attributes:
-        model: Hugging Face folder; with `random_weights` only its configuration is read.
+        model: Hugging Face folder; with `random_weights` only its config is read.
         dtype: dtype of weights and computation: float32, bfloat16 or float16.
         host: address to listen on.
-        api_key: every request must carry it; not shown in `repr`.
-        cuda: runs on GPUs, on `gpus` as CUDA_VISIBLE_DEVICES names them (None: those this process sees).
-        random_weights: do not read weights; the first update brings them all.
-        node: 0, 1, ... of the server's machines.
+        api_key: required in every request; not shown in `repr`.
+        cuda: whether the server runs on GPUs.
+        gpus: names of the GPUs that it sees, as in CUDA_VISIBLE_DEVICES; None: those of this process.
+        random_weights: read no weights, because the first update brings all of them.
+        node: index of the process among the server's machines.
     """
 
     number: int
@@ -75,22 +76,26 @@ class ServerSpec:
 
     @property
     def part(self) -> str:
-        """This part of the server in messages: its process, or the one of a node and where that is."""
+        """The process in messages; on several machines with its node and address."""
         nnodes = self.config.nnodes
         return "the process" if nnodes == 1 else f"the process of node {self.node} of {nnodes}, on {self.host},"
 
     @property
     def own_gpus(self) -> tuple[str, ...]:
-        """The GPUs of its ranks here; it may see others, whose memory it maps."""
+        """The GPUs of the server's ranks on this machine; it may see others, whose memory it maps."""
         return (self.gpus or ())[: self.config.ranks_per_node]
 
     @property
     def log(self) -> Path:
-        """Its log; a restart appends to it."""
+        """The log file; a restart appends to it."""
         return self.log_dir / f"server_{self.number}{f'_node{self.node}' if self.node else ''}.log"
 
     def arguments(self, port: int, meeting: str = "") -> list[str]:
-        """Return the arguments of `sglang.launch_server`; `meeting`: the address at which node processes meet."""
+        """Return the arguments of `sglang.launch_server`.
+
+        Args:
+            meeting: address at which the node processes of a server meet; empty: the server has one process.
+        """
         c = self.config
         values = {
             "--model-path": self.model,
@@ -119,7 +124,7 @@ class ServerSpec:
                 "--speculative-num-draft-tokens": draft.draft_tokens,
             }
         listed = [str(part) for pair in values.items() if pair[1] is not None for part in pair]
-        # Token ids in, token ids out: the server never sees text.
+        # The server receives and returns token ids, no text.
         switches = {
             "--skip-tokenizer-init": True,
             "--enable-deterministic-inference": c.deterministic,
@@ -131,12 +136,12 @@ class ServerSpec:
 
 
 class ServerProcess:
-    """The process of a ServerSpec. Start it from the main thread: the kernel then ends it with this process.
+    """The process of a ServerSpec. Start it from the main thread, so that the kernel ends it with this process.
 
     Attributes:
-        api: its address; its port is another one after every start.
-        instance: name of its shared memory; another one after every start.
-        clashed: it ended since a port was taken: the next start takes another one.
+        api: the server's address; the port changes with every start.
+        instance: name of its shared memory; changes with every start.
+        clashed: whether it ended because its port was taken; the next start chooses another port.
     """
 
     def __init__(self, spec: ServerSpec) -> None:
@@ -153,7 +158,7 @@ class ServerProcess:
         """Return an address of this machine at which the node processes of the server can meet.
 
         Raises:
-            ConfigError: as of `start`.
+            ConfigError: this machine does not have the address `rollout.sglang.host`.
         """
         return f"{self.spec.host}:{self._free_port()}"
 
@@ -162,7 +167,7 @@ class ServerProcess:
             return free_port(self.spec.host)
         except OSError as error:
             raise ConfigError(
-                f"servers cannot listen there: {error}",
+                f"servers cannot listen on this address: {error}",
                 where="rollout.sglang.host",
                 found=self.spec.host,
                 allowed="the address of an interface of this machine, or null",
@@ -170,19 +175,19 @@ class ServerProcess:
             ) from error
 
     def start(self, meeting: str = "") -> None:
-        """Start the process and return at once; `health` of its `api` tells when it answers.
+        """Start the process and return at once, before the server answers.
 
         Args:
-            meeting: address at which it meets the other node processes of the server; empty: it is the only one.
+            meeting: see `ServerSpec.arguments`.
 
         Raises:
-            ConfigError: this machine does not have the address that it is to listen on.
+            ConfigError: this machine does not have the address `rollout.sglang.host`.
         """
         spec, self.clashed = self.spec, False
         port = self._free_port()
         self.api = ServerApi(f"http://{spec.host}:{port}", spec.api_key, spec.name)
         self.instance = f"megarl_{secrets.token_hex(8)}"
-        if not spec.cuda:  # on a GPU compilers keep what they made in the system's folder for the next start
+        if not spec.cuda:  # on a GPU, compilers cache their results in the system's folder for the next start
             self._temporary = Path(tempfile.mkdtemp(prefix="megarl-"))  # paths of sockets must be short
         environment = server_environment(
             os.environ,
@@ -204,34 +209,51 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, which is also that of its group; None when it does not run."""
+        """The process id, which is also its group's; None: it does not run."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     @property
     def there(self) -> bool:
-        """It was started and not stopped: it runs, or has left something."""
+        """Whether it was started and `stop` was not called since; it may have ended."""
         return self._process is not None
 
     @property
     def ended_by_itself(self) -> bool:
-        """It ended, and would do so the next time."""
+        """Whether it exited without a signal or a port clash, so that it would exit again."""
         code = None if self._process is None else self._process.poll()
         return code is not None and code >= 0 and not self.clashed
 
     def check(self) -> None:
-        """Check that the process runs. A port that was taken since it was chosen is exchanged for another.
+        """Check that the process runs; start it again on another port if its port was taken meanwhile.
 
         Raises:
             ServerError: the process ended; the message quotes the log.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._ended()
+        code = None if self._process is None else self._process.poll()
+        if self._process is not None and code is None:
+            return
+        text = self._log_text()
+        if any(clash in text.lower() for clash in _CLASHES) and self._clashes < _PORT_TRIES:
+            self._clashes += 1
+            if self.spec.config.nnodes == 1:
+                self.stop(0)
+                self.start()
+                return
+            self.clashed = True  # all node processes must restart, because they meet at another address
+        state = "was stopped" if code is None else f"ended ({ending(code)})"
+        reason = f"{self.spec.part} {state}; see {self.spec.log}"
+        tail = "\n".join(f"  | {line}" for line in text.strip().splitlines()[-5:])
+        raise ServerError(self.spec.name, self.api.url, "start", f"{reason}\n{tail}" if tail else reason)
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """End the server and all its processes, and remove what they leave; 0 for one that may hang."""
+        """End the server and all its processes, and remove their shared memory and temporary files.
+
+        Args:
+            grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once, for a server that may hang.
+        """
         if self._process is None:
             return
-        # SGLang looks for a SIGTERM every five seconds only, and without a GPU there is nothing to take leave of.
+        # SGLang checks for a SIGTERM only every five seconds, and without a GPU it has nothing to release.
         if grace_s > 0 and self.spec.cuda and self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -245,22 +267,6 @@ class ServerProcess:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _ended(self) -> None:
-        """Start again after a clash of ports, else tell why the process ended."""
-        text = self._log_text()
-        if any(clash in text.lower() for clash in _CLASHES) and self._clashes < _PORT_TRIES:
-            self._clashes += 1
-            if self.spec.config.nnodes == 1:
-                self.stop(0)
-                self.start()
-                return
-            self.clashed = True  # its other node processes have to meet it at another address
-        code = None if self._process is None else self._process.poll()
-        what = "was stopped" if code is None else f"ended ({ending(code)})"
-        reason = f"{self.spec.part} {what}; see {self.spec.log}"
-        tail = "\n".join(f"  | {line}" for line in text.strip().splitlines()[-5:])
-        raise ServerError(self.spec.name, self.api.url, "start", f"{reason}\n{tail}" if tail else reason)
-
     def _log_text(self) -> str:
         """Return the server's log since its last start."""
         with contextlib.suppress(OSError), self.spec.log.open("rb") as log:
@@ -270,8 +276,7 @@ class ServerProcess:
 
 
 def health(api: ServerApi, end: float) -> str | None:
-    """Return None when the server answers, else the reason why not; takes no longer than until `time.monotonic()` is
-    `end`."""
+    """Return why the server does not answer by the time that `time.monotonic()` is `end`; None: it answers."""
     try:
         left = max(end - time.monotonic(), POLL_S)
         api.call("/health", deadline_s=min(HEALTH_S, left), phase="health", method="GET")
@@ -281,8 +286,7 @@ def health(api: ServerApi, end: float) -> str | None:
 
 
 def _start_process(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Return `command` as a child of this process that writes to `log`, in a group of its own, which is ended as a
-    whole."""
+    """Start `command` as a child of this process that writes to `log`, in its own process group, and return it."""
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
