@@ -192,7 +192,7 @@ def test_what_nearly_fills_a_device_is_said(capsys):
     ("keys", "said"),
     [
         (["actor.parallel.tp=3"], "it cannot run: tp 3 does not divide"),
-        (["rollout.sglang.servers=100"], "it cannot run: 100 servers of 1 rank on the GPUs of 8 workers"),
+        (["rollout.sglang.servers=100"], "it cannot run: 100 servers of 1 rank cannot share the GPUs of 8 workers"),
         (["placement.teams={train: {roles: [actor], devices: 3}}"], "it cannot run: no team has the role reference"),
         (["cluster.nproc=16"], "for 16 devices on 1 machine"),
         (["rollout.sglang.memory_fraction=0.2"], "does not fit"),

@@ -75,13 +75,13 @@ def test_the_trainer_knows_the_servers_as_the_pump_does(teams):
 def test_servers_that_took_a_version_are_asked(teams):
     for version in (0, 1):
         push(teams, version)
-        assert [server.number for server in teams.engine.servers()] == [0, 1]
+        assert list(teams.engine.servers()) == [0, 1]
         assert teams.engine.weight_version == version
 
 
 def test_a_server_that_took_none_is_not_asked(teams):
     push(teams, 0, failed={1: "no memory left"})
-    assert [server.number for server in teams.engine.servers()] == [0]
+    assert list(teams.engine.servers()) == [0]
     assert teams.pump.servers[1].why == "no memory left"
 
 

@@ -43,7 +43,8 @@ def controller(tmp_path, monkeypatch) -> Any:
 
     actor.hold, offload = hold, OffloadSchedule()
     offload.add("actor", actor, offloads=True)
-    fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[], replaced=0, answer_s=60.0)
+    limits = SimpleNamespace(health_timeout_s=60.0)
+    fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[], replaced=0, config=limits)
     engine = Mock(SglangEngine, weight_version=0)
     engine.pop_drafts.return_value = 0, 0
     c = SimpleNamespace(

@@ -20,29 +20,27 @@ def write_block_fp8(folder: Path, facts: ModelFacts) -> None:
 
 def quantization_config(facts: ModelFacts) -> dict[str, Any]:
     """Return the Hugging Face `quantization_config`; it lists the modules whose matrices stay unquantized."""
-    whole = {"lm_head"}
+    unquantized = {"lm_head"}
     for rule in ARCHITECTURES[facts.model_type].tensors:
         for source in rule.sources:
             if len(source.shape) == 2 and "{i}" in source.name and not goes_as_fp8(source.name):
                 module = source.name.removesuffix(".weight")
-                whole |= {module.format(i=layer) for layer in range(facts.layers)}
+                unquantized |= {module.format(i=layer) for layer in range(facts.layers)}
     if facts.encoder is not None:
-        whole |= {"visual", "model.visual"}  # the names in SGLang and in published files
+        unquantized |= {"visual", "model.visual"}  # the names in SGLang and in published files
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        "modules_to_not_convert": sorted(whole),
+        "modules_to_not_convert": sorted(unquantized),
     }
 
 
 def unsplittable(facts: ModelFacts, tp_size: int, ep_size: int) -> list[str]:
     """Return "NAME WIDTH" of each width per server rank that is not a multiple of the FP8 block size."""
     sizes = facts.dimensions
-    heads = (
-        max(facts.kv_heads // tp_size, 1) * facts.head_dim
-    )  # with fewer heads than ranks, each head is on several ranks
+    heads = max(facts.kv_heads // tp_size, 1) * facts.head_dim  # if there are more ranks, several have the same head
     widths = {"queries": sizes["query"] // tp_size, "keys and values": heads}
     if sizes["ffn"]:
         widths["feed-forward part"] = sizes["ffn"] // tp_size

@@ -1,4 +1,4 @@
-"""The servers of a run as one rank sees them: their addresses, states and weight versions.
+"""One rank's record of the run's servers: their addresses, states and weight versions.
 
     starting --(answers)--> catching_up --(acknowledge)--> current
         ^                                                     |
@@ -40,9 +40,9 @@ class Server:
         api: its address; a restart changes the address.
         version: last acknowledged weight version; None: no update since its start.
         why: reason of its last failure.
-        restarts: number of restarts so far.
-        given_up: the server failed to start and is not restarted.
-        gpus: names of the GPUs of its ranks on its first machine; empty: not known, or a CPU.
+        restarts: number of restarts; of an external server, number of times that the run waited for it.
+        given_up: whether the server failed to start and is not restarted.
+        gpus: names of the GPUs of its ranks on its first machine; empty: unknown, or a CPU.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Server:
 
 @dataclass(frozen=True)
 class LostServer:
-    """The observed failure of the server at `url`, which may have been replaced at another address since."""
+    """The failure of the server at `url`, which may have been restarted at another address since."""
 
     number: int
     url: str
@@ -68,13 +68,13 @@ class Fleet:
     """All servers of a run.
 
     Args:
-        servers: in order of their numbers, the same on every rank.
-        config: deadlines and the number of restarts.
-        owned: processes that this rank starts, by server number: whole servers, or one node of each.
-        watched: numbers of external servers whose health this rank checks.
+        servers: all servers by number, the same on every rank.
+        owned: processes that this rank starts, by server number: whole servers, or one node process of each.
+        watched: numbers of the external servers whose health this rank checks.
+        world: the ranks that call the collective methods together; None: only this rank.
 
     Attributes:
-        examine: returns why a server that answers cannot be used, or None; called for every server that comes up.
+        examine: returns why a server cannot be used, or None; called for every server that starts to answer.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Fleet:
         world: WorkerGroup | None = None,
     ) -> None:
         self.servers = list(servers)
-        self._config, self._owned, self._watched = config, owned or {}, tuple(watched)
+        self.config, self._owned, self._watched = config, owned or {}, tuple(watched)
         self._world = world or WorkerGroup.alone()
         self.examine: Callable[[Server], str | None] | None = None
         self._start_end: dict[int, float] = {}  # server number -> deadline of its start
@@ -95,36 +95,21 @@ class Fleet:
         """Start the servers of the run. Collective, from the main thread.
 
         Raises:
-            ConfigError: this machine does not have the address that servers are to listen on.
+            ConfigError: this machine does not have the address `rollout.sglang.host`.
         """
         self._start(range(len(self.servers)))
 
     @property
     def external(self) -> bool:
         """Whether the servers were started outside of the run (`rollout.sglang.urls`)."""
-        return bool(self._config.urls)
-
-    @property
-    def on_other_gpus(self) -> bool:
-        """Whether the run's servers do not share GPUs with the trainer."""
-        return not self.external and not self._config.colocated
-
-    @property
-    def nnodes(self) -> int:
-        """Number of machines of each server."""
-        return self._config.nnodes
-
-    @property
-    def answer_s(self) -> float:
-        """Deadline in seconds of a call that moves no weights."""
-        return self._config.health_timeout_s
+        return bool(self.config.urls)
 
     def current(self, version: int) -> list[Server]:
         """Return the servers that hold weight version `version` and take requests."""
         return [server for server in self.servers if server.state == "current" and server.version == version]
 
     def mark_failed(self, server: Server, why: str) -> None:
-        """Mark `server` as failed; call on every rank, or let `refresh` share it."""
+        """Mark `server` as failed on this rank; `share_failures` and `refresh` mark it on all ranks."""
         server.state, server.version, server.why = "failed", None, why
 
     def acknowledge(self, server: Server, version: int) -> None:
@@ -134,7 +119,7 @@ class Fleet:
         server.state, server.version = "current", version
 
     def note(self, failures: Iterable[LostServer]) -> None:
-        """Mark failed servers that were not replaced since, and kill those that this rank owns.
+        """Mark these servers as failed, unless they were restarted since, and kill the processes that this rank owns.
 
         Call with the same failures on every rank.
         """
@@ -145,9 +130,7 @@ class Fleet:
             self.mark_failed(server, failure.why)
             if server.number in self._watched:
                 failed = f"{server.api.name} at {server.api.url} has failed: {failure.why}"
-                print(
-                    f"{failed}; the run did not start it, so it is not restarted; its samples go to others", flush=True
-                )
+                print(f"{failed}; the run did not start this server, so it cannot restart it", flush=True)
         self._end_failed()
 
     def ended(self) -> list[LostServer]:
@@ -171,7 +154,7 @@ class Fleet:
         return 0 if self.external else sum(server.restarts for server in self.servers)
 
     def need_one(self) -> None:
-        """Raise an error if no server is left, because the run cannot continue.
+        """Check that a server is left.
 
         Raises:
             ServerError: every server has failed.
@@ -201,17 +184,17 @@ class Fleet:
     def wait_started(self) -> None:
         """Restart failed servers; wait up to `start_timeout_s` until each answers or is given up. Collective.
 
-        It also waits for external servers. A server that a signal kills meanwhile is restarted; a server that exits by
-        itself is given up, because it would exit again.
+        Failed external servers are also waited for. A server that a signal kills meanwhile is restarted; a server that
+        exits by itself is given up, because it would exit again.
 
         Raises:
-            ServerError: on every rank, when no server is left.
+            ServerError: on every rank, if no server is left.
         """
-        end = time.monotonic() + self._config.start_timeout_s  # they start side by side
+        end = time.monotonic() + self.config.start_timeout_s  # one deadline, because all start in parallel
         self._check(give_up=True)
         self.share_failures()
         self._restart()
-        for server in self.servers if self.external else ():  # restarted from outside; waits count as restarts
+        for server in self.servers if self.external else ():  # the user may have restarted it
             if self._may_restart(server):
                 server.state, server.restarts = "starting", server.restarts + 1
         waited = self._starting()
@@ -251,37 +234,37 @@ class Fleet:
         return [server for server in self._mine() if server.state == "starting"]
 
     def share_failures(self) -> None:
-        """Mark the servers as failed that any rank has marked. Collective."""
+        """Mark every server as failed that some rank has marked as failed. Collective."""
         failed = [[s.number, s.why, s.given_up] for s in self.servers if s.state == "failed"]
         reasons: dict[int, list[str]] = {}
         for reports in self._world.all_gather_json(failed):
             for number, why, given_up in reports:
                 reasons.setdefault(number, []).append(why)
                 self.servers[number].given_up |= given_up
-        for number, told in reasons.items():  # one node process that ends takes others down; any may be the cause
+        for number, whys in reasons.items():  # a node process that ends takes others down; any may be the cause
             self.mark_failed(
-                self.servers[number], "; ".join(dict.fromkeys(told)) if self._config.nnodes > 1 else told[-1]
+                self.servers[number], "; ".join(dict.fromkeys(whys)) if self.config.nnodes > 1 else whys[-1]
             )
         self._end_failed()
 
     def _end_failed(self) -> None:
-        """Kill the processes of failed servers, which may hold memory that the trainer or their successor needs."""
+        """Kill this rank's processes of failed servers, which may hold memory that the trainer or a restart needs."""
         for number, process in self._owned.items():
             server = self.servers[number]
             if server.state == "failed" and process.there:
                 process.stop(0)  # a hanging process ignores SIGTERM
                 if process.spec.node:
                     continue
-                most, done = self._config.max_restarts, server.restarts
-                next_ = f"restart {done + 1} of {most} follows" if self._may_restart(server) else "it is given up"
-                print(
-                    f"{server.api.name} has failed and was killed; {next_} (rollout.sglang.max_restarts={most}): "
-                    f"{server.why}",
-                    flush=True,
+                most, next_step = self.config.max_restarts, "it is given up"
+                if self._may_restart(server):
+                    next_step = f"restart {server.restarts + 1} of {most} follows"
+                failed = (
+                    f"{server.api.name} has failed and was killed; {next_step} (rollout.sglang.max_restarts={most})"
                 )
+                print(f"{failed}: {server.why}", flush=True)
 
     def _may_restart(self, server: Server) -> bool:
-        return server.state == "failed" and not server.given_up and server.restarts < self._config.max_restarts
+        return server.state == "failed" and not server.given_up and server.restarts < self.config.max_restarts
 
     def _restart(self) -> None:
         """Restart failed servers. Collective, after `share_failures`; from the main thread, see ServerProcess."""
@@ -289,29 +272,29 @@ class Fleet:
         self._start([server.number for server in again])
         for server in again:
             server.state, server.restarts = "starting", server.restarts + 1
-            self._start_end[server.number] = time.monotonic() + self._config.start_timeout_s
+            self._start_end[server.number] = time.monotonic() + self.config.start_timeout_s
 
     def _start(self, numbers: Iterable[int]) -> None:
-        """Start this rank's processes of these servers. Collective: all ranks have stopped the old processes."""
-        own = {number: self._owned[number] for number in numbers if number in self._owned}
+        """Start this rank's processes of these servers. Collective, after all ranks have stopped the old processes."""
+        processes = {number: self._owned[number] for number in numbers if number in self._owned}
         meetings: dict[str, str] = {}
-        if self._config.nnodes > 1:
-            heads = {str(number): process.meeting() for number, process in own.items() if process.spec.node == 0}
+        if self.config.nnodes > 1:
+            heads = {str(number): process.meeting() for number, process in processes.items() if process.spec.node == 0}
             for part in self._world.all_gather_json(heads):
                 meetings |= part
-        for number, process in own.items():
+        for number, process in processes.items():
             process.stop(0)
             process.start(meetings.get(str(number), ""))
-            self._learn(process)
+            self._record(process)
 
-    def _learn(self, process: ServerProcess) -> None:
-        """Record the server's address and GPUs, if this is its node 0."""
+    def _record(self, process: ServerProcess) -> None:
+        """Copy the address and GPUs of a node 0 process to its server."""
         if process.spec.node == 0:
             server = self.servers[process.spec.number]
             server.api, server.gpus = process.api, process.spec.own_gpus
 
     def _check(self, *, give_up: bool = False) -> None:
-        """Mark servers as failed if a process owned by this rank has ended. From the main thread, see ServerProcess.
+        """Mark servers of which a process owned by this rank has ended. From the main thread, see ServerProcess.
 
         Args:
             give_up: do not restart servers that exited by themselves while starting.
@@ -326,14 +309,20 @@ class Fleet:
                 except ServerError as error:
                     self.mark_failed(server, error.reason)
                     server.given_up = give_up and process.ended_by_itself
-            self._learn(process)
+            self._record(process)
 
     def _ask(self, servers: Sequence[Server], end: float) -> None:
-        """Query these servers in parallel until `time.monotonic()` is `end`; servers that answer are `catching_up`."""
+        """Query the health of these servers in parallel until `time.monotonic()` is `end`, and mark those that answer
+        as `catching_up`."""
+
+        def problem(server: Server) -> str | None:
+            why = health(server.api, end)
+            return self.examine(server) if why is None and self.examine is not None else why
+
         if not servers:
             return
         with ThreadPoolExecutor(len(servers)) as pool:
-            for server, why in zip(servers, pool.map(lambda s: self._ailing(s, end), servers), strict=True):
+            for server, why in zip(servers, pool.map(problem, servers), strict=True):
                 if why is None:
                     server.state = "catching_up"
                 else:
@@ -341,17 +330,12 @@ class Fleet:
                     if UNTRUSTED in why:  # a longer wait would not help
                         self.mark_failed(server, why)
 
-    def _ailing(self, server: Server, end: float) -> str | None:
-        """Return why this server cannot be used; None: it can."""
-        why = health(server.api, end)
-        return self.examine(server) if why is None and self.examine is not None else why
-
     def _give_up(self, server: Server) -> None:
         """Mark `server` as failed, kill its process here, and do not restart it."""
         process, why = self._owned.get(server.number), server.why
         if server.state == "starting":
-            limit = f"{self._config.start_timeout_s:g} s (rollout.sglang.start_timeout_s)"
-            nodes = f"its {self._config.nnodes} node processes did not all come up, " if self._config.nnodes > 1 else ""
+            limit = f"{self.config.start_timeout_s:g} s (rollout.sglang.start_timeout_s)"
+            nodes = f"some of its {self.config.nnodes} node processes did not start, " if self.config.nnodes > 1 else ""
             why = f"not ready within {limit}: {nodes}{why if process is None else f'see {process.spec.log}'}"
         if process is not None:
             process.stop(0)
@@ -361,9 +345,8 @@ class Fleet:
     def _agree(self) -> None:
         """Share every server's state, from the rank that tracks it, with all ranks. Collective."""
         for reports in self._world.all_gather_json([_report(server) for server in self._mine()]):
-            for report in reports:
-                self._adopt(report)
-        self._end_failed()  # other node processes of servers that were given up
+            self.adopt(reports)
+        self._end_failed()  # the other node processes of servers that were given up
         self.need_one()
 
     def reports(self) -> list[dict[str, Any]]:
@@ -371,30 +354,20 @@ class Fleet:
         return [_report(server) for server in self.servers]
 
     def adopt(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Take over the `reports` of another fleet of the same servers. Call on every rank."""
+        """Copy the states in `reports` of another fleet of the same servers. Call on every rank."""
         for report in reports:
-            self._adopt(report)
-
-    def _adopt(self, report: dict[str, Any]) -> None:
-        server = self.servers[report["number"]]
-        if report["url"] != server.api.url:
-            server.api = ServerApi(report["url"], server.api.api_key, server.api.name)
-        server.restarts, server.why, server.given_up = report["restarts"], report["why"], report["given_up"]
-        server.gpus = tuple(report["gpus"])
-        if report["state"] != server.state:
-            server.state = report["state"]
-            if server.state != "current":
-                server.version = None
+            server = self.servers[report["number"]]
+            if report["url"] != server.api.url:
+                server.api = ServerApi(report["url"], server.api.api_key, server.api.name)
+            server.restarts, server.why, server.given_up = report["restarts"], report["why"], report["given_up"]
+            server.gpus = tuple(report["gpus"])
+            if report["state"] != server.state:
+                server.state = report["state"]
+                if server.state != "current":
+                    server.version = None
 
 
 def _report(server: Server) -> dict[str, Any]:
     """Return the state of a server as a JSON value."""
-    return {
-        "number": server.number,
-        "url": server.api.url,
-        "state": server.state,
-        "why": server.why,
-        "restarts": server.restarts,
-        "given_up": server.given_up,
-        "gpus": server.gpus,
-    }
+    names = ("number", "state", "why", "restarts", "given_up", "gpus")
+    return {"url": server.api.url, **{name: getattr(server, name) for name in names}}

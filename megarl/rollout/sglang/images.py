@@ -1,13 +1,13 @@
-"""Images on their way to a server.
+"""Images in requests to a server.
 
-    ours     ids with an image token for each feature, and patches of an image in its final size
-    sent     ids with one image token for each image, and the image as PNG: the server's processor resizes nothing
-             and puts back the tokens
-    checked  the server counts as many tokens as we have (`ServedSample.add`)
+    trainer    token ids with an image token for each feature, and patches of an image in its final size
+    request    token ids with one image token for each image, and the image as PNG; the server's processor resizes
+               nothing and inserts the other image tokens again
+    answer     must count as many prompt tokens as the trainer (`ServedSample.add`)
 
-The server's processor works on text: it turns the ids into text, puts in its tokens, and makes ids of that again, which
-it throws away for ours where it finds as many images in them. `write_processor` gives servers of this run a tokenizer
-whose texts are the ids, so that all of this holds for any tokenizer and whatever a sample says.
+The server's processor decodes the ids to text, inserts image tokens and encodes the text again; it uses the ids of the
+request if it finds as many images in them. `write_processor` gives the run's servers a tokenizer whose texts are the
+ids, so that this works with any tokenizer and any sampled tokens.
 """
 
 from __future__ import annotations
@@ -35,31 +35,33 @@ _TEXTS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 
 @dataclass(frozen=True)
 class ServedImages:
-    """The images of a prompt in the form that servers take; samples of the prompt share it."""
+    """The images of a prompt, as requests contain them; samples of the prompt share this object."""
 
     images: ImageSet
 
     @functools.cached_property
     def pngs(self) -> list[str]:
-        """Each image as base64 of a PNG, without loss."""
+        """The base64 of each image as a PNG, which is lossless."""
         return [base64.b64encode(png(pixels)).decode() for _, pixels in pixels_of(self.images)]
 
     def image_token(self, prompt_ids: list[int]) -> int:
-        """Return the token that stands for a feature."""
+        """Return the image token, which stands for one feature."""
         return prompt_ids[self.images.places[0][0]]
 
     def request(self, prompt_ids: list[int]) -> dict[str, Any]:
-        """Return the fields of a request with this prompt."""
-        ids, at = list[int](), 0
+        """Return the fields of a request that hold the prompt, with one image token for each image."""
+        ids, end = list[int](), 0
         for start, rows, columns in self.images.places:
-            ids += prompt_ids[at : start + 1]
-            at = start + rows * columns
-        return {"input_ids": ids + prompt_ids[at:], "image_data": self.pngs}
+            ids += prompt_ids[end : start + 1]
+            end = start + rows * columns
+        return {"input_ids": ids + prompt_ids[end:], "image_data": self.pngs}
 
 
 def write_processor(folder: Path, hf_config: PretrainedConfig) -> None:
-    """Write the files of a processor for a server's folder of a vision-language model: an image of whole features keeps
-    its size, and the text of token 17 is "17,"."""
+    """Write a processor into a server's folder of a vision-language model.
+
+    It keeps the size of images that consist of whole features, and its tokenizer's text of token 17 is "17,".
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -39,13 +39,7 @@ if TYPE_CHECKING:
 
 
 class OwnServers(WeightLink):
-    """The servers of a team that trains and generates. Collective over the team.
-
-    Attributes:
-        engine: generates with the servers.
-        fleet: the servers.
-        sync: sends weights to the servers.
-    """
+    """The servers of a team that trains and generates. Collective over the team."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host, self.fleet = host, start_servers(host)
@@ -60,28 +54,22 @@ class OwnServers(WeightLink):
 
     def publish(self, version: int) -> None:
         """Restart failed servers, and send weights `version` to all servers."""
-        self._look_after()
-        with on_shared_devices(self._host, "publish"):
-            report = self.sync.push(version)
-        self._account(report)
-        self.engine.weight_version = version
-
-    def _look_after(self) -> None:
-        """Restart failed servers. Collective.
-
-        A colocated server starts while the actor's gradients and optimizer state are offloaded, because it allocates a
-        share of the memory that is free when it starts.
-        """
+        # A colocated server starts while the actor's gradients and optimizer state are offloaded, because it allocates
+        # a share of the memory that is free when it starts.
         with on_shared_devices(self._host, "start_servers"):
             self.fleet.refresh()
             starting = any(server.state == "starting" for server in self.fleet.servers)  # on all ranks, after `refresh`
             if starting and self._host.config.rollout.colocated:
                 self.fleet.wait_started()
         record_servers(self._host, self.fleet, self.engine)
+        with on_shared_devices(self._host, "publish"):
+            report = self.sync.push(version)
+        self._account(report)
+        self.engine.weight_version = version
 
     def _account(self, report: SyncReport) -> None:
         # The servers are idle, so a probe takes no longer than other calls without weights.
-        limit = min(self._host.config.sync.timeout_s, self.fleet.answer_s)
+        limit = min(self._host.config.sync.timeout_s, self.fleet.config.health_timeout_s)
         account_update(self._host, self.fleet, self.sync.run, report, limit)
 
     def close(self) -> None:
@@ -101,21 +89,14 @@ class PumpedServers(WeightLink):
         key, address = servers_key(host.config, host.run_dir), address_of_worker(host.config)
         self._host, self.fleet = host, start_servers(host, key, address)
         with _closed_on_error(self.fleet):
-            self.engine = self._connect()
-
-    def _connect(self) -> SglangEngine:
-        """Post the servers' states, wait for the actor's team to post the first part of the names of weight
-        versions (`WeightsName`), and return the engine."""
-        if self._host.layout.rank == 0:
-            ServersStarted(self.fleet.reports()).post(self._host.mail)
-        with phase("await_trainer", waits_for=self._host.team_of(Role.ACTOR)):
-            run = WeightsName.read(self._host.mail).run
-        return engine_of(self._host, self.fleet, run, None)
+            if host.layout.rank == 0:
+                ServersStarted(self.fleet.reports()).post(host.mail)
+            with phase("await_trainer", waits_for=host.team_of(Role.ACTOR)):
+                run = WeightsName.read(host.mail).run
+            self.engine = engine_of(host, self.fleet, run, None)
 
     def publish(self, version: int) -> None:
-        """Restart failed servers; then wait until the actor's team has sent weights `version`, and generate with the
-        servers that have it.
-        """
+        """Restart failed servers, wait until the actor's team has sent weights `version`, and generate with them."""
         mail, fleet = self._host.mail, self.fleet
         with phase("start_servers"):
             fleet.refresh()
@@ -225,13 +206,13 @@ def show_servers(host: EngineHost, fleet: Fleet, sync: WeightSync) -> None:
 def record_servers(host: EngineHost, fleet: Fleet, engine: SglangEngine) -> None:
     """Record how many servers were replaced, and the share of drafted tokens accepted since the last call."""
     host.metrics.max("rollout/servers_replaced", fleet.replaced)
-    proposed, taken = engine.pop_drafts()
+    proposed, accepted = engine.pop_drafts()
     if host.config.rollout.sglang.speculative is not None:
-        host.metrics.mean("rollout/drafts_accepted", taken, proposed)
+        host.metrics.mean("rollout/drafts_accepted", accepted, proposed)
 
 
 def account_update(host: EngineHost, fleet: Fleet, run: str, report: SyncReport, limit_s: float) -> None:
-    """Record the metrics of a weight update, and how far log-probs of probed servers differ from ours. Collective.
+    """Record the metrics of a weight update, and the gap between log-probs of servers and trainer. Collective.
 
     Args:
         run: the first part of the names of weight versions.

@@ -1,8 +1,8 @@
-"""Servers that share their devices with the trainer: parts of them leave the devices, and come back.
+"""Releases and restores the device memory of servers that share devices with the trainer.
 
-`megarl.system.offload_schedule` says which parts are there in which phase. Weights that leave a device are not kept
-anywhere: the next synchronisation brings the new ones. Needs SGLang's memory saver, which the servers are started with
-when `rollout.sglang.colocated` is set; on a CPU the calls free nothing.
+`megarl.system.offload_schedule` lists the parts that each phase needs. Released weights are lost; the next weight
+update sends all of them. Needs SGLang's memory saver, which servers have with `rollout.sglang.colocated`; on a CPU the
+calls free nothing.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ class ServerMemory:
     """The memory of servers on shared devices. Methods are collective over all ranks of the run.
 
     Args:
-        deadline_s: deadline in seconds of each call, none of which moves weights: `rollout.sglang.health_timeout_s`.
-        world: all ranks; each speaks to the servers whose number is its own modulo the number of ranks.
+        deadline_s: deadline in seconds of each call.
+        world: all ranks of the run; rank r calls server r and every `world.size`-th server after it.
     """
 
     def __init__(self, fleet: Fleet, deadline_s: float, world: WorkerGroup) -> None:
         self._fleet, self._deadline_s = fleet, deadline_s
-        self._mine = range(world.rank, len(fleet.servers), world.size)
-        self._held: dict[tuple[int, int], set[str]] = {}  # by number and restarts: a fresh server has everything
+        self._numbers = range(world.rank, len(fleet.servers), world.size)
+        self._parts: dict[tuple[int, int], set[str]] = {}  # by number and restarts: a restarted server has all parts
 
     def hold(self, *parts: str) -> None:
         """Keep exactly these parts on the devices.
 
-        A server that refuses, or hangs, is marked failed on every rank and killed, which frees its memory.
+        A server that rejects this or hangs is marked failed on every rank and killed, which frees its memory.
         """
         wanted = set(parts)
-        for number in self._mine:
+        for number in self._numbers:
             server = self._fleet.servers[number]
             if server.state in ("catching_up", "current"):
                 try:
@@ -44,21 +44,16 @@ class ServerMemory:
         self._fleet.share_failures()
 
     def _move(self, server: Server, wanted: set[str]) -> None:
-        held = self._held.setdefault((server.number, server.restarts), {CACHE, WEIGHTS})
-        if held - wanted:
-            self._settle(server)
-        self._call(server, "/release_memory_occupation", held - wanted)
-        self._call(server, "/resume_memory_occupation", wanted - held)
-        self._held[server.number, server.restarts] = wanted
-
-    def _settle(self, server: Server) -> None:
-        """Wait until nothing runs: SGLang ends when memory is taken from under a request.
-
-        Nobody waits for what is left: samples of a server that was given up went to another one.
-        """
-        server.api.call("/abort_request", {"abort_all": True}, deadline_s=self._deadline_s, phase="memory")
-        idle_s = max(1, int(self._deadline_s) - 1)  # the server's own limit, so that its answer says what runs
-        server.api.call(f"/flush_cache?timeout={idle_s}", deadline_s=self._deadline_s, phase="memory")
+        present = self._parts.setdefault((server.number, server.restarts), {CACHE, WEIGHTS})
+        if present - wanted:
+            # SGLang crashes if it releases memory while a request runs. No sample waits for requests that still run:
+            # after a failure their samples were sent to another server.
+            server.api.call("/abort_request", {"abort_all": True}, deadline_s=self._deadline_s, phase="memory")
+            idle_s = max(1, int(self._deadline_s) - 1)  # before the deadline, so that the server's own error arrives
+            server.api.call(f"/flush_cache?timeout={idle_s}", deadline_s=self._deadline_s, phase="memory")
+        self._call(server, "/release_memory_occupation", present - wanted)
+        self._call(server, "/resume_memory_occupation", wanted - present)
+        self._parts[server.number, server.restarts] = wanted
 
     def _call(self, server: Server, path: str, parts: Iterable[str]) -> None:
         tags = sorted(parts)

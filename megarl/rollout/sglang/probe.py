@@ -1,4 +1,4 @@
-"""Log-probs of a greedy probe: a server's with its weights, compared with the trainer's."""
+"""Compares servers' log-probs of a greedy continuation with the trainer's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from megarl.rollout.sglang.fleet import Fleet
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ServerError
 
-_PROBE_TOKENS = 8  # of the prompt, and of its continuation
+_PROBE_TOKENS = 8  # number of tokens of the prompt and of its continuation
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A greedy continuation and the server's log-probs of its tokens, at temperature 1."""
+    """A greedy continuation of a prompt, the server's log-probs of its tokens at temperature 1, and its weight
+    version."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -24,7 +25,7 @@ class Probe:
 
 
 def greedy_probe(api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s: float) -> Probe:
-    """Let the server continue `prompt_ids` greedily by `tokens` tokens."""
+    """Return the server's greedy continuation of `prompt_ids` by `tokens` tokens."""
     payload = {
         "input_ids": prompt_ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
@@ -38,11 +39,10 @@ def greedy_probe(api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s:
 def probe_servers(
     fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadline_s: float, tag: str, world: WorkerGroup
 ) -> list[Probe]:
-    """Return a greedy probe of each of these servers, the same on every rank.
+    """Return a greedy probe of each of these servers, with the same prompt; the probes are the same on every rank.
 
-    One that does not answer, or not with the weights that are called `tag`, is marked failed and killed.
-
-    Collective: the servers are shared out over the ranks of `world`. The prompt is the same for all.
+    Servers that do not answer, or answer with weights other than `tag`, are marked failed and killed. Collective over
+    `world`, whose ranks each probe a part of the servers.
     """
     prompt = [(7919 * i + 11) % vocabulary for i in range(_PROBE_TOKENS)]
     probes = []
@@ -52,9 +52,8 @@ def probe_servers(
             if probe.version == tag:
                 probes.append(asdict(probe))
             else:
-                fleet.mark_failed(
-                    server, f"probe: generated with the weights {probe.version!r}; this run has sent {tag!r}"
-                )
+                why = f"probe: generated with the weights {probe.version!r}; this run has sent {tag!r}"
+                fleet.mark_failed(server, why)
         except ServerError as error:
             fleet.mark_failed(server, f"{error.phase}: {error.reason}")
     fleet.share_failures()
@@ -62,6 +61,6 @@ def probe_servers(
 
 
 def probe_gap(probes: Sequence[Probe], trainer: Sequence[Sequence[float]]) -> float:
-    """Return the largest difference of log-probs of the probes' tokens between servers and trainer."""
-    pairs = ((p.logprobs, ours) for p, ours in zip(probes, trainer, strict=True))
-    return max(abs(a - b) for theirs, ours in pairs for a, b in zip(theirs, ours, strict=True))
+    """Return the largest difference between the servers' and the trainer's log-prob of a token of the probes."""
+    pairs = zip(probes, trainer, strict=True)
+    return max(abs(a - b) for probe, logprobs in pairs for a, b in zip(probe.logprobs, logprobs, strict=True))

@@ -1,8 +1,8 @@
-"""SGLang's servers as receivers of weights: SGLang's calls for each step, and its wire formats.
+"""SGLang servers as receivers of weights: SGLang's HTTP calls for each step of an update.
 
-What a server takes depends on how it was started. One that has megarl's loaders (compat/sglang_server/loaders) keeps a
-sender's buffer mapped until the last bucket, and writes changed elements itself; servers that a run starts have them.
-Any other maps every bucket again, and takes whole tensors only.
+Servers that a run starts have megarl's loaders (compat/sglang_server/loaders): they keep a sender's buffer mapped until
+the last bucket, and can write single changed elements. External servers without these loaders map every bucket again,
+and receive only whole tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megarl.sync.shared import Handle
 from megarl.system.compat.sglang import LOADER, PATCH_LOADER
 from megarl.system.errors import ServerError
 
-OWN_GPUS = "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's"
-SPREAD = "servers on several machines (rollout.sglang.nnodes) take nothing through the memory of one of them"
+OWN_GPUS = "servers with GPUs of their own (rollout.sglang.gpus) cannot map memory of the trainer's GPUs"
+SPREAD = "servers on several machines (rollout.sglang.nnodes) cannot receive weights through memory of one machine"
 WHOLE = "flattened_bucket"  # SGLang's name for a buffer of whole tensors
 _POLL_S = 0.5
 _MOVES_NOTHING = frozenset(
@@ -41,9 +41,9 @@ class SglangReceiver:
     """One server, see `megarl.sync.receiver.Receiver`.
 
     Args:
-        server: its address changes when it is restarted.
-        keeper: told of every update of this server, if it outlives the trainer.
-        answer_s: deadline of calls that move no weights: a server that hangs is not waited for like one that loads.
+        server: the server; a restart changes its address.
+        keeper: receives a message about every step of an update, if the server outlives the trainer; else None.
+        answer_s: deadline in seconds of calls that move no weights, which is shorter than that of loading.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SglangReceiver:
     ) -> None:
         self.server, self.layout, self.keeper, self._answer_s = server, layout, keeper, answer_s
         self.number = server.number
-        self._loaders: dict[str, set[str]] = {}  # names of the weight loaders of a server, by its address
+        self._loaders: dict[str, set[str]] = {}  # address of the server -> names of its weight loaders
 
     @property
     def name(self) -> str:
@@ -65,27 +65,27 @@ class SglangReceiver:
 
     @property
     def version(self) -> int | None:
-        """The last one that was acknowledged since it was started."""
+        """The last weight version that the server acknowledged since its start; None: no version."""
         return self.server.version
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The GPUs of its ranks, where the run started it."""
+        """The GPUs of the server's ranks; empty for external servers."""
         return self.server.gpus
 
     @property
     def answers(self) -> bool:
-        """It is neither starting nor failed."""
+        """Whether the server is neither starting nor failed."""
         return self.server.state in ("catching_up", "current")
 
     def pause(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Wait until the keeper of an earlier trainer is done with the server, then pause it."""
+        """Wait until the keeper of an earlier trainer has restored the server, then pause the server."""
         if self.keeper is not None:
             self.keeper.open(self.server.api)
         end = time.monotonic() + step.deadline_s
         while self.held_version(step).startswith(RESTORING):
             if time.monotonic() > end:
-                self.set_version("taken over", step)  # the keeper is gone, or sees that the server is no longer its own
+                self.set_version("taken over", step)  # if the keeper still runs, it stops when the version has changed
                 break
             time.sleep(_POLL_S)
         self._call("/pause_generation", {"mode": mode}, step)
@@ -96,7 +96,7 @@ class SglangReceiver:
             self.keeper.loading(self.server.api, version)
 
     def begin(self, step: UpdateStep) -> None:
-        """Open a session; one that a dead trainer left open is closed."""
+        """Open an update; an update that a dead trainer left open is ended first."""
         try:
             self._call("/begin_weight_update", _MODEL_ONLY, step)
         except ServerError as error:
@@ -106,7 +106,7 @@ class SglangReceiver:
             self._call("/begin_weight_update", _MODEL_ONLY, step)
 
     def end(self, step: UpdateStep) -> None:
-        """Close the session."""
+        """End the update."""
         self._call("/end_weight_update", {}, step)
 
     def set_version(self, version: str, step: UpdateStep) -> None:
@@ -114,11 +114,11 @@ class SglangReceiver:
         self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False}, step)
 
     def held_version(self, step: UpdateStep) -> str:
-        """Return the server's name of its weights."""
+        """Return the name of the weight version that the server holds."""
         return str(self._call("/model_info", None, step, "GET").get("weight_version"))
 
     def flush(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Drop the prefix cache, unless `in_place` requests hold on to theirs."""
+        """Drop the prefix cache; after an `in_place` pause the server may refuse, because requests use the cache."""
         try:
             self._call("/flush_cache", {}, step)
         except ServerError as error:
@@ -127,7 +127,7 @@ class SglangReceiver:
 
     def resume(self, step: UpdateStep) -> None:
         """Resume generation."""
-        # Emptying the allocator's cache calls CUDA in the server whatever device it runs on.
+        # The server empties the allocator's cache with a CUDA call, which fails on a CPU.
         self._call("/continue_generation", {"torch_empty_cache": False}, step)
 
     def done(self, version: str, folder: Path | None) -> None:
@@ -138,7 +138,7 @@ class SglangReceiver:
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
-        """Send a payload of handles for each rank."""
+        """Send each rank the handle of its buffer and the list of its tensors."""
         if use is None or not self._has(LOADER, step):
             self._load([bucket_payload(h, es) for h, es in zip(handles, entries, strict=True)], WHOLE, step)
             return
@@ -150,22 +150,22 @@ class SglangReceiver:
         self._load(payloads, LOADER, step)
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """Return whether it has the loader, which has not refused yet."""
+        """Return whether the server has the loader of changed elements, and has rejected none yet."""
         return self._has(PATCH_LOADER, step)
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
-        """Return the changed elements for the loader."""
+        """Send the changed elements; return False if the server rejects them."""
         try:
             self._load([loader_payload(handle, header) for handle in handles], PATCH_LOADER, step)
         except ServerError as error:
             if error.status != 200:
                 raise
-            self._loaders[self.url].discard(PATCH_LOADER)  # it keeps some tensor in another form
+            self._loaders[self.url].discard(PATCH_LOADER)  # the server stores some tensor in another form
             return False
         return True
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
-        """Make the server's ranks join."""
+        """Make the server's ranks join the process group."""
         payload = {
             "master_address": group.address,
             "master_port": group.port,
@@ -177,7 +177,7 @@ class SglangReceiver:
         self._call("/init_weights_update_group", payload, step)
 
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
-        """Broadcast one flat buffer."""
+        """Make the server receive a broadcast of one flat buffer with these tensors."""
         payload = {
             "names": [entry.name for entry in entries],
             "dtypes": [entry.dtype for entry in entries],
@@ -189,7 +189,7 @@ class SglangReceiver:
         self._call("/update_weights_from_distributed", payload | _MODEL_ONLY, step)
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
-        """Read the folder in one call."""
+        """Make the server read all weights from a folder."""
         payload = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
         self._call("/update_weights_from_disk", payload, step)
 
@@ -197,21 +197,21 @@ class SglangReceiver:
         """Return the server's checksums of its own parameters, by tensor-parallel rank."""
         answer = self._call("/weights_checker", {"action": "checksum"}, step)
         try:
-            # One list per data-parallel engine; those are not used, so there is one.
+            # One list per data-parallel engine, of which servers have one.
             flat = [info for part in answer["ranks"] for info in (part if isinstance(part, list) else [part])]
             flat.sort(key=lambda info: info["parallelism_info"][0]["tp_rank"])
             return [info["checksums"] for info in flat]
         except (KeyError, IndexError, TypeError) as error:
-            reason = f"no checksums in its answer: {type(error).__name__}: {error}"
+            reason = f"its answer contains no checksums: {type(error).__name__}: {error}"
             raise ServerError(self.name, self.url, step.phase, reason) from error
 
     def forget(self) -> None:
-        """Forget it: under this address there may be another server the next time."""
+        """Forget the server's loaders, because another server may have this address at the next update."""
         self._loaders.pop(self.url, None)
 
     def _has(self, loader: str, step: UpdateStep) -> bool:
         if self.url not in self._loaders:
-            info = self._call("/server_info", None, UpdateStep("which loaders it has", step.deadline_s), "GET")
+            info = self._call("/server_info", None, UpdateStep("query of its loaders", step.deadline_s), "GET")
             self._loaders[self.url] = set(info.get("custom_weight_loader") or [])
         return loader in self._loaders[self.url]
 
@@ -232,20 +232,22 @@ class SglangReceivers:
     def __init__(self, fleet: Fleet, layout: ServerLayout) -> None:
         self.fleet = fleet
         self.keeper: Keeper | None = None
-        self.all = [SglangReceiver(server, layout, answer_s=fleet.answer_s) for server in fleet.servers]
+        limit_s = fleet.config.health_timeout_s
+        self.all = [SglangReceiver(server, layout, answer_s=limit_s) for server in fleet.servers]
 
     @property
     def cannot_map(self) -> str:
-        """Servers on GPUs that are not the trainer's."""
-        return OWN_GPUS if self.fleet.on_other_gpus and self.all and self.all[0].layout.on_gpu else ""
+        """Why servers cannot map memory of the trainer's GPUs; empty: they can, or are on a CPU."""
+        separate = not self.fleet.external and not self.fleet.config.colocated
+        return OWN_GPUS if separate and self.all and self.all[0].layout.on_gpu else ""
 
     @property
     def spread(self) -> str:
-        """Servers on several machines."""
-        return SPREAD if self.fleet.nnodes > 1 else ""
+        """Why servers cannot receive weights through one machine's memory; empty: they can."""
+        return SPREAD if self.fleet.config.nnodes > 1 else ""
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """Give a keeper to servers that outlive the trainer."""
+        """Start a keeper for external servers, which outlive the trainer."""
         if self.fleet.external:
             self.keeper = Keeper(folder, deadline_s)
             for receiver in self.all:
@@ -260,6 +262,6 @@ class SglangReceivers:
         self.fleet.mark_failed(self.fleet.servers[number], why)
 
     def close(self) -> None:
-        """End; the keeper brings back what is not done."""
+        """Close the keeper, which then restores servers whose update is not done."""
         if self.keeper is not None:
             self.keeper.close()

@@ -1,8 +1,7 @@
-"""Checks of where servers run: on GPUs of their own, or on the trainer's."""
+"""Checks of the GPUs on which servers run: separate GPUs, or the trainer's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
@@ -16,19 +15,22 @@ NAME = "servers"
 
 
 def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
-    """Check that servers have GPUs of their own, or share GPUs on purpose. `asking` workers leave their GPUs to
-    servers.
+    """Check that servers have separate GPUs, or share the trainer's with `rollout.sglang.colocated`.
+
+    Args:
+        asking: number of workers that lend their GPUs to servers.
     """
     checks = checks.of(NAME)
     servers, cluster = config.rollout.sglang, config.cluster
     workers, here = (cluster.nproc - asking) // cluster.nnodes, servers.servers * servers.nnodes // cluster.nnodes
-    if servers.urls or servers.first_gpu_given or (asking and cluster.nnodes > 1):  # servers there run on lent GPUs
+    # On several machines with lent GPUs, servers run on these only.
+    if servers.urls or servers.first_gpu_given or (asking and cluster.nnodes > 1):
         return
     needed, key = max(1, here) * servers.ranks_per_node, "rollout.sglang.gpus"
     if servers.gpus is None:
         _check_room(needed, workers, servers.colocated, checks)
     elif len(set(servers.gpus)) < len(servers.gpus):
-        checks.warn(key, "ranks of servers share a GPU", found=servers.gpus, fix="name every device once")
+        checks.warn(key, "ranks of servers share a GPU", found=servers.gpus, fix="list every GPU once")
     elif not servers.colocated and min(servers.gpus, default=workers) < workers:
         checks.warn(
             key,
@@ -36,12 +38,12 @@ def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
             "their memory",
             found=servers.gpus,
             fix="set rollout.sglang.colocated=true, or, if machines have that many GPUs, "
-            f"{key}={_compact(range(workers, workers + needed))}",
+            f"{key}=[{','.join(map(str, range(workers, workers + needed)))}]",
         )
 
 
 def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -> None:
-    """Check that this machine has enough GPUs for the servers' default places."""
+    """Check that this machine has enough GPUs for servers without `rollout.sglang.gpus`."""
     present = nvidia_devices()
     if not present or needed <= (workers if colocated else present - workers):
         return
@@ -56,11 +58,6 @@ def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -
     )
 
 
-def _compact(devices: Iterable[int]) -> str:
-    """Return a list of devices without blanks, for a command line."""
-    return f"[{','.join(map(str, devices))}]"
-
-
 def check_colocated(config: RunConfig, checks: Checklist) -> None:
     """Check that colocated servers fit the trainer's GPUs, one rank on each, and leave memory there."""
     checks = checks.of(NAME)
@@ -71,7 +68,7 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
     if servers.urls:
         checks.fail(
             key,
-            "only servers that megarl starts are sure to have the memory saver",
+            "colocated servers need SGLang's memory saver, which servers that already run may lack",
             found=True,
             allowed="false with rollout.sglang.urls",
             fix=f"set {key}=false, or rollout.sglang.urls=[]",
@@ -82,12 +79,13 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
         most = workers // servers.ranks * nnodes
         checks.fail(
             "rollout.sglang.servers",
-            f"{count(here, 'server')} of {count(servers.ranks, 'rank')} on the GPUs of {count(workers, 'worker')}",
+            f"{count(here, 'server')} of {count(servers.ranks, 'rank')} cannot share the GPUs of "
+            f"{count(workers, 'worker')} on a machine",
             found=servers.servers,
             allowed=f"servers * tp_size up to {workers * nnodes}",
             fix=f"set rollout.sglang.servers={most}"
             if most
-            else f"set rollout.sglang.tp_size={workers} rollout.sglang.servers={nnodes}, or less of tp_size",
+            else f"set rollout.sglang.tp_size={workers} rollout.sglang.servers={nnodes}, or a lower tp_size",
         )
     if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):  # otherwise the memory check decides
         checks.warn(
@@ -99,5 +97,5 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
         checks.warn(
             key,
             "on GPUs a server takes most of the memory unless it is limited",
-            fix="set rollout.sglang.memory_fraction to what the actor's parameters leave",
+            fix="set rollout.sglang.memory_fraction to the share that the actor's parameters leave free",
         )

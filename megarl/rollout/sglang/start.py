@@ -1,4 +1,4 @@
-"""Starts a run's SGLang servers: writes the model folder that they read, chooses their API key, waits for them."""
+"""Starts a run's SGLang servers: writes their model folder, chooses their API key, and waits until they answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
     """Start the servers of the run, wait until they answer, and return them. Collective.
 
     Args:
-        key: their API key, if another team uses it too; None: a new key is made.
+        key: their API key, if another team uses it too; None: a new key.
         address: the address at which workers of other teams reach the servers; None: loopback.
     """
     config, layout, servers = host.config, host.layout, host.config.rollout.sglang
