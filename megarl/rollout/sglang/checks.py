@@ -1,4 +1,4 @@
-"""Checks of `rollout.engine: sglang`: what servers require, and their limits."""
+"""Checks of `rollout.engine: sglang`: what the recipe, the model and this machine must have for servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megarl.checks.checklist import Checklist
 
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
-#: Server arguments that megarl sets itself. The last one counts, so setting one again would bypass a check.
+#: Server arguments that megarl sets. The server uses the last of two, so setting one again would bypass a check.
 _OURS = (
     *("--model-path", "--model", "--dtype", "--load-format", "--skip-tokenizer-init", "--device"),
     *("--custom-weight-loader", "--host", "--port", "--api-key", "--admin-api-key"),
@@ -42,8 +42,8 @@ _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
     *("deterministic", "speculative", "extra_args"),
 )
-#: Number of tokens by which an input must be shorter than a server's capacity, plus one token to generate.
-_KEPT_FREE = 6
+#: Number of tokens by which an input must be shorter than a server's capacity, one generated token included.
+_FREE_TOKENS = 6
 
 
 def check_servers(
@@ -55,19 +55,13 @@ def check_servers(
     *,
     here: bool = True,
 ) -> None:
-    """Check the servers.
-
-    Args:
-        facts: sizes of the model; None: unknown.
-        here: the run may be on this machine, whose GPUs and packages then count.
-    """
+    """Check everything about a recipe's servers but images; the arguments are those of `EngineFamily.check`."""
     checks = checks.of(_NAME)
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)
     asking = 0 if placement is None else placement.asking
     known = placement is not None or not config.placement.asks_for_teams  # whether the servers' GPUs are known
     _check_layout(config, asking, checks, known=known)
-    # otherwise the servers' GPUs are unknown
     if here and known and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:
         check_gpus(config, asking, checks)
     if facts is not None:
@@ -102,7 +96,7 @@ def _check_ignored(config: RunConfig, checks: Checklist) -> None:
     if servers.api_key_env is not None and not servers.urls:
         checks.warn(
             "rollout.sglang.api_key_env",
-            "this is only for servers that already run; servers of a run get their own key",
+            "this key is only for servers that already run; servers that megarl starts get a random API key",
             found=servers.api_key_env,
             fix="set rollout.sglang.urls, or remove this key",
         )
@@ -111,16 +105,12 @@ def _check_ignored(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_transport_key(
-    key: str, found: str | None, transport: str, users: tuple[str, ...], checks: Checklist
+    key: str, value: str | None, transport: str, users: tuple[str, ...], checks: Checklist
 ) -> None:
-    if found is not None and transport not in users:
-        what = "takes tensor or distributed, which do not use it" if transport == "auto" else "does not use it"
-        checks.warn(
-            key,
-            f"the transport {transport} {what}",
-            found=found,
-            fix=f"set sync.transport={users[0]}, or leave {key} out",
-        )
+    if value is not None and transport not in users:
+        why = "selects tensor or distributed, which do not use it" if transport == "auto" else "does not use it"
+        fix = f"set sync.transport={users[0]}, or leave {key} out"
+        checks.warn(key, f"the transport {transport} {why}", found=value, fix=fix)
 
 
 def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> None:
@@ -138,14 +128,14 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
             return
         with checks.recorded():
             servers.external_key()
-            checks.ok(f"{', '.join(servers.urls)}: asked when the run starts")
+            checks.ok(f"{', '.join(servers.urls)}: checked when the run starts")
         return
     try:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         # A recipe for GPUs needs GPU servers, also in a dry run on a machine without GPUs.
         cuda = True if config.cluster.device_memory_gb is not None or (nvidia_devices() and not hidden) else None
         python = find_python(servers.python, cuda=cuda)
-        checks.ok(f"their interpreter is {python}, with sglang {sglang_version(python, cuda=cuda)}")
+        checks.ok(f"the interpreter of servers is {python}, with sglang {sglang_version(python, cuda=cuda)}")
         if cuda and servers.colocated and config.sync.transport == "delta":
             checks.fail(
                 "sync.transport",
@@ -164,7 +154,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
     except ConfigError as error:
         # the run is for another machine
         if not here or (config.cluster.device_memory_gb is not None and not nvidia_devices()):
-            checks.warn("rollout.sglang.python", f"not here: {error.what}", fix=error.fix)
+            checks.warn("rollout.sglang.python", f"on this machine: {error.what}", fix=error.fix)
         else:
             checks.from_error(error)
 
@@ -192,18 +182,12 @@ def _public(version: str) -> str:
 def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: bool) -> None:
     """Check the layout of a server and the number of servers per machine. `known` means that the teams are known."""
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
-    if servers.tp_size % servers.ep_size:
-        checks.fail(
-            "rollout.sglang.ep_size",
-            f"expert-parallel ranks are among the {servers.tp_size} tensor-parallel ones",
-            found=servers.ep_size,
-            allowed=divisors(servers.tp_size),
-            fix="change ep_size or tp_size",
-        )
+    among = f"the {servers.tp_size} tensor-parallel ranks of a server cannot form expert-parallel groups"
+    _check_divides("ep_size", servers.ep_size, servers.tp_size, groups, checks, "tp_size")
     if servers.dp_size > 1:
         checks.fail(
             "rollout.sglang.dp_size",
-            "SGLang does not take new weights in a server with several replicas",
+            "SGLang cannot update the weights of a server with several replicas",
             found=servers.dp_size,
             allowed="1",
             fix="set rollout.sglang.dp_size=1, and start more servers where there are GPUs",
@@ -222,7 +206,7 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
     if servers.host is not None and nnodes > 1:
         checks.fail(
             "rollout.sglang.host",
-            f"one address cannot be that of {nnodes} machines",
+            f"{nnodes} machines cannot have the same address",
             found=servers.host,
             allowed="null: on each machine the address of the interface that reaches the first one",
             fix="set rollout.sglang.host=null",
@@ -242,29 +226,29 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
             f"a machine has {count(needed, 'rank')} of servers (servers * tp_size * dp_size / cluster.nnodes)",
             found=servers.gpus,
             allowed=f"a list of {count(needed, 'device')}",
-            fix="name one device per rank, or none",
+            fix="list one device per rank, or set it to null",
         )
 
 
+def _check_divides(name: str, value: int, total: int, why: str, checks: Checklist, other: str | None = None) -> None:
+    """Check that the key `name` of `rollout.sglang` divides `total`, which `other` sets."""
+    if total % value:
+        fix = f"change {name}" + (f" or {other}" if other else "")
+        checks.fail(f"rollout.sglang.{name}", why, found=value, allowed=divisors(total), fix=fix)
+
+
 def _check_nodes(config: RunConfig, checks: Checklist) -> None:
-    """Check servers on several machines: each machine has equally many ranks, GPUs of their own, and no memory of the
-    trainer's."""
+    """Check servers on several machines: their ranks are spread evenly, and they share no memory with the trainer."""
     servers, machines = config.rollout.sglang, config.cluster.nnodes
     if servers.nnodes == 1:
         return
     key = "rollout.sglang.nnodes"
-    if servers.tp_size % servers.nnodes:
-        checks.fail(
-            key,
-            f"the machines of a server share its {servers.tp_size} tensor-parallel ranks",
-            found=servers.nnodes,
-            allowed=divisors(servers.tp_size),
-            fix="change nnodes or tp_size",
-        )
+    evenly = f"the machines of a server cannot evenly share its {servers.tp_size} tensor-parallel ranks"
+    _check_divides("nnodes", servers.nnodes, servers.tp_size, evenly, checks, "tp_size")
     if not servers.urls and servers.nnodes > machines:
         checks.fail(
             key,
-            f"the run has {count(machines, 'machine')} (cluster.nnodes)",
+            f"the run has {count(machines, 'machine')} (cluster.nnodes), and a server needs {servers.nnodes}",
             found=servers.nnodes,
             allowed=f"at most {machines}",
             fix=f"set {key}={machines}, or give the run more machines",
@@ -272,16 +256,16 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
     if servers.colocated:
         checks.fail(
             key,
-            "servers on the trainer's GPUs get their weights through the memory of one machine",
+            "a colocated server receives weights through the memory of one machine, so it cannot be on several",
             found=servers.nnodes,
             allowed="1 with rollout.sglang.colocated",
             fix="set rollout.sglang.colocated=false and give the servers GPUs of their own, or set "
-            f"{key}=1 and tp_size to GPUs of one machine",
+            f"{key}=1 and tp_size to at most the GPUs of one machine",
         )
     if config.sync.transport in ("tensor", "delta"):
         checks.fail(
             "sync.transport",
-            f"a server on {count(servers.nnodes, 'machine')} takes nothing through the memory of one of them",
+            f"a server on {count(servers.nnodes, 'machine')} cannot receive weights through the memory of one of them",
             found=config.sync.transport,
             allowed="auto, distributed or disk with rollout.sglang.nnodes > 1",
             fix="set sync.transport=distributed",
@@ -289,40 +273,28 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_waiting(config: RunConfig, needed: int, checks: Checklist) -> None:
-    """Warn of GPUs of a team without servers that idle while others generate. `needed`: GPUs per machine in use."""
+    """Warn of GPUs without a server, which idle during generation. `needed`: GPUs per machine that servers use."""
     servers, here = config.rollout.sglang, config.cluster.nproc // config.cluster.nnodes
     if servers.colocated and config.cluster.device_memory_gb is not None and needed < here:
         checks.warn(
             "rollout.sglang.servers",
-            f"{here - needed} of the {count(here, 'GPU')} of a machine have no server, and wait while others generate",
+            f"{here - needed} of the {count(here, 'GPU')} of a machine have no server, and idle during generation",
             found=servers.servers,
             fix=f"set rollout.sglang.servers={config.cluster.nproc // servers.ranks}",
         )
 
 
 def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
-    """Check the model: servers split heads and experts evenly or pad them, and store it in another form."""
+    """Check that a server's ranks can evenly share the model's heads and experts, and which layers have experts."""
     servers = config.rollout.sglang
-    if facts.heads % servers.tp_size:
-        checks.fail(
-            "rollout.sglang.tp_size",
-            f"the ranks of a server share the model's {facts.heads} attention heads",
-            found=servers.tp_size,
-            allowed=divisors(facts.heads),
-            fix="change tp_size",
-        )
-    if servers.ep_size > 1 and (not facts.experts or facts.experts % servers.ep_size):
-        checks.fail(
-            "rollout.sglang.ep_size",
-            f"expert-parallel ranks share the model's {facts.experts} experts",
-            found=servers.ep_size,
-            allowed=divisors(facts.experts) if facts.experts else "1",
-            fix="change ep_size",
-        )
+    heads = f"the ranks of a server cannot evenly share the model's {facts.heads} attention heads"
+    _check_divides("tp_size", servers.tp_size, facts.heads, heads, checks)
+    experts = f"expert-parallel ranks cannot evenly share the model's {facts.experts} experts"
+    _check_divides("ep_size", servers.ep_size, facts.experts or 1, experts, checks)
     if facts.is_moe and facts.dense_layers:  # SGLang 0.5.23 reads neither key
         checks.fail(
             "model: mlp_only_layers, decoder_sparse_step",
-            "servers would give experts to layers that have none",
+            "SGLang expects experts in every layer, and this model has layers without experts",
             found=f"{facts.dense_layers} of {count(facts.layers, 'layer')} without experts",
             allowed="experts in all layers where SGLang servers generate",
             fix="set rollout.engine=embedded, or take a model with experts in all layers",
@@ -347,42 +319,41 @@ def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
 
 
 def _check_speculative(config: RunConfig, checks: Checklist) -> None:
-    """Check that a draft is given exactly when it is needed, and that only the model gets weights."""
+    """Check that a draft model is set if and only if the algorithm needs one, and the shape of its tree."""
     draft = config.rollout.sglang.speculative
     if draft is None:
         return
-    own = draft.algorithm == "NGRAM"
-    if own != (draft.draft_path is None):
+    ngram = draft.algorithm == "NGRAM"
+    if ngram != (draft.draft_path is None):
         checks.fail(
             "rollout.sglang.speculative.draft_path",
-            f"{draft.algorithm} {'uses no' if own else 'needs a'} draft model",
+            f"{draft.algorithm} {'uses no' if ngram else 'needs a'} draft model",
             found=draft.draft_path,
-            allowed="null with NGRAM; with the others a folder or hub name that servers can read",
-            fix="leave it out" if own else "name the draft",
+            allowed="null with NGRAM; else a folder or hub name that servers can read",
+            fix="leave draft_path out" if ngram else "set draft_path to the draft model",
         )
     shape = {"steps": draft.steps, "topk": draft.topk, "draft_tokens": draft.draft_tokens}
     given = [name for name, value in shape.items() if value is not None]
-    if (set(given) - {"draft_tokens"}) if own else 0 < len(given) < len(shape):
-        what = "the tree of NGRAM has a number of tokens only" if own else "SGLang chooses all three numbers, or none"
+    if (set(given) - {"draft_tokens"}) if ngram else 0 < len(given) < len(shape):
         checks.fail(
             "rollout.sglang.speculative",
-            what,
+            "NGRAM has no steps and no topk" if ngram else "SGLang needs all of steps, topk and draft_tokens, or none",
             found=", ".join(given),
             allowed="draft_tokens with NGRAM; with a draft model steps, topk and draft_tokens, or none of them",
-            fix="leave out the others" if own else "give all three, for example steps: 3, topk: 1, draft_tokens: 4",
+            fix="leave out steps and topk" if ngram else "set all three, such as steps: 3, topk: 1, draft_tokens: 4",
         )
     elif draft.topk == 1 and draft.draft_tokens != (chain := (draft.steps or 0) + 1):
         checks.fail(
             "rollout.sglang.speculative.draft_tokens",
-            f"a chain (topk: 1) of {draft.steps} steps is checked with the token before it",
+            f"the model checks a chain (topk: 1) of {draft.steps} steps together with the token before it",
             found=draft.draft_tokens,
             allowed=chain,
             fix=f"set draft_tokens to {chain}",
         )
-    if not own and config.sync.transport == "disk":
+    if not ngram and config.sync.transport == "disk":
         checks.fail(
             "sync.transport",
-            "SGLang would load the folder with the model's weights into the draft, too",
+            "SGLang would load the folder with the model's weights into the draft model as well",
             found="disk",
             allowed="auto, tensor, distributed or delta with a draft model",
             fix="set sync.transport=auto",
@@ -396,7 +367,7 @@ def _check_arguments(config: RunConfig, checks: Checklist) -> None:
         if name.startswith("--") and any(ours.startswith(name) for ours in _OURS):
             checks.fail(
                 "rollout.sglang.extra_args",
-                "megarl sets this argument itself, or from other keys of the recipe",
+                "megarl sets this argument itself, some of these from other keys of the recipe",
                 found=argument,
                 allowed="arguments of sglang.launch_server other than " + ", ".join(sorted(_OURS)),
                 fix=f"leave {name} out",
@@ -404,14 +375,15 @@ def _check_arguments(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_interrupted(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
-    """Check that interrupted samples can be sent again with their tokens: servers refuse nearly full inputs."""
+    """Check that servers accept interrupted samples with their partial tokens; they reject inputs that leave less than
+    `_FREE_TOKENS` of their capacity."""
     servers, longest = config.rollout.sglang, config.longest_sequence()
     limits = [servers.context_length or facts.max_positions, servers.max_total_tokens]
-    room = min(limit for limit in limits if limit is not None) - _KEPT_FREE
+    room = min(limit for limit in limits if limit is not None) - _FREE_TOKENS
     if config.async_.partial and longest > room:
         checks.fail(
             "async.partial",
-            f"prompt and response have up to {longest} tokens, and servers take interrupted samples of up to {room}",
+            f"prompt and response have up to {longest} tokens, but servers accept interrupted samples up to {room}",
             found=True,
             allowed=f"false, or at most {room} tokens of prompt and response",
             fix=f"lower rollout.sampling.max_new_tokens by {longest - room}, or set async.partial=false",
@@ -420,46 +392,38 @@ def _check_interrupted(config: RunConfig, facts: ModelFacts, checks: Checklist) 
 
 def _check_limits(config: RunConfig, checks: Checklist) -> None:
     servers, longest = config.rollout.sglang, config.longest_sequence()
-    if servers.context_length is not None and servers.context_length < longest:
-        checks.fail(
-            "rollout.sglang.context_length",
-            f"prompt and response together have up to {longest} tokens",
-            found=servers.context_length,
-            allowed=f"integer from {longest}",
-            fix=f"set it to {longest} or to null",
-        )
-    if servers.max_total_tokens is not None and servers.max_total_tokens < longest:
-        checks.fail(
-            "rollout.sglang.max_total_tokens",
-            f"a single sample has up to {longest} tokens",
-            found=servers.max_total_tokens,
-            allowed=f"integer from {longest}",
-            fix="raise it, or set it to null",
-        )
+    limits = {"context_length": servers.context_length, "max_total_tokens": servers.max_total_tokens}
+    for name, limit in limits.items():
+        if limit is not None and limit < longest:
+            checks.fail(
+                f"rollout.sglang.{name}",
+                f"prompt and response together have up to {longest} tokens",
+                found=limit,
+                allowed=f"integer from {longest}",
+                fix=f"set {name} to at least {longest}, or to null",
+            )
     checks.check_deadline("rollout.sglang.start_timeout_s", servers.start_timeout_s, "a restart does", config)
     checks.check_deadline("sync.timeout_s", config.sync.timeout_s, "a server that takes no weights does", config)
 
 
 def _check_abilities(config: RunConfig, checks: Checklist) -> None:
-    rollout, held_out = config.rollout.sampling, config.validation.sampling
-    sections = {"rollout.sampling": rollout.min_new_tokens, "validation.sampling": held_out.min_new_tokens}
-    for key, least in sections.items():
-        if least:
+    rollout = config.rollout.sampling
+    for key, sampling in {"rollout.sampling": rollout, "validation.sampling": config.validation.sampling}.items():
+        if sampling.min_new_tokens:
             checks.fail(
                 f"{key}.min_new_tokens",
-                "SGLang cannot enforce a shortest length in servers without a tokenizer",
-                found=least,
+                "servers without a tokenizer cannot enforce a minimum length",
+                found=sampling.min_new_tokens,
                 allowed="0",
                 fix=f"set {key}.min_new_tokens=0, or rollout.engine=embedded",
             )
-    for key, min_p in {"rollout.sampling": rollout.min_p, "validation.sampling": held_out.min_p}.items():
-        if min_p:
+        if sampling.min_p:
             checks.fail(
                 f"{key}.min_p",
-                "SGLang crashes a server that samples with min_p and a seed per sample",
-                found=min_p,
+                "an SGLang server that samples with min_p and a seed per sample crashes",
+                found=sampling.min_p,
                 allowed="0",
-                fix=f"set {key}.min_p=0 and top_p or top_k in its place, or rollout.engine=embedded",
+                fix=f"set {key}.min_p=0 and use top_p or top_k, or rollout.engine=embedded",
             )
     if rollout.logprobs == "processed":
         checks.fail(
@@ -472,7 +436,7 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
     if config.rollout.stale_steps:
         checks.fail(
             "rollout.stale_steps",
-            "servers get the new weights after every step",
+            "servers get the new weights after every step, so they cannot generate with old weights",
             found=config.rollout.stale_steps,
             allowed="0",
             fix="set rollout.stale_steps=0, or rollout.engine=embedded",
@@ -480,12 +444,12 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_pause(config: RunConfig, checks: Checklist) -> None:
-    """Check the prefix cache: it cannot be dropped while requests run, and later requests would use it."""
+    """Check `sync.pause=in_place`: the prefix cache cannot be dropped while requests run."""
     servers, switch = config.rollout.sglang, "--disable-radix-cache"
     if config.sync.pause == "in_place" and (servers.urls or switch not in servers.extra_args):
         checks.fail(
             "sync.pause",
-            "the prefix cache of the old weights would remain, and be used by requests after the update",
+            "requests after an update would use the prefix cache of the old weights",
             found="in_place",
             allowed=f"abort or retract; in_place with {switch} in rollout.sglang.extra_args, for servers that megarl "
             "starts",
@@ -499,7 +463,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     if sync.address in EVERY_INTERFACE:
         checks.fail(
             "sync.address",
-            "weights must not be offered on every interface",
+            "weights must not be sent from an address of every interface",
             found=sync.address,
             allowed="the address of one interface, or null",
             fix="set sync.address=null",
@@ -507,35 +471,35 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     elif sync.address is not None and config.cluster.nnodes > 1:
         checks.fail(
             "sync.address",
-            f"the trainer runs on {config.cluster.nnodes} machines, and at most one of them has this address",
+            f"the trainer runs on {config.cluster.nnodes} machines, which cannot have the same address",
             found=sync.address,
             allowed="null with cluster.nnodes > 1",
-            fix="set sync.address=null: every sender takes the address of its interface that reaches the server",
+            fix="set sync.address=null, so that every sender uses the address of its interface that reaches the server",
         )
     elif sync.address is not None and sync.transport in ("auto", "distributed") and not _is_known(sync.address):
         checks.warn(
             "sync.address",
             "this machine cannot resolve this address",
             found=sync.address,
-            fix="set sync.address=null, which takes that of the interface that reaches the server",
+            fix="set sync.address=null, which selects the address of the interface that reaches the server",
         )
-    held = config.rollout_dtype
+    dtype = config.rollout_dtype
     sent = model if sync.dtype == "model" else sync.dtype
     _check_pause(config, checks)
     if sync.fp8 and sync.verify != "off":
         checks.warn(
             "sync.verify",
-            "with sync.fp8 no checksums are compared; only the gap of a probe is measured, sync/probe_gap",
+            "with sync.fp8 no checksums are compared; verification only measures the gap of log-probs (sync/probe_gap)",
             found=sync.verify,
-            fix="watch sync/probe_gap, or set sync.verify=off to leave that out as well",
+            fix="watch sync/probe_gap, or set sync.verify=off to leave out the probe as well",
         )
-    elif sent != held and sync.verify != "off":
+    elif sent != dtype and sync.verify != "off":
         checks.fail(
             "sync.dtype",
-            f"checksums are of {sent}, and the servers hold {held} (rollout.dtype)",
+            f"checksums of the {sent} weights that are sent cannot match the servers' {dtype} weights (rollout.dtype)",
             found=sync.dtype,
-            allowed=held,
-            fix=f"set sync.dtype={held}, or sync.verify=off",
+            allowed=dtype,
+            fix=f"set sync.dtype={dtype}, or sync.verify=off",
         )
 
 
@@ -546,55 +510,48 @@ def _is_known(name: str) -> bool:
         return False
 
 
-#: Length of a Qwen2.5-VL patch that SGLang 0.5.23 takes for pixels; other lengths it takes for features.
+#: Length of a Qwen2.5-VL patch that SGLang 0.5.23 reads as pixels; it reads other lengths as features.
 _PATCH_VALUES = 1176
 #: Number of encoder blocks of Qwen3-VL's mixture whose features SGLang 0.5.23 adds to layers.
 _MIXTURE_BLOCKS = 3
 
 
 def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
-    """Check that servers see the images of this vision encoder."""
+    """Check that servers can generate from images with this vision encoder."""
     _check_encoder(config.rollout.sglang, encoder, checks)
     if config.async_.partial:
         checks.fail(
             "async.partial",
-            "in an interrupted sample a server would take the image token for another image",
+            "a server would look for another image at each image token of an interrupted sample",
             found=True,
             allowed="false if SGLang servers get images",
             fix="set async.partial=false, or rollout.engine=embedded",
         )
-    # otherwise the interpreter is on another machine
+    # With device_memory_gb the recipe is for another machine, which has another interpreter.
     if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:
         _check_torchvision(config.rollout.sglang, checks)
 
 
 def _check_encoder(servers: SGLangConfig, encoder: VisionEncoder, checks: Checklist) -> None:
     """Check that SGLang servers support this vision encoder."""
-    tp = servers.tp_size
     if encoder.model_type == "qwen2_5_vl" and encoder.patch_values != _PATCH_VALUES:
         checks.fail(
             "model: vision_config.patch_size",
-            "a server takes patches of this size for finished features",
+            "a server would read patches of this size as finished features",
             found=encoder.patch,
-            allowed=f"14, {_PATCH_VALUES} numbers of a patch, as published models of Qwen2.5-VL have it",
-            fix="use such a model, or rollout.engine=embedded",
+            allowed=f"14 ({_PATCH_VALUES} numbers per patch), as in the published models of Qwen2.5-VL",
+            fix="use a published model, or rollout.engine=embedded",
         )
     if encoder.model_type == "qwen3_vl_moe" and len(encoder.deepstack) != _MIXTURE_BLOCKS:
         checks.fail(
             "model: vision_config.deepstack_visual_indexes",
-            "servers support features of another number of blocks only",
+            f"servers add features of exactly {_MIXTURE_BLOCKS} encoder blocks to the layers",
             found=list(encoder.deepstack),
-            allowed=f"{_MIXTURE_BLOCKS} blocks, as published models of Qwen3-VL have them",
-            fix="use such a model, or rollout.engine=embedded",
+            allowed=f"{_MIXTURE_BLOCKS} blocks, as in the published models of Qwen3-VL",
+            fix="use a published model, or rollout.engine=embedded",
         )
-    if encoder.heads % tp or encoder.ffn % tp:
-        checks.fail(
-            "rollout.sglang.tp_size",
-            "the ranks of a server must be able to divide the heads and the MLP of the vision encoder",
-            found=tp,
-            allowed=divisors(math.gcd(encoder.heads, encoder.ffn)),
-            fix="change tp_size",
-        )
+    evenly = "the ranks of a server cannot evenly share the heads and the MLP of the vision encoder"
+    _check_divides("tp_size", servers.tp_size, math.gcd(encoder.heads, encoder.ffn), evenly, checks)
 
 
 def _check_torchvision(servers: SGLangConfig, checks: Checklist) -> None:
@@ -606,7 +563,7 @@ def _check_torchvision(servers: SGLangConfig, checks: Checklist) -> None:
     if version_in(python, "torchvision") is None:
         checks.fail(
             "rollout.sglang.python",
-            "the servers' interpreter lacks torchvision, which reads images there",
+            "the servers' interpreter lacks torchvision, which reads images",
             found=str(python),
             fix=install_fix(),
         )
@@ -622,8 +579,8 @@ def silent_servers(config: RunConfig) -> str | None:
     if not silent:
         return None
     return (
-        f"rollout.sglang.urls: nothing replies at {', '.join(silent)}; the run starts anyway and waits for its "
-        f"servers when it needs them (rollout.sglang.start_timeout_s = {servers.start_timeout_s:g} s)"
+        f"rollout.sglang.urls: no server answers at {', '.join(silent)}; the run starts anyway, and later waits up to "
+        f"rollout.sglang.start_timeout_s = {servers.start_timeout_s:g} s for its servers"
     )
 
 
