@@ -182,7 +182,7 @@ def _public(version: str) -> str:
 def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: bool) -> None:
     """Check the layout of a server and the number of servers per machine. `known` means that the teams are known."""
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
-    among = f"the {servers.tp_size} tensor-parallel ranks of a server cannot form expert-parallel groups"
+    groups = f"the {servers.tp_size} tensor-parallel ranks of a server cannot form expert-parallel groups"
     _check_divides("ep_size", servers.ep_size, servers.tp_size, groups, checks, "tp_size")
     if servers.dp_size > 1:
         checks.fail(
