@@ -101,11 +101,12 @@ class Answers:
     """The environments of episodes and their answers, by episode number.
 
     Attributes:
+        rules: the rules of the episodes.
         awaited: episodes whose environment has not answered.
     """
 
     def __init__(self, rules: EpisodeRules) -> None:
-        self._rules = rules
+        self.rules = rules
         self._session: HostSession | None = None if rules.host is None else rules.host.session()
         self.awaited: dict[int, Trajectory] = {}
         self._begun: set[int] = set()  # awaited episodes whose environment has not returned its first observation
@@ -145,7 +146,7 @@ class Answers:
             replies = self._session.all_answers() if wait_s is None else self._session.answers(wait_s, to)
             read = {number: self._read(number, reply) for number, reply in replies.items()}
         plain = [[number, _plain(answer)] for number, answer in read.items()]
-        answers = {number: _from_plain(fields) for number, fields in self._rules.share(plain)}
+        answers = {number: _from_plain(fields) for number, fields in self.rules.share(plain)}
         for number in answers:
             del self.awaited[number]
         self._begun -= answers.keys()
@@ -167,7 +168,7 @@ class Answers:
     def _actions(self, turns: Sequence[tuple[Trajectory, int]]) -> list[Action]:
         """Return the `Action` of each (trajectory, turn number). Only an episode's last turn may have been cut."""
         ids = [trajectory.turn(turn) for trajectory, turn in turns]
-        texts, raws = self._rules.texts(ids) if ids else ([], [])
+        texts, raws = self.rules.texts(ids) if ids else ([], [])
         return [
             Action(text, raw, tokens, trajectory.finish_reason if turn + 1 == trajectory.turns else "stop", turn)
             for text, raw, tokens, (trajectory, turn) in zip(texts, raws, ids, turns, strict=True)
@@ -207,29 +208,29 @@ class Answers:
         """
         if reply.error or reply.observation is None:
             return _NO_OBSERVATION
-        (ids, images), most = self._tokens(reply, self._rules.turns.first), self._rules.limits.prompt_tokens
+        (ids, images), most = self._tokens(reply, self.rules.turns.first), self.rules.limits.prompt_tokens
         if not reply.error and not 0 < len(ids) <= most:
             reply.refuse(f"reset returned {len(ids)} tokens; data.max_prompt_tokens is {most}")
-        if not reply.error and self._rules.limits.too_many(0, images):
+        if not reply.error and self.rules.limits.too_many(0, images):
             images_count = count(_number(images), "image")
-            reply.refuse(f"reset returned {images_count}; data.limit_images is {self._rules.limits.images}")
+            reply.refuse(f"reset returned {images_count}; data.limit_images is {self.rules.limits.images}")
         return ids, images
 
     def _following(self, trajectory: Trajectory, reply: Reply) -> _Observation:
         """Return the tokens and images of an answer; tokens are None if the episode has no next turn."""
-        if reply.error or reply.done or self._rules.limits.end_after(trajectory):
+        if reply.error or reply.done or self.rules.limits.end_after(trajectory):
             return _NO_OBSERVATION
         return self._answer(reply, trajectory.last_turn)
 
     def _answer(self, reply: Reply, turn: list[int]) -> tuple[list[int], ImageSet | None]:
         """Return the tokens and images of the answer to `turn`; sets the reply's error if they cannot be used."""
-        ended = self._rules.turns.is_ended(turn)
-        return self._tokens(reply, lambda observation: self._rules.turns.following(observation, ended=ended))
+        ended = self.rules.turns.is_ended(turn)
+        return self._tokens(reply, lambda observation: self.rules.turns.following(observation, ended=ended))
 
     def _tokens(self, reply: Reply, tokenise: Callable[[Any], list[int]]) -> tuple[list[int], ImageSet | None]:
         try:
             ids = tokenise(reply.observation)
-            return (ids, None) if self._rules.images is None else self._rules.images.placed(ids, reply.images)
+            return (ids, None) if self.rules.images is None else self.rules.images.placed(ids, reply.images)
         except UserError as error:
             reply.refuse(str(error))
             return [], None
@@ -249,7 +250,7 @@ def _digests(images: ImageSet | None) -> tuple[int, ...]:
 
 
 def _plain(answer: Answer) -> dict[str, Any]:
-    """Return an answer as plain data, without the observation itself."""
+    """Return an answer as JSON values, without the observation itself."""
     reply, ids, images, differs = answer
     numbers = {name: getattr(reply, name) for name in ("reward", "done", "info", "error", "repeats")}
     return {**numbers, "ids": ids, "images": None if images is None else images.to_json(), "differs": differs}

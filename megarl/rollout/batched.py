@@ -44,8 +44,8 @@ class BatchedGeneration:
 
         This rank joins a round without turns as well, because ranks that have turns wait for it.
         """
-        kept = self._turns if self._turns and enough is not None and enough() else {}
-        turns = {} if kept else self._turns
+        next_round = self._turns if self._turns and enough is not None and enough() else {}
+        turns = {} if next_round else self._turns
         groups: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for sequence, (tokens, _, room, images, begun) in turns.items():
             seen = () if images is None else images.digests
@@ -54,7 +54,7 @@ class BatchedGeneration:
             Request(list(tokens), [turns[sequence][1] for sequence in members], room, turns[members[0]][3], begun)
             for (room, begun, tokens, _), members in groups.items()
         ]
-        self._turns = kept
+        self._turns = next_round
         done = self.generate(requests, self.sampling, self.eos_ids)
         aborted, self._aborted = self._aborted, []
         return {sequence: Completion([], [], "abort", []) for sequence in aborted} | {

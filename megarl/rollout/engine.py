@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, Protocol
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import VersionRuns
@@ -80,11 +80,9 @@ class RolloutEngine(Protocol):
 
         `advance(k)` is called, from any thread, when this process has finished k more samples.
         """
-        ...
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
         """Return a `Generation` for up to `sequences` sequences of up to `longest` tokens."""
-        ...
 
 
 class UnopenedEngine:
@@ -92,13 +90,11 @@ class UnopenedEngine:
 
     weight_version = 0
 
-    def generate(self, *arguments: object) -> list[list[Completion]]:
+    def generate(self, *arguments: object) -> NoReturn:
         """Raise a RuntimeError."""
         raise RuntimeError("no server has been opened yet; open the servers before generating")
 
-    def open(self, *arguments: object) -> Generation:
-        """Raise a RuntimeError."""
-        raise RuntimeError("no server has been opened yet; open the servers before generating")
+    open = generate
 
 
 class Generation(Protocol):
@@ -126,7 +122,6 @@ class Generation(Protocol):
             images: all images in `tokens`.
             begun: number of last `tokens` that already belong to this turn.
         """
-        ...
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """Return the finished turns by sequence, at least one if any is in flight; the next call continues the others.
@@ -135,23 +130,18 @@ class Generation(Protocol):
             enough: called now and then, with equal results on all ranks of the replica; True ends the wait, even
                 without a finished turn.
         """
-        ...
 
     def abort(self, sequence: int) -> None:
         """Abort the in-flight turn of `sequence`; the next `wait` returns its partial tokens, perhaps none.
 
         Its finish reason is `abort`, unless the turn ended by itself.
         """
-        ...
 
     def forget(self, sequence: int) -> None:
         """Free the cache of `sequence`, which has no turn in flight. Its number may be used again."""
-        ...
 
     def any_busy(self, busy: bool) -> bool:
         """Return whether any rank that must `wait` together with this one is busy. Collective over these ranks."""
-        ...
 
     def close(self) -> None:
         """Drop all in-flight turns and end the generation. Not collective."""
-        ...

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from megarl.config.engines import EngineFacts
+from megarl.system.processes import LOOPBACK
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch, Jagged
     from megarl.models.policy import PolicyModel
     from megarl.rollout.engine import RolloutEngine
+    from megarl.sync.updater import SyncReport
     from megarl.system.comm import WorkerGroup
     from megarl.system.errors import ConfigError
     from megarl.system.metrics import Metrics
@@ -49,45 +51,36 @@ class EngineHost(Protocol):
     @property
     def config(self) -> RunConfig:
         """The run's configuration."""
-        ...
 
     @property
     def layout(self) -> Layout:
         """The ranks of the team."""
-        ...
 
     @property
     def hf_config(self) -> PretrainedConfig:
         """The policy's Hugging Face config."""
-        ...
 
     @property
     def offload(self) -> OffloadSchedule:
         """Moves models, and servers on the same devices, between device and host memory."""
-        ...
 
     @property
     def metrics(self) -> Metrics:
         """The metrics of the current step."""
-        ...
 
     @property
     def policy(self) -> Sequence[PolicyModel]:
         """This rank's pipeline chunks of the trained policy; only in the actor's team."""
-        ...
 
     @property
     def mail(self) -> Mail:
         """The mailbox between teams; only in runs of several teams."""
-        ...
 
     def policy_logprobs(self, samples: Batch) -> Jagged:
         """Return the trained policy's log-probs of all response tokens; only in the actor's team. Collective."""
-        ...
 
     def team_of(self, role: Role) -> str:
         """Return the name of the team that holds a role."""
-        ...
 
 
 class WeightLink:
@@ -180,3 +173,30 @@ class EngineFamily:
     def silent_servers(self, config: RunConfig) -> str | None:
         """Return a warning if servers that the user has started do not answer now; None: there are none."""
         return None
+
+
+def record_update(host: EngineHost, report: SyncReport) -> None:
+    """Record the metrics of a weight update; the report is the same on every rank."""
+    if not report.updated and not report.failed:
+        return
+    m = host.metrics
+    m.max("sync/gb", report.nbytes / 1e9)
+    m.max("sync/seconds", report.seconds)
+    m.max("sync/gb_per_s", report.nbytes / 1e9 / max(report.seconds, 1e-9))
+    m.max("sync/gather_s", report.gather_s)
+    m.max("sync/send_s", report.send_s)
+    m.max("sync/servers", len(report.updated))
+    m.max("sync/failed", len(report.failed))
+    m.max("sync/verified_tensors", report.verified)
+    if report.failed and host.layout.rank == 0:
+        for number, why in sorted(report.failed.items()):
+            print(f"server {number} did not receive weights {report.version}: {why}", flush=True)
+
+
+def address_of_worker(config: RunConfig) -> str:
+    """Return the network address at which workers of other teams reach this worker."""
+    if config.cluster.nnodes == 1:
+        return LOOPBACK[0]
+    import ray
+
+    return str(ray.util.get_node_ip_address())

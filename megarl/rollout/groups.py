@@ -1,4 +1,4 @@
-"""The generation of prompt groups: samples of trajectories from an engine and, for episodes, environments.
+"""Generates prompt groups: samples trajectories from an engine and, for episodes, environments.
 
     add(group) --> slots 0 ... --> wait: return groups whose samples are all finished    finish: wait for all groups
                      ^       |
@@ -38,7 +38,7 @@ from megarl.system.errors import MegarlError
 if TYPE_CHECKING:
     from megarl.data.image_set import ImageSet
 
-_SOON_S = 0.1  # wait for environments: most answer within; slower answers are taken when they arrive
+_SOON_S = 0.1  # wait for environments, within which most answer; later answers are taken when they arrive
 _QUICK_S = 0.01  # the same wait while turns are in flight in an engine that decodes only inside `wait`
 
 
@@ -80,7 +80,7 @@ class _InFlightGroup:
 
     Attributes:
         spent_s: seconds of generation before `since`.
-        since: `time.monotonic()` when the generator was opened, or the group added; None: the generator is not open.
+        since: `time.monotonic()` when the generator was opened or the group was added; None: the generator is not open.
     """
 
     group: Group
@@ -105,19 +105,19 @@ class _Sample:
     """An unfinished sample.
 
     Attributes:
-        place: its place in its group.
+        place: index of the sample in its group.
         read: input tokens of all its turns.
         cached: how many of the `read` tokens were in the prefix cache.
     """
 
-    under_way: _InFlightGroup
+    in_flight: _InFlightGroup
     place: int
     read: int = 0
     cached: int = 0
 
     @property
     def trajectory(self) -> Trajectory:
-        return self.under_way.trajectories[self.place]
+        return self.in_flight.trajectories[self.place]
 
 
 class GroupGenerator:
@@ -164,7 +164,7 @@ class GroupGenerator:
         self._generation: Generation | None = None
         self._submitted: set[int] = set()  # slots whose turns were submitted to the generation
         self._in_turn: set[int] = set()  # submitted slots with a turn in flight
-        self._cut: set[int] = set()  # slots in a turn that was aborted at the time limit
+        self._cut: set[int] = set()  # slots whose turn in flight was aborted at the time limit
         self._late: set[int] = set()  # numbers of groups over their time limit
 
     @property
@@ -174,14 +174,14 @@ class GroupGenerator:
 
     @property
     def free(self) -> int:
-        """Number of free slots: samples that may be added now."""
+        """Number of samples that may be added now."""
         return len(self._free)
 
     def add(self, group: Group, partial: Sequence[Trajectory] | None = None) -> int:
         """Add a group of `len(group.seeds)` samples; generation starts now or, if the generator is not open, at `open`.
 
-        Returns the number of samples of `partial` that restart because they exceed the current limits, or because the
-        recipe now has an environment and had none before, or the reverse.
+        Returns the number of samples of `partial` that restart, because they exceed the current limits or because the
+        recipe now has an environment and had none before (or the reverse).
 
         Args:
             group: the group to generate.
@@ -201,16 +201,16 @@ class GroupGenerator:
         usable = [part is not None and self._is_usable(group, part) for part in parts]
         resumed = [self._resume_partial(group, part if use else None) for part, use in zip(parts, usable, strict=True)]
         spent_s = max((part.spent_s for part, use in zip(parts, usable, strict=True) if part and use), default=0.0)
-        under_way = _InFlightGroup(group, resumed, spent_s)
-        needed = list(under_way.unfinished())
+        in_flight = _InFlightGroup(group, resumed, spent_s)
+        needed = list(in_flight.unfinished())
         if len(needed) > self.free:
             raise ValueError(f"group {number} needs {len(needed)} slots, and {self.free} of {self._slots} are free")
-        self._groups[number] = under_way
+        self._groups[number] = in_flight
         if self._generation is not None:
-            under_way.since = time.monotonic()
+            in_flight.since = time.monotonic()
         for place in needed:
             slot = heapq.heappop(self._free)
-            self._samples[slot] = sample = _Sample(under_way, place)
+            self._samples[slot] = sample = _Sample(in_flight, place)
             if self._answers is not None:
                 self._answers.begin(slot, group.row, group.env_seed, sample.trajectory)
             else:
@@ -231,10 +231,10 @@ class GroupGenerator:
             raise RuntimeError("the generator is open already; call interrupt() or close() first")
         self._generation = self._engine.open(self._sampling, self._eos_ids, self._slots, self._longest)
         now = time.monotonic()
-        for under_way in self._groups.values():
-            under_way.since = now
+        for in_flight in self._groups.values():
+            in_flight.since = now
         awaited = () if self._answers is None else self._answers.awaited
-        order = sorted((self._samples[slot].under_way.group.number, slot) for slot in self._samples)
+        order = sorted((self._samples[slot].in_flight.group.number, slot) for slot in self._samples)
         for _, slot in order:
             if slot not in awaited:
                 self._submit(slot)
@@ -243,7 +243,7 @@ class GroupGenerator:
         """Return the completed groups by number, each group once.
 
         Waits until a group is complete or nothing is in flight. Replicas that generate together return together,
-        perhaps without a group: on servers after a few tenths of a second at most, in batched generation after a batch.
+        perhaps without a group: on servers within a few tenths of a second, in batched generation after each batch.
         While the generator is not open, complete groups are returned at once.
 
         Args:
@@ -258,10 +258,10 @@ class GroupGenerator:
             return self._take_complete()
         if generation.is_async:
             # All ranks synchronize once per call, whether or not they have turns in flight. Turns go on meanwhile.
-            self._go_on(generation, lambda: True)
+            self._continue(generation, lambda: True)
         elif generation.is_batched:
             if generation.any_busy(bool(self._in_turn)):
-                self._go_on(generation, None)
+                self._continue(generation, None)
             else:
                 self._take_answers(_SOON_S, ())
         else:
@@ -304,9 +304,9 @@ class GroupGenerator:
         self._send_turns_to_environments(ended)
         self._close_generation()
         now = time.monotonic()
-        for under_way in self._groups.values():
-            assert under_way.since is not None, "it is open"
-            under_way.spent_s, under_way.since = under_way.spent_s + now - under_way.since, None
+        for in_flight in self._groups.values():
+            assert in_flight.since is not None, "it is open"
+            in_flight.spent_s, in_flight.since = in_flight.spent_s + now - in_flight.since, None
 
     def partial(self) -> dict[int, list[Trajectory]]:
         """Return copies of the trajectories of every group that `wait` has not returned, for `add` in another process.
@@ -331,18 +331,18 @@ class GroupGenerator:
         if self._answers is not None:
             self._answers.close()
 
-    # -- a step as a whole -------------------------------------------------------------------------------------------
+    # -- all groups of a step ----------------------------------------------------------------------------------------
 
     def _generate(self, advance: Callable[[int], None]) -> None:
         """Sample all groups in one call of the engine."""
-        groups = [under_way for _, under_way in sorted(self._groups.items())]
+        groups = [in_flight for _, in_flight in sorted(self._groups.items())]
         requests = [
             Request(entry.group.prompt_ids, [seed(0) for seed in entry.group.seeds], images=entry.group.images)
             for entry in groups
         ]
         results = self._engine.generate(requests, self._sampling, self._eos_ids, advance)
-        for under_way, completions in zip(groups, results, strict=True):
-            for trajectory, done in zip(under_way.trajectories, completions, strict=True):
+        for in_flight, completions in zip(groups, results, strict=True):
+            for trajectory, done in zip(in_flight.trajectories, completions, strict=True):
                 trajectory.add_segment(done.token_ids, done.logprobs, done.versions)
                 trajectory.end_turn(done.finish_reason)
                 trajectory.end(PLAIN)
@@ -359,11 +359,11 @@ class GroupGenerator:
         generation = self._generation
         assert generation is not None, "the generator is open"
         whole = not generation.is_async
-        look = None if whole and self._seconds is None else self._is_overdue if whole else self._is_due
+        enough = None if whole and self._seconds is None else self._is_overdue if whole else self._is_due
         try:
             advance(self._take_answers(None if whole else _SOON_S, self._samples))
             while generation.any_busy(bool(self._samples)):
-                advance(self._go_on(generation, look, whole=whole))
+                advance(self._continue(generation, enough, whole=whole))
         finally:
             self._close_generation()
 
@@ -380,10 +380,10 @@ class GroupGenerator:
 
         while self._samples and not stopped and not any(group.is_over for group in self._groups.values()):
             idle = not self._in_turn
-            self._go_on(generation, should_return)
+            self._continue(generation, should_return)
             stopped = stopped or (idle and enough())
 
-    def _go_on(self, generation: Generation, enough: Callable[[], bool] | None, *, whole: bool = False) -> int:
+    def _continue(self, generation: Generation, enough: Callable[[], bool] | None, *, whole: bool = False) -> int:
         """Wait for turns or `enough()`, exchange turns with environments, and return how many samples finished.
 
         Args:
@@ -392,15 +392,17 @@ class GroupGenerator:
         """
         before = len(self._samples)
         ended = self._collect(generation.wait(enough))
-        self._cut_late(generation)
-        asked = self._send_turns_to_environments(ended)
+        for slot in self._overdue() if self._late else ():  # the next wait returns the partial tokens
+            generation.abort(slot)
+            self._cut.add(slot)
+        sent = self._send_turns_to_environments(ended)
         if whole:
             wait_s = None
-        elif self._in_turn and not asked:
+        elif self._in_turn and not sent:
             wait_s = 0.0
         else:
             wait_s = _SOON_S if generation.is_async or not self._in_turn else _QUICK_S
-        self._take_answers(wait_s, asked)
+        self._take_answers(wait_s, sent)
         return before - len(self._samples)
 
     def _submit(self, slot: int) -> None:
@@ -408,7 +410,7 @@ class GroupGenerator:
         if self._generation is None:
             return
         sample = self._samples[slot]
-        trajectory, group = sample.trajectory, sample.under_way.group
+        trajectory, group = sample.trajectory, sample.in_flight.group
         tokens = [*trajectory.prompt_ids, *trajectory.token_ids]
         seed = group.seeds[sample.place](trajectory.segments)
         begun = len(trajectory.begun_turn)
@@ -471,12 +473,13 @@ class GroupGenerator:
             generation.close()
 
     def _take_complete(self) -> list[tuple[int, list[Trajectory]]]:
-        complete = sorted(number for number, under_way in self._groups.items() if under_way.is_over)
+        """Return the complete groups by number, and forget them."""
+        complete = sorted(number for number, in_flight in self._groups.items() if in_flight.is_over)
         self._late.difference_update(complete)
         return [(number, self._groups.pop(number).trajectories) for number in complete]
 
     def _resume_partial(self, group: Group, partial: Trajectory | None) -> Trajectory:
-        """Return a copy of the usable partial trajectory, or a new trajectory."""
+        """Return a copy of a usable partial trajectory; without one a new trajectory."""
         if partial is None:
             return Trajectory([*group.prompt_ids], images=group.images)
         trajectory = partial.copy()
@@ -492,10 +495,10 @@ class GroupGenerator:
         """Return whether a partial trajectory can be used under the current environment and limits, which may have
         changed."""
         plain = partial.prompt_ids == group.prompt_ids and len(partial.turn_starts) == 1 and all(partial.sampled)
-        if self._rules is None and not plain:  # an episode, whose environment was taken away
+        if self._rules is None and not plain:  # an episode of a recipe that had an environment
             return False
         if partial.ended_by:
-            return self._rules is None or partial.ended_by != PLAIN  # no environment has answered it
+            return self._rules is None or partial.ended_by != PLAIN  # a plain sample needs an environment's answer now
         room, turns = self._room(partial), partial.turns + (not partial.is_unanswered)
         between_turns = not (partial.in_turn or partial.is_unanswered)
         if not partial.segments or room < 0 or (room == 0 and between_turns):
@@ -505,8 +508,7 @@ class GroupGenerator:
     # -- environments ------------------------------------------------------------------------------------------------
 
     def _send_turns_to_environments(self, ended: Iterable[int]) -> list[int]:
-        """Send finished turns to their environments and return their slots; a sample without an environment is
-        finished."""
+        """Send finished turns to their environments and return their slots; without environments end their samples."""
         turns: dict[int, Trajectory] = {}
         for slot in ended:
             trajectory = self._samples[slot].trajectory
@@ -522,20 +524,20 @@ class GroupGenerator:
 
     def _take_answers(self, wait_s: float | None, to: Iterable[int]) -> int:
         """Resume episodes whose environment has replied; return how many finished."""
-        if self._answers is None or self._rules is None:
+        if self._answers is None:
             return 0
-        answers, over = self._answers.take(wait_s, to), 0
+        answers, over, rules = self._answers.take(wait_s, to), 0, self._answers.rules
         self._sync_deadlines()
         for slot, answer in answers.items():
             sample = self._samples[slot]
             if answer.differs:
-                self._begin_again(slot, answer.reply.error)
+                self._restart(self._answers, slot, answer.reply.error)
                 continue
             if answer.reply.error:
-                self._fail(sample, answer)
+                self._fail(rules, sample, answer)
             else:
-                late = sample.under_way.group.number in self._late
-                apply_answer(sample.trajectory, answer, self._rules.limits, late=late)
+                late = sample.in_flight.group.number in self._late
+                apply_answer(sample.trajectory, answer, rules.limits, late=late)
             if sample.trajectory.ended_by:
                 self._release(slot)
                 over += 1
@@ -543,25 +545,23 @@ class GroupGenerator:
                 self._submit(slot)
         return over
 
-    def _begin_again(self, slot: int, error: str) -> None:
-        """Restart an episode from its prompt, because replaying its recorded turns gave other answers or an error."""
-        assert self._answers is not None, "there is an environment"
-        assert self._rules is not None, "there is an environment"
+    def _restart(self, answers: Answers, slot: int, error: str) -> None:
+        """Restart an episode from its prompt, because its replayed turns got answers other than the recorded ones."""
         sample = self._samples[slot]
-        group, place = sample.under_way.group, sample.place
-        if self._rules.host is not None:
-            said = f"its environment now answers its recorded turns otherwise{': ' * bool(error)}{error}"
-            print(f"sample {group.uid}#{place} begins again: {said}")
-        sample.under_way.trajectories[place] = fresh = Trajectory([*group.prompt_ids], images=group.images)
-        self._answers.begin(slot, group.row, group.env_seed, fresh)
+        group, place = sample.in_flight.group, sample.place
+        if answers.rules.host is not None:
+            why = f"its environment now answers its recorded turns otherwise{': ' * bool(error)}{error}"
+            print(f"sample {group.uid}#{place} begins again: {why}")
+        sample.in_flight.trajectories[place] = fresh = Trajectory([*group.prompt_ids], images=group.images)
+        answers.begin(slot, group.row, group.env_seed, fresh)
 
-    def _fail(self, sample: _Sample, answer: Answer) -> None:
-        assert self._rules is not None, "there is an environment"
+    def _fail(self, rules: EpisodeRules, sample: _Sample, answer: Answer) -> None:
+        """End an episode whose environment failed, or the run with `env.on_error=fail`."""
         trajectory, error = sample.trajectory, answer.reply.error
-        if self._rules.on_error == "fail":
+        if rules.on_error == "fail":
             when = f"turn {trajectory.turns - 1}" if trajectory.turns else "reset"
             raise EpisodeError(
-                f"the environment of sample {sample.under_way.group.uid}#{sample.place} failed at {when}: {error}\n"
+                f"the environment of sample {sample.in_flight.group.uid}#{sample.place} failed at {when}: {error}\n"
                 "  fix:     correct the environment, or set env.on_error=mark to leave such episodes out",
                 repeats=answer.reply.repeats,
             )
@@ -571,11 +571,11 @@ class GroupGenerator:
 
     def _is_due(self) -> bool:
         """Return whether an environment has replied or a turn is over its time limit. Collective over the replica."""
-        if self._answers is None or self._rules is None:
+        if self._answers is None:
             return False
-        told = self._rules.share([self._answers.any_answer(), self._late_now()])
-        self._late.update(told[1])
-        return bool(told[0]) or self._has_overdue()
+        any_answer, late = self._answers.rules.share([self._answers.any_answer(), self._late_now()])
+        self._late.update(late)
+        return bool(any_answer) or self._has_overdue()
 
     def _is_overdue(self) -> bool:
         """Return whether an in-flight turn is over its time limit. Collective over the replica."""
@@ -589,23 +589,18 @@ class GroupGenerator:
             self._late.update(self._rules.share(self._late_now()))
 
     def _late_now(self) -> list[int]:
+        """Return the numbers of groups over their time limit, by this rank's clock."""
         if self._seconds is None:
             return []
         now = time.monotonic()
-        return [number for number, under_way in self._groups.items() if under_way.is_late(self._seconds, now)]
+        return [number for number, in_flight in self._groups.items() if in_flight.is_late(self._seconds, now)]
 
     def _overdue(self) -> list[int]:
         """Return the slots of in-flight turns whose group is over its time limit."""
-        return [s for s in sorted(self._in_turn - self._cut) if self._samples[s].under_way.group.number in self._late]
+        return [s for s in sorted(self._in_turn - self._cut) if self._samples[s].in_flight.group.number in self._late]
 
     def _has_overdue(self) -> bool:
         return bool(self._late) and bool(self._overdue())
-
-    def _cut_late(self, generation: Generation) -> None:
-        """Abort turns over their time limit; the next wait returns their partial tokens."""
-        for slot in self._overdue() if self._late else ():
-            generation.abort(slot)
-            self._cut.add(slot)
 
 
 def _count_cached(sample: _Sample, done: Completion) -> None:

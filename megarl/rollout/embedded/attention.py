@@ -73,7 +73,6 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """Attend: qkv [t, G, q + 2, D] -> [t, G*q*D]; `layer` counts this process's layers."""
-        ...
 
 
 class DecodeKernels(Protocol):
@@ -82,17 +81,14 @@ class DecodeKernels(Protocol):
     @property
     def add_norm(self) -> Callable[[Tensor, Tensor | None, Tensor, float], Tensor]:
         """The kernel for `megarl.kernels.cpu.add_norm_reference`."""
-        ...
 
     @property
     def silu_mul(self) -> Callable[[Tensor], Tensor]:
         """The kernel for `megarl.kernels.cpu.silu_mul_reference`."""
-        ...
 
     @property
     def attend(self) -> Callable[..., Tensor]:
         """The kernel with the arguments and result of `CpuKernels.attend`."""
-        ...
 
 
 class KernelAttention:

@@ -82,14 +82,14 @@ class KVCache:
         if self.fixed or needed <= self.length <= 2 * _round_up(needed):
             return
         new = min(self.max_length, _round_up(needed))
-        kept, spare = min(new, self.length), self._spare
+        copied, spare = min(new, self.length), self._spare
         assert spare is not None, "a cache with one layout has its full length"
         for buffers in (self._keys, self._values):
             for layer, flat in enumerate(buffers):
-                if rows and kept:
-                    self._view(spare, new)[:rows, :, :kept] = self._view(flat, self.length)[:rows, :, :kept]
+                if rows and copied:
+                    self._view(spare, new)[:rows, :, :copied] = self._view(flat, self.length)[:rows, :, :copied]
                     # Unwritten positions are masked, yet 0 * NaN is NaN in the product with the values.
-                    self._view(spare, new)[:rows, :, kept:] = 0
+                    self._view(spare, new)[:rows, :, copied:] = 0
                 buffers[layer], spare = spare, flat
         self.length, self._spare = new, spare
 
@@ -131,16 +131,11 @@ def free_bytes(device: torch.device, sessions: int = 1) -> float:
         sessions: number of caches that this process holds at the same time.
     """
     if device.type == "cuda":
-        return 0.8 * _free_on_gpu(device) / sessions
+        # The driver's free bytes, and the unused whole blocks that torch's allocator can release. The unused rest of a
+        # block that is partly in use (`inactive_split`) cannot hold a cache.
+        stats = torch.cuda.memory_stats(device)
+        unused = stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"]
+        releasable = max(0, unused - stats["inactive_split_bytes.all.current"])
+        return 0.8 * (torch.cuda.mem_get_info(device)[0] + releasable) / sessions
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return 0.8 * free_host_memory() / (processes * sessions)
-
-
-def _free_on_gpu(device: torch.device) -> float:
-    """Return the free bytes of the driver plus the unused whole blocks that torch's allocator can release.
-
-    The unused rest of a block that is partly in use (`inactive_split`) cannot hold a cache.
-    """
-    stats = torch.cuda.memory_stats(device)
-    kept = stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"]
-    return torch.cuda.mem_get_info(device)[0] + max(0, kept - stats["inactive_split_bytes.all.current"])

@@ -59,14 +59,14 @@ def check_receiver(config: RunConfig, team: TeamPlan, checks: Checklist) -> None
             allowed="false, or true with rollout.engine=sglang",
             fix="set sync.fp8=false",
         )
-    held = config.model.dtype
-    if config.sync.dtype not in ("model", held):
+    dtype = config.model.dtype
+    if config.sync.dtype not in ("model", dtype):
         checks.fail(
             "sync.dtype",
-            f"the team {team.name} decodes with an embedded engine, whose weights are {held} (model.dtype): sending "
+            f"the team {team.name} decodes with an embedded engine, whose weights are {dtype} (model.dtype): sending "
             f"{config.sync.dtype} would round them, or send more bytes for the same values",
             found=config.sync.dtype,
-            allowed=f"model or {held}, or another with rollout.engine=sglang",
+            allowed=f"model or {dtype}, or another with rollout.engine=sglang",
             fix="set sync.dtype=model",
         )
     here, parallel = config.cluster.nproc // config.cluster.nnodes, team.parallel

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +27,6 @@ from megarl.system.device import DTYPES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.data.image_set import ImageSet
     from megarl.models.policy import PolicyModel
     from megarl.training.parallel import Layout
 
@@ -95,7 +93,8 @@ class EmbeddedEngine:
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         strings = StopStrings.of(sampling, self._tokenizer)
         session = TurnSession(stage, sampling, stop_ids, limits, sequences, longest, strings)
-        return _Turns(session, self.weight_version)
+        session.weight_version = self.weight_version
+        return session
 
     def _any_replica(self, busy: bool) -> bool:
         """Return whether any replica that shares experts with this one is busy."""
@@ -134,44 +133,6 @@ class EmbeddedEngine:
             return 1
         rows = min(running, sum(len(r.seeds) for r in requests))
         return max(1, min(torch.get_num_threads(), len(requests), rows // _LANE_ROWS))
-
-
-@dataclass(frozen=True)
-class _Turns:
-    """A `Generation` over an open session."""
-
-    session: TurnSession
-    version: int
-    is_async: ClassVar[bool] = False
-    is_batched: ClassVar[bool] = False
-
-    def submit(
-        self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
-    ) -> None:
-        """Implement `Generation.submit`."""
-        self.session.submit(sequence, tokens, seed, room, images, begun)
-
-    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Implement `Generation.wait`."""
-        return {
-            sequence: Completion(tokens, logprobs, reason, [[self.version, len(tokens)]])
-            for sequence, (tokens, logprobs, reason) in self.session.wait(enough).items()
-        }
-
-    def abort(self, sequence: int) -> None:
-        """Implement `Generation.abort`."""
-        self.session.abort(sequence)
-
-    def forget(self, sequence: int) -> None:
-        """Implement `Generation.forget`."""
-        self.session.forget(sequence)
-
-    def any_busy(self, busy: bool) -> bool:
-        """Implement `Generation.any_busy`: each replica generates independently."""
-        return busy
-
-    def close(self) -> None:
-        """Implement `Generation.close`: nothing decodes between two calls of `wait`."""
 
 
 def run_lanes(jobs: Sequence[Callable[[], Any]]) -> list[Any]:

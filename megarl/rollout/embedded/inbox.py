@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,6 @@ from megarl.sync.shared import open_handle
 from megarl.sync.transports.distributed import broadcast_within, join, leave
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import WorkerError
-
-if TYPE_CHECKING:
-    from megarl.rollout.embedded.engine import EmbeddedEngine
 
 PEER = "engine"  # name of this side in authentication proofs and messages
 
@@ -317,39 +314,3 @@ class _Conversation:
             leave(self._groups.pop(name)[0])  # stops NCCL's kernel on the device
             raise Refused(f"the trainer's broadcast did not arrive within {deadline_s:g} s") from None
         self._inbox.take_flat(flat, tensors, update)
-
-
-class PushedWeights:
-    """Keeps an embedded engine on one pushed weight version, from one `follow` to the next.
-
-    Args:
-        deadline_s: seconds to wait for a version.
-    """
-
-    def __init__(self, engine: EmbeddedEngine, inbox: WeightInbox, deadline_s: float) -> None:
-        self._engine, self._inbox, self._deadline_s = engine, inbox, deadline_s
-        self._version = 0
-
-    def follow(self, version: int) -> None:
-        """Wait for weight version `version` and generate with it from now on. Collective over the engine.
-
-        Raises:
-            WorkerError: the version did not arrive within the deadline.
-        """
-        self._version = version
-        with self.held():
-            self._engine.weight_version = version
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep the parameters at the followed version inside the block. Collective over the engine.
-
-        Raises:
-            WorkerError: the engine does not hold this version within the deadline.
-        """
-        with self._inbox.generating(self._deadline_s, version=self._version):
-            yield
-
-    def close(self) -> None:
-        """Accept no more trainers."""
-        self._inbox.close()

@@ -6,16 +6,16 @@ copy: the actor's team sends weights to an inbox, and then posts `WeightsPushed`
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megarl.dag.messages import EngineAddresses, WeightsPushed
 from megarl.dag.stage import Role
 from megarl.rollout.embedded.engine import EmbeddedEngine
-from megarl.rollout.embedded.inbox import PushedWeights, WeightInbox
+from megarl.rollout.embedded.inbox import WeightInbox
 from megarl.rollout.embedded.receiver import EngineReceivers
-from megarl.rollout.family import WeightLink
-from megarl.rollout.links import address_of_worker, record_update
+from megarl.rollout.family import WeightLink, address_of_worker, record_update
 from megarl.sync.updater import WeightSync
 from megarl.system.device import has_cuda
 from megarl.system.errors import ConfigError, ServerError, WorkerError
@@ -54,9 +54,9 @@ class ReceivedWeights(WeightLink):
         config, layout = host.config, host.layout
         group = layout.world if config.parallel_of("rollout").ep > 1 else layout.mp_group
         inbox = WeightInbox(engine.chunks, run_key(host.run_dir, _KEY), group, address_of_worker(config))
-        found: list[list[Any]] = layout.world.all_gather_json([group.ranks[0], *inbox.address])
-        leads = sorted({lead for lead, *_ in found})
-        engines = [[address for first, *address in found if first == lead] for lead in leads]
+        addresses = layout.world.all_gather_json([group.ranks[0], *inbox.address])
+        leads = sorted({lead for lead, *_ in addresses})
+        engines = [[address for first, *address in addresses if first == lead] for lead in leads]
         apart = next((ranks for ranks in engines if len({address for address, _ in ranks}) > 1), None)
         if apart is not None:
             raise ConfigError(
@@ -67,21 +67,29 @@ class ReceivedWeights(WeightLink):
             )
         if layout.rank == 0:
             EngineAddresses(engines).post(host.mail)
-        self._host, self._pushed = host, PushedWeights(engine, inbox, config.sync.timeout_s)
+        self._host, self._engine, self._inbox, self._version = host, engine, inbox, 0
 
     def publish(self, version: int) -> None:
         """Wait until the actor's team has sent weights `version`, and load them into the engine."""
         with phase("await_weights", waits_for=self._host.team_of(Role.ACTOR)):
             WeightsPushed.read(self._host.mail, version)
-            self._pushed.follow(version)
+            self._version = version
+            with self.held():
+                self._engine.weight_version = version
 
-    def held(self) -> AbstractContextManager[None]:
-        """Keep the parameters those of the followed version as long as the block runs, by `PushedWeights.held`."""
-        return self._pushed.held()
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the parameters at the published version inside the block. Collective over the engine.
+
+        Raises:
+            WorkerError: the engine does not hold this version within `sync.timeout_s`.
+        """
+        with self._inbox.generating(self._host.config.sync.timeout_s, version=self._version):
+            yield
 
     def close(self) -> None:
         """Stop receiving weights."""
-        self._pushed.close()
+        self._inbox.close()
 
 
 class SentWeights(WeightLink):

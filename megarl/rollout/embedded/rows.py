@@ -71,14 +71,14 @@ class CacheRows:
 
     def _clear(self, target: int, wanted: set[int]) -> None:
         """Swap a free row, or else one whose sequence is not in `wanted`, to `target`."""
-        kept = range(target, len(self.holders))
-        row = next((row for row in kept if self.holders[row] == -1), None)
+        rows = range(target, len(self.holders))
+        row = next((row for row in rows if self.holders[row] == -1), None)
         if row is None and len(self.holders) < self.slots:
             row = len(self.holders)
             self.holders.append(-1)
             self._origin.append(None)
         if row is None:
-            row = next((row for row in reversed(kept) if self.holders[row] not in wanted), target)
+            row = next((row for row in reversed(rows) if self.holders[row] not in wanted), target)
         self._swap(target, row)
 
     def _begin(self) -> None:

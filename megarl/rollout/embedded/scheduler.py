@@ -91,10 +91,10 @@ class Scheduler:
     def finish(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Drop finished rows and return the (source, target) rows to copy, all at once."""
         gone = set(rows)
-        kept = len(self.running) - len(gone)
-        holes = sorted(row for row in gone if row < kept)
-        movers = [row for row in range(kept, len(self.running)) if row not in gone]
+        running = len(self.running) - len(gone)
+        holes = sorted(row for row in gone if row < running)
+        movers = [row for row in range(running, len(self.running)) if row not in gone]
         for hole, mover in zip(holes, movers, strict=True):
             self.running[hole] = self.running[mover]
-        del self.running[kept:]
+        del self.running[running:]
         return list(zip(movers, holes, strict=True))

@@ -361,14 +361,15 @@ def seen(parts: Sequence[tuple[range, ImageSet | None]], stage: DecoderStage) ->
 
     encoder = stage.encoder
     assert encoder is not None, "the model has a vision encoder"
-    places = [() if own is None else own.places for _, own in parts]
     positions = [
-        positions_of(part.stop, [place for place in own if place[0] < part.stop])[:, part.start :]
-        for (part, _), own in zip(parts, places, strict=True)
+        positions_of(part.stop, [place for place in (() if images is None else images.places) if place[0] < part.stop])[
+            :, part.start :
+        ]
+        for part, images in parts
     ]
-    sets = [None if own is None else own.between(part.start, part.stop) for part, own in parts]
-    images = gather_images([len(part) for part, _ in parts], sets, encoder)
-    return None if images is None else images.to(stage.device), torch.from_numpy(np.concatenate(positions, 1))
+    sets = [None if images is None else images.between(part.start, part.stop) for part, images in parts]
+    gathered = gather_images([len(part) for part, _ in parts], sets, encoder)
+    return None if gathered is None else gathered.to(stage.device), torch.from_numpy(np.concatenate(positions, 1))
 
 
 def _room(requests: Sequence[Request], most: int, device: torch.device) -> Tensor | None:

@@ -9,7 +9,7 @@ sequence depend only on its own tokens and seed, as in `Session`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.rows import CacheRows, RowAssignment
 from megarl.rollout.embedded.session import Session, SessionLimits, seen
 from megarl.rollout.embedded.texts import RunningTexts, Sampled
+from megarl.rollout.engine import Completion
 from megarl.rollout.stop_strings import StopStrings
 from megarl.system.tracing import beat
 
@@ -32,7 +33,15 @@ _TOGETHER = 8  # `wait` collects an eighth of the running turns: prefilling seve
 
 
 class TurnSession(Session):
-    """Generates turns of `sequences` sequences, numbered from 0, of up to `longest` tokens each."""
+    """A `Generation` of turns of `sequences` sequences, numbered from 0, of up to `longest` tokens each.
+
+    Attributes:
+        weight_version: written into completions.
+    """
+
+    is_async: ClassVar[bool] = False
+    is_batched: ClassVar[bool] = False
+    weight_version = 0
 
     def __init__(
         self,
@@ -63,10 +72,9 @@ class TurnSession(Session):
         self._idle = torch.tensor([[sequences], [0], [nowhere], [0]], device=device)
 
     def submit(
-        self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None, begun: int
+        self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
     ) -> None:
-        """Submit the next turn of `sequence`, of up to `room` tokens. `tokens` are all tokens so far, with `images`;
-        the last `begun` of them belong to this turn already."""
+        """Implement `Generation.submit`."""
         self._begin_text(sequence, tokens, begun)
         self._contexts[sequence], self._images[sequence] = tokens, images
         self._place_images(sequence, len(tokens), images)
@@ -75,17 +83,30 @@ class TurnSession(Session):
         self._queue.append(sequence)
 
     def forget(self, sequence: int) -> None:
-        """Free the kept row of `sequence`, which has no further turn."""
+        """Implement `Generation.forget`: free the kept row of `sequence`."""
         if self._cached.pop(sequence, None) is not None and sequence in self._rows.holders:
             self._rows.forget(sequence)
 
     def abort(self, sequence: int) -> None:
-        """Abort the turn of `sequence`; the next `wait` returns its partial tokens."""
+        """Implement `Generation.abort`."""
         self._aborted.add(sequence)
 
+    def any_busy(self, busy: bool) -> bool:
+        """Implement `Generation.any_busy`: each replica generates independently."""
+        return busy
+
+    def close(self) -> None:
+        """Implement `Generation.close`: nothing decodes between two calls of `wait`."""
+
+    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
+        """Implement `Generation.wait`."""
+        return {
+            sequence: Completion(tokens, logprobs, reason, [[self.weight_version, len(tokens)]])
+            for sequence, (tokens, logprobs, reason) in self._wait(enough).items()
+        }
+
     @torch.inference_mode()
-    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Sampled]:
-        """Decode until turns have finished or `enough()` returns True; return the finished turns by sequence."""
+    def _wait(self, enough: Callable[[], bool] | None) -> dict[int, Sampled]:
         sampled = self._cut_aborted()
         if sampled:
             return sampled
@@ -124,8 +145,8 @@ class TurnSession(Session):
         return sampled
 
     def _extent(self, rows: int) -> tuple[int, int]:
-        kept = max((self._cached.get(s, 0) for s in self._rows.holders[self._rows.running :]), default=0)
-        return len(self._rows.holders), max(self._reach + 1, kept)
+        cached = max((self._cached.get(s, 0) for s in self._rows.holders[self._rows.running :]), default=0)
+        return len(self._rows.holders), max(self._reach + 1, cached)
 
     def _admit_turns(self) -> None:
         """Move queued turns into free rows and prefill their tokens that are not cached."""
@@ -207,9 +228,7 @@ class TurnSession(Session):
         turns = self._cut(sequences, self._tokens[place], logprobs, self._rooms[place].cpu())
         sampled = dict(zip(sequences, turns, strict=True))
         for sequence, (tokens, _, _) in sampled.items():
-            self._cached[sequence] = (
-                len(self._contexts[sequence]) + len(tokens) - 1
-            )  # the last token was never an input
+            self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1  # the last was never an input
         moves = self._rows.retire(finished)
         self._move(moves, self._rows.running)
         return sampled

@@ -17,8 +17,7 @@ from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
 from megarl.data.image_set import image_fields
 from megarl.models.hf import image_settings
-from megarl.rollout.family import WeightLink
-from megarl.rollout.links import address_of_worker, record_update
+from megarl.rollout.family import WeightLink, address_of_worker, record_update
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet, Server
