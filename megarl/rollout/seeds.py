@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seeds:
-    """Seeds of all that is random in a run: they follow from its seed and from names, not from ranks or places.
+    """The seeds of everything random in a run, from the run's seed and from names, not from ranks or places.
 
-    `uid` names a prompt and the epoch it is met in. The training step does not enter the seeds of samples: a sample is
-    the same whenever it is sampled, earlier or later than its step. All seeds are in [0, 2**63).
+    `uid` names a prompt in one epoch. The seeds of samples do not depend on the training step, so that a sample is the
+    same whether it is generated earlier or later than its step. All seeds are in [0, 2**63).
 
     >>> Seeds(0).sample("a", 0) == Seeds(0).sample("a", 0) != Seeds(0).sample("a", 1)
     True
@@ -20,30 +20,30 @@ class Seeds:
     run: int
 
     def sample(self, uid: str, sample: int, turn: int = 0) -> int:
-        """Seed of one turn of sample number `sample` of prompt `uid`."""
+        """Return the seed of one turn of sample number `sample` of prompt `uid`."""
         return self._seed("sample", uid, sample, turn)
 
     def env(self, uid: str) -> int:
-        """Seed of the environment of prompt `uid`; its samples share it, and start from one state."""
+        """Return the seed of the environments of prompt `uid`, whose samples all start from the same state."""
         return self._seed("env", uid)
 
     def teacher(self, uid: str) -> int:
-        """Seed of which teacher prompt `uid` has; its samples share it."""
+        """Return the seed of the choice of a teacher for all samples of prompt `uid`."""
         return self._seed("teacher", uid)
 
     def tokens(self, update: int, sample_id: str) -> int:
-        """Seed of what a loss draws for the tokens of a sample in optimizer step `update`."""
+        """Return the seed of a loss's random numbers for the tokens of a sample in optimizer step `update`."""
         return self._seed("tokens", update, sample_id)
 
     def order(self, role: str, step: int, epoch: int) -> int:
-        """Seed of the order in which a role trains on the prompts of a step."""
+        """Return the seed of the order in which a role trains on the prompts of a step."""
         return self._seed("order", role, step, epoch)
 
     def resampling(self, step: int) -> int:
-        """Seed of the draws that make the batch of a step out of its samples."""
+        """Return the seed with which the batch of a step is resampled from its samples."""
         return self._seed("resampling", step)
 
     def _seed(self, kind: str, *parts: str | int) -> int:
-        # Joined by a byte that neither numbers nor our uids hold, so different parts give different texts.
+        # The separator is in no number or uid, so different parts give different texts.
         text = "\x1f".join(map(str, (kind, self.run, *parts)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

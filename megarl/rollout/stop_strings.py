@@ -1,11 +1,10 @@
 """Stop strings: a turn ends with the token that completes one of them in the turn's text.
 
-The text is that of the turn's tokens so far without special tokens, which is the text that rewards get. The rule reads
-tokens one after the other, so it gives the same end to a turn that is still being sampled and to one that was sampled
-further and is cut afterwards.
+The text is the decoded tokens of the turn without special tokens, as rewards receive it. Tokens are read one by one, so
+that a turn ends at the same token whether it is still being sampled, or was sampled further and is cut afterwards.
 
-A character may be spread over several tokens, and a tokenizer may write the first token of a text differently. So a
-text is never put together from the texts of single tokens: the last tokens are decoded together.
+A character may consist of several tokens, and a tokenizer may decode the first token of a text differently. So the text
+is not joined from the texts of single tokens: the last tokens are decoded together.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from megarl.system.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BROKEN = "\ufffd"  # an incomplete or wrong sequence of bytes
+_BROKEN = "\ufffd"  # the decoded text of an incomplete or invalid sequence of bytes
 _FIRST_LOOK = 64  # tokens that are decoded together before the first of them are dropped
 _MARGIN = 16  # characters that are kept in addition to the longest string
-_EDGE = 8  # characters at the start of kept text that no match begins with: what was dropped may have changed them
+_EDGE = 8  # first characters of kept text where no match begins, because the dropped text may have changed them
 
 
 class StopStrings:
@@ -33,7 +32,7 @@ class StopStrings:
         #: Characters that are decoded again with every new token.
         self.kept = max(map(len, strings)) + _MARGIN
         self._last = "".join({string[-1] for string in strings})
-        # These may complete a string with a token that does not hold its last character.
+        # With these, a token without a string's last character may complete the string.
         self._always = any(c.isspace() for c in self._last) or bool(tokenizer.clean_up_tokenization_spaces)
         self._completing: dict[int, bool] = {}
 
@@ -46,10 +45,10 @@ class StopStrings:
         return cls(sampling.stop, tokenizer)
 
     def end(self, tokens: Sequence[int], begun: int = 0) -> int | None:
-        """Return the number of `tokens` of a turn after which it ends; None: it goes on.
+        """Return the number of `tokens` after which a turn ends; None: it contains no stop string.
 
         Args:
-            begun: of these tokens, those after which it has not ended.
+            begun: number of first tokens that are known to contain no stop string.
         """
         text = TurnText(self, tokens[:begun])
         return next((begun + text.length for token in tokens[begun:] if text.add(token)), None)
@@ -59,11 +58,11 @@ class StopStrings:
         return text[: min(place if place >= 0 else len(text) for place in map(text.find, self._strings))]
 
     def are_in(self, text: str, start: int) -> bool:
-        """Return whether one of them begins in `text` at `start` or later."""
+        """Return whether a stop string begins in `text` at `start` or later."""
         return any(text.find(string, start) >= 0 for string in self._strings)
 
     def may_end_with(self, token: int) -> bool:
-        """Return whether this token may be the one that completes a string."""
+        """Return whether `token` may complete a stop string."""
         if self._always:
             return True
         if token not in self._completing:
@@ -72,7 +71,7 @@ class StopStrings:
         return self._completing[token]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
+        """Return the text of tokens without special tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
@@ -80,29 +79,29 @@ def check_stop_strings(key: str, strings: Sequence[str], tokenizer: PreTrainedTo
     """Check the stop strings of the section `key`.
 
     Raises:
-        ConfigError: one holds a special token, which is never in the text.
+        ConfigError: a stop string contains a special token, which is never in the text.
     """
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     for string in strings:
         for token, number in special.items():
             if token in string:
                 raise ConfigError(
-                    f"a stop string holds the special token {token!r}, and the text of a response has none",
+                    f"a stop string contains the special token {token!r}, which is never in a response's text",
                     where=f"{key}.stop",
                     found=string,
                     allowed="text without special tokens",
-                    fix=f"write the id of the token into {key}.stop_token_ids: {number}",
+                    fix=f"add the token's id {number} to {key}.stop_token_ids instead",
                 )
 
 
 class TurnText:
-    """The end of the text of a turn that grows.
+    """The last part of a turn's text, to which tokens are added.
 
     Args:
-        begun: tokens of the turn after which it has not ended.
+        begun: earlier tokens of the turn, which contain no stop string.
 
     Attributes:
-        length: tokens that were added.
+        length: number of tokens added after `begun`.
     """
 
     def __init__(self, strings: StopStrings, begun: Sequence[int] = ()) -> None:
@@ -126,7 +125,7 @@ class TurnText:
         self._tokens.append(token)
 
     def _drop(self) -> None:
-        """Drop the first half of the tokens where the text of the others is that which they have after these."""
+        """Drop the first half of the tokens, if the others decode to the same text without them."""
         text, half = self._strings.decode(self._tokens), len(self._tokens) // 2
         for start in range(half, half + 4) if not text.endswith(_BROKEN) else ():  # a character has up to four tokens
             rest = self._strings.decode(self._tokens[start:])
@@ -134,4 +133,4 @@ class TurnText:
                 self._tokens, self._start = self._tokens[start:], _EDGE
                 self._most = max(_FIRST_LOOK, 2 * len(self._tokens))
                 return
-        self._most += 1 + self._most // 16  # perhaps it ends in the middle of a character
+        self._most += 1 + self._most // 16  # try again later; the text may end in the middle of a character

@@ -272,20 +272,13 @@ class _Conversation:
     def handle(self, header: dict[str, Any], bodies: list[bytearray]) -> dict[str, Any]:
         """Run one message's operation and return its answer. Any error becomes a `Refused`, so the engine survives."""
         inbox, update = self._inbox, self._inbox.update
-        actions: dict[str, Any] = {
-            "layout": inbox.layout,
-            "pause": inbox.pause,
-            "begin": inbox.begin,
-            "end": inbox.end,
-            "set_version": inbox.set_version,
-            "held_version": inbox.held_version,
-            "resume": inbox.resume,
+        plain = ("layout", "pause", "begin", "end", "set_version", "held_version", "resume", "checksums")
+        actions: dict[str, Any] = {name: getattr(inbox, name) for name in plain} | {
             "shared": lambda handle, tensors: inbox.take_flat(open_handle(handle), tensors, update),
             "changes": lambda handle, header: inbox.take_changes(open_handle(handle), header, update),
             "join": self._join,
             "broadcast": self._broadcast,
             "folder": lambda folder: inbox.read_folder(folder, update),
-            "checksums": inbox.checksums,
         }
         try:
             return actions[header.pop("op")](**header) or {}

@@ -195,11 +195,16 @@ class Session:
             work = sum(len(self._requests[r].prompt_ids) - 1 for r in batch.requests) if batch else self._padded(rows)
             lockstep = self._mesh.expert.all_max(work, self._stage.device) if self._stage.is_moe else work
             if lockstep == 0:
-                return self._results()
-            if batch:
-                self._prefill(batch, lockstep)
-            elif rows == 0:
-                self._serve_experts(lockstep)
+                room = torch.tensor(self._sampling.max_new_tokens) if self._room is None else self._room[:-1].cpu()
+                logprobs = self._mesh.from_last_stage(self._logprobs)[:-1]
+                return self._cut(range(len(self._tokens) - 1), self._tokens[:-1], logprobs, room)
+            if batch:  # without the last token of each prompt
+                prompts = [self._requests[r] for r in batch.requests]
+                self._read([(prompt.prompt_ids[:-1], prompt.images) for prompt in prompts], batch.rows, lockstep)
+            elif rows == 0:  # a pass without tokens, so that other ranks can use this rank's experts
+                nothing = torch.zeros(0, dtype=torch.int64, device=self._stage.device)
+                attend = DecodeAttention(self._cache, nothing, 0, self._scale)
+                self._stage.forward(nothing, nothing, attend, want_logits=False, lockstep=lockstep)
             else:
                 self._decode(rows, lockstep)
                 steps += 1
@@ -231,11 +236,6 @@ class Session:
             self._cache.copy_rows(sources, targets)
         self._pending.extend(admission.prefills)
 
-    def _prefill(self, batch: Prefill, lockstep: int) -> None:
-        """Prefill the cache rows of a pass with their prompts, without the last token."""
-        requests = [self._requests[r] for r in batch.requests]
-        self._read([(request.prompt_ids[:-1], request.images) for request in requests], batch.rows, lockstep)
-
     def _read(
         self, prompts: Sequence[tuple[list[int], ImageSet | None]], rows: Sequence[Sequence[int]], lockstep: int
     ) -> None:
@@ -250,12 +250,6 @@ class Session:
         self._stage.forward(
             tokens.to(device), positions.to(device), attend, want_logits=False, lockstep=lockstep, images=images
         )
-
-    def _serve_experts(self, lockstep: int) -> None:
-        """Run a pass without tokens, so that other ranks can use this rank's experts."""
-        nothing = torch.zeros(0, dtype=torch.int64, device=self._stage.device)
-        attend = DecodeAttention(self._cache, nothing, 0, self._scale)
-        self._stage.forward(nothing, nothing, attend, want_logits=False, lockstep=lockstep)
 
     def _padded(self, rows: int) -> int:
         """Return the rows that a decode step of `rows` samples computes."""
@@ -322,11 +316,6 @@ class Session:
             state.done[targets] = state.done[sources]
         if running is not None:
             self._reach = int(state.position[:running].max()) if running else 0
-
-    def _results(self) -> list[Sampled]:
-        room = torch.tensor(self._sampling.max_new_tokens) if self._room is None else self._room[:-1].cpu()
-        logprobs = self._mesh.from_last_stage(self._logprobs)[:-1]
-        return self._cut(range(len(self._tokens) - 1), self._tokens[:-1], logprobs, room)
 
     def _cut(self, samples: Sequence[int], tokens: Tensor, logprobs: Tensor, room: Tensor) -> list[Sampled]:
         """Cut rows, which decode on until the next check, at the first end token or stop string, or at their `room`.

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from megarl.architectures.vision_language import VisionEncoder
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
-from megarl.config.base import Section
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig, url_problem
 from megarl.dag.placement import Placement
@@ -76,16 +75,11 @@ def check_servers(
     _check_sync(config, checks)
 
 
-def _changed(path: str, section: Section) -> list[str]:
-    """Return the keys of `section` that are not at their defaults."""
-    default = type(section)()
-    return [f"{path}.{name}" for name in type(section).model_fields if getattr(section, name) != getattr(default, name)]
-
-
 def _check_ignored(config: RunConfig, checks: Checklist) -> None:
     """Warn of keys that other settings make ineffective."""
     servers, sync = config.rollout.sglang, config.sync
-    keys = [key for key in _changed("rollout.sglang", servers) if key.rpartition(".")[2] in _STARTED]
+    defaults = SGLangConfig()
+    keys = [f"rollout.sglang.{name}" for name in _STARTED if getattr(servers, name) != getattr(defaults, name)]
     if servers.urls and keys:
         checks.warn(
             "rollout.sglang.urls",

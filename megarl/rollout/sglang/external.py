@@ -39,7 +39,7 @@ def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | No
     lost: list[list[Any]] = []
     servers = [server for server in fleet.servers if server.state != "failed"]
     if examine is not None and servers:
-        fleet.examine = functools.partial(_unfit, examine)
+        fleet.examine = functools.partial(_problem, examine)
         with ThreadPoolExecutor(len(servers)) as pool:
             answers = [pool.submit(examine, server) for server in servers]
         for server, answer in zip(servers, answers, strict=True):
@@ -80,7 +80,7 @@ def differences(
     return [*_differences(server, info, config, dtype, longest), *(_forgetful(server, info) if images else ())]
 
 
-def _unfit(examine: Callable[[Server], list[Problem]], server: Server) -> str | None:
+def _problem(examine: Callable[[Server], list[Problem]], server: Server) -> str | None:
     """Return why a server cannot be used; None: it can."""
     try:
         problems = examine(server)
