@@ -61,7 +61,7 @@ class Completion:
 
 
 def ignore_progress(samples: int) -> None:
-    """Ignore progress: nobody asked for it."""
+    """Do nothing; the default of `advance`."""
 
 
 class RolloutEngine(Protocol):

@@ -550,7 +550,7 @@ class GroupGenerator:
         sample = self._samples[slot]
         group, place = sample.in_flight.group, sample.place
         if answers.rules.host is not None:
-            why = f"its environment now answers its recorded turns otherwise{': ' * bool(error)}{error}"
+            why = f"its environment now answers its recorded turns differently{': ' * bool(error)}{error}"
             print(f"sample {group.uid}#{place} begins again: {why}")
         sample.in_flight.trajectories[place] = fresh = Trajectory([*group.prompt_ids], images=group.images)
         answers.begin(slot, group.row, group.env_seed, fresh)

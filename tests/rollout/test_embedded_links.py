@@ -72,7 +72,7 @@ def test_an_engine_that_takes_no_weights_ends_the_run(teams, monkeypatch):
     def broken(name: str, tensor: torch.Tensor) -> None:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(teams.received._pushed._inbox._writer, "write", broken)
+    monkeypatch.setattr(teams.received._inbox._writer, "write", broken)
     with pytest.raises(WorkerError, match=r"did not receive version 1 .*\nengine 0 at tcp.*no memory left"):
         teams.sent.publish(1)
     assert "weights/1" not in teams.mail.posted

@@ -29,7 +29,9 @@ def test_rows_follow_their_sequences_through_any_order_of_turns(slots, data):
         move(admission.moves)
         for sequence, row in admission.fresh:
             content[row] = sequence
-        assert [s for s, _ in sorted((*admission.kept, *admission.fresh), key=lambda x: x[1])] == queue[: slots - first]
+        assert [s for s, _ in sorted((*admission.reused, *admission.fresh), key=lambda x: x[1])] == queue[
+            : slots - first
+        ]
         running |= set(queue[: slots - first])
         assert content[: len(rows.holders)] == [
             held if held != -1 else content[row] for row, held in enumerate(rows.holders)

@@ -19,12 +19,12 @@ class RowAssignment:
 
     Attributes:
         moves: (source, target) rows to copy, all at once.
-        kept: (sequence, row) of sequences whose row was kept.
+        reused: (sequence, row) of sequences whose row was kept.
         fresh: (sequence, row) of sequences that are prefilled from the start.
     """
 
     moves: list[tuple[int, int]] = field(default_factory=list)
-    kept: list[tuple[int, int]] = field(default_factory=list)
+    reused: list[tuple[int, int]] = field(default_factory=list)
     fresh: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -60,7 +60,7 @@ class CacheRows:
             target = self.running
             if sequence in self.holders[target:]:
                 self._swap(target, self.holders.index(sequence, target))
-                admission.kept.append((sequence, target))
+                admission.reused.append((sequence, target))
             else:
                 self._clear(target, set(chosen))
                 self.holders[target], self._origin[target] = sequence, None

@@ -155,7 +155,7 @@ class TurnSession(Session):
         first = self._rows.running
         admission = self._rows.admit(self._queue)
         self._move(admission.moves)
-        new = {row: sequence for sequence, row in (*admission.kept, *admission.fresh)}
+        new = {row: sequence for sequence, row in (*admission.reused, *admission.fresh)}
         del self._queue[: len(new)]
         contexts = [self._contexts[new[row]] for row in range(first, self._rows.running)]
         state = [
@@ -193,8 +193,8 @@ class TurnSession(Session):
 
     def _read_new(self, admission: RowAssignment) -> None:
         """Prefill the tokens of kept sequences after their cached positions, without the last token."""
-        new = {row: self._contexts[s][self._cached[s] : -1] for s, row in admission.kept}
-        starts = {row: self._cached[s] for s, row in admission.kept}
+        new = {row: self._contexts[s][self._cached[s] : -1] for s, row in admission.reused}
+        starts = {row: self._cached[s] for s, row in admission.reused}
         device = self._stage.device
         ordered = sorted((row for row in new if new[row]), key=lambda row: len(new[row]))
         for part in _passes([len(new[row]) for row in ordered], self._budget):

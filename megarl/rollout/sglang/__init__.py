@@ -1,1 +1,1 @@
-"""Generation by SGLang servers: their processes, the fleet as one rank sees it, the client and the engine over it."""
+"""Generation on SGLang servers: their processes and states, weight updates, requests, and the engine."""

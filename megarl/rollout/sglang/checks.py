@@ -202,7 +202,7 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
             "rollout.sglang.host",
             f"{nnodes} machines cannot have the same address",
             found=servers.host,
-            allowed="null: on each machine the address of the interface that reaches the first one",
+            allowed="null, which selects on each machine the address that the other machines reach",
             fix="set rollout.sglang.host=null",
         )
     key = "rollout.sglang.servers"
@@ -396,8 +396,8 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
                 allowed=f"integer from {longest}",
                 fix=f"set {name} to at least {longest}, or to null",
             )
-    checks.check_deadline("rollout.sglang.start_timeout_s", servers.start_timeout_s, "a restart does", config)
-    checks.check_deadline("sync.timeout_s", config.sync.timeout_s, "a server that takes no weights does", config)
+    checks.check_deadline("rollout.sglang.start_timeout_s", servers.start_timeout_s, "a start times out", config)
+    checks.check_deadline("sync.timeout_s", config.sync.timeout_s, "a weight update times out", config)
 
 
 def _check_abilities(config: RunConfig, checks: Checklist) -> None:

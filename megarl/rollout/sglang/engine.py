@@ -93,17 +93,14 @@ class SglangEngine:
             ServerError: no server is left, or a server rejected a request as invalid.
         """
         turns = self._turns(sampling, eos_ids, advance)
-        samples = [(request, seed) for request in requests for seed in request.seeds]
-        for number, (request, seed) in enumerate(samples):
-            room = sampling.max_new_tokens if request.room is None else request.room
-            turns.submit(number, request.prompt_ids, seed, room, request.images, request.begun)
-        completions: dict[int, Completion] = {}
+        turns.submit_all(requests)
+        samples, completions = sum(len(request.seeds) for request in requests), dict[int, Completion]()
         try:
-            while turns.any_busy(len(completions) < len(samples)):
+            while turns.any_busy(len(completions) < samples):
                 completions |= turns.wait()
         finally:
             turns.close()
-        numbers = iter(range(len(samples)))
+        numbers = iter(range(samples))
         return [[completions[next(numbers)] for _ in request.seeds] for request in requests]
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:

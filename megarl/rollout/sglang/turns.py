@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
-from megarl.rollout.engine import Completion, ignore_progress
+from megarl.rollout.engine import Completion, Request, ignore_progress
 from megarl.rollout.sglang.client import Dispatch, for_others
 from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.images import ServedImages
@@ -229,11 +229,21 @@ class ServerTurns:
         sample = ServedSample(prompt, list(tokens), seed, room=room, images=served, strings=self._strings, begun=begun)
         self._samples[sequence] = self._to_send[sequence] = sample
 
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        """Submit the samples of all requests as sequences 0, 1, ..., in the order of requests and of their seeds."""
+        for prompt, request in enumerate(requests if self._replica.is_first else ()):
+            fields: dict[str, Any] = {"room": request.room, "strings": self._strings, "begun": request.begun}
+            fields["images"] = None if request.images is None else ServedImages(request.images)
+            for seed in request.seeds:
+                sample = ServedSample(prompt, request.prompt_ids, seed, **fields)
+                self._samples[len(self._samples)] = sample
+        self._to_send = dict(self._samples)
+
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """Implement `Generation.wait`. Collective over the run's busy ranks, with the `any_busy` of the others.
 
         Raises:
-            ServerError: no server is left, or one refused a request as wrong, on any rank.
+            ServerError: on every rank, if no server is left or a server rejected a request as invalid.
         """
         if not self._busy:
             return {}
@@ -300,7 +310,8 @@ class ServerTurns:
             return
         groups: dict[tuple[int, ...], list[ServedSample]] = {}
         for sample in self._to_send.values():
-            groups.setdefault((sample.prompt, len(sample.token_ids), *sample.prompt_ids), []).append(sample)
+            tokens = () if self._whole else sample.prompt_ids  # turns of one episode have the same number of the prompt
+            groups.setdefault((sample.prompt, len(sample.token_ids), *tokens), []).append(sample)
         self._to_send = {}
         for group in groups.values():
             self._client.send(group, last=self._whole)
