@@ -68,16 +68,14 @@ def open_fleet(
         dtype: float32, bfloat16 or float16.
         random_weights: see ServerSpec; the first update must bring every weight.
         longest: tokens of the longest sequence, which external servers must accept; 0: not checked.
-        images: whether prompts may have images.
         fp8: whether the config of `model` names block-wise FP8 weights.
         key: API key of started servers; None: a random key.
-        host: address at which started servers listen, unless `rollout.sglang.host` names one; None: the address of this
-            machine that the other ranks reach.
+        host: address of started servers without `rollout.sglang.host`; None: one that the other ranks reach.
         world: the ranks that start the servers, check them, and generate on them.
 
     Raises:
-        ConfigError: no interpreter, the variable of `api_key_env` is not set, a setting that needs GPUs, too few
-            machines or GPUs, or an external server with settings other than the recipe's.
+        ConfigError: no interpreter, no API key, a setting that needs GPUs, too few machines or GPUs, or an external
+            server with settings other than the recipe's.
         ServerError: on every rank, if no server answers.
     """
     watches = place.is_first and place.machine == 0  # one rank checks the health of external servers
