@@ -296,8 +296,7 @@ def beside(made: Entry, history: Sequence[Entry]) -> dict[str, Judged]:
 
 
 def _sessions(then: Entry, same: Sequence[Entry]) -> list[list[float]]:
-    """Return the rounds of all sessions with the other one's code; files that were changed are another code each
-    time."""
+    """Return the rounds of all sessions with the code of `then`; uncommitted changes make each session another code."""
     return [_seconds(one) for one in same if one["commit"] == then["commit"] and not one["changed"]]
 
 

@@ -85,8 +85,7 @@ def published(history: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> Ite
 
 
 def matrix_html(found: Found, cells: Sequence[Cell], failed: Mapping[str, str]) -> list[str]:
-    """Return the matrix of this session with a bar of tokens per second for each combination; nothing without a
-    matrix."""
+    """Return the matrix of this session as HTML, with a bar of tokens per second for each cell; [] without one."""
     measured = [made for made, _ in found if "cell" in made]
     if not measured:
         return []

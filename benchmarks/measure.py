@@ -197,8 +197,7 @@ def floor_of(config: RunConfig, line: dict[str, Any], gflops: float) -> Floor:
 
 
 def machine_gflops(dtype: str, nproc: int, prefix: Sequence[str] = ()) -> float:
-    """Return the GFLOP/s of large matrix products on `nproc` GPUs, or on all cores of this machine, in a process of its
-    own."""
+    """Return the GFLOP/s of large matrix products on `nproc` GPUs, or on all cores, measured in a separate process."""
     devices = nproc if has_nvidia_device() else 1
     code = f"from megarl.planning.hardware import measure_peak; print({devices} * measure_peak({dtype!r}, seconds=2.0))"
     environment = os.environ | {"OMP_NUM_THREADS": str(available_cores())}

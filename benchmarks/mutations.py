@@ -160,8 +160,7 @@ def growing(name: str, length: int) -> str:
 
 
 def pair_seconds(reference: str, answer: str, rounds: int = 3, least_s: float = 0.03) -> float:
-    """Return the CPU seconds of one comparison, the least of some rounds of at least so many seconds (the clock may be
-    coarse)."""
+    """Return the CPU seconds of one comparison: the least of several rounds of at least `least_s` seconds each."""
     from megarl.rewards.math import math
 
     found = []

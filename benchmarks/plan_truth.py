@@ -249,8 +249,7 @@ def memory_table(result: dict[str, Any]) -> Table:
 
 
 def seconds_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float, float, float]]:
-    """Return (size, layout, seconds of a step by the clock, by CPU-seconds, by the plan, others' share) of each
-    case."""
+    """Return each case's (size, layout, wall seconds of a step, CPU-seconds per core, planned seconds, others)."""
     found = []
     for name, case in result["cases"].items():
         if "timed" in case:

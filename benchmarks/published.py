@@ -74,8 +74,7 @@ class Figure:
 
 
 def _is_how(override: str) -> bool:
-    """Return whether `key.path=value` changes only how the work is done; a section as a whole (`actor.parallel={...}`)
-    may do so, too."""
+    """Return whether `key=value` changes only how the work is done; the key may also be a whole section."""
     key = override.partition("=")[0]
     return any(key in (how, how.removesuffix(".")) or (how.endswith(".") and key.startswith(how)) for how in _HOW)
 

@@ -51,8 +51,7 @@ def hostile(name: str, length: int = LENGTH) -> str:
 
 
 def scorers() -> dict[str, Score]:
-    """Return the included scorers but `math`, with the settings that read a response in different ways; the answer is
-    18."""
+    """Return the included scorers except `math`, with each setting that reads responses differently (answer: 18)."""
     from megarl.rewards.exact_match import exact_match
     from megarl.rewards.format import format_reward
     from megarl.rewards.gsm8k import gsm8k

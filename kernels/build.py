@@ -76,8 +76,7 @@ def compile_to(target: Path, source: Path, compiler: str, flags: list[str], fold
 
 
 def difference(result: Tensor, expected: Tensor, tolerance: float) -> float | None:
-    """Return the largest difference relative to the largest expected element; None if within `tolerance`. NaN never
-    is."""
+    """Return the largest difference relative to the largest expected element; None if within `tolerance` and no NaN."""
     largest = max(float(expected.abs().max()), 1e-6)
     distance = float((result.double() - expected).abs().max()) / largest
     return None if distance <= tolerance else distance

@@ -149,8 +149,7 @@ class CpuKernels:
         longest: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, from inputs and outputs of `causal_forward` and the gradient of its
-        context."""
+        """Return the gradients of q, k and v from inputs, outputs and the output's gradient of `causal_forward`."""
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         self._run_stream((q, k, v, out, grad, dq, dk, dv), lse, starts, longest, scale)
         return dq, dk, dv

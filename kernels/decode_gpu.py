@@ -5,11 +5,10 @@
     draw       samples one token per row from its logits, with its log-prob
 
 Attention is bound by memory: it reads keys and values up to each row's own position, while a product over the cache
-would
-read up to the longest row, rounded up to the captured graph's size. Rows are cut into chunks of positions, one program
-each, and a second kernel joins their results, so that a few long rows also fill the GPU. The bits of a row's context do
-not depend on other rows. `draw` reads a logit once (4 bytes) and computes its noise (some 40 integer operations), where
-torch would write and read the noise a dozen times.
+would read up to the longest row, rounded up to the captured graph's size. Rows are cut into chunks of positions, one
+program each, and a second kernel joins their results, so that a few long rows also fill the GPU. The bits of a row's
+context do not depend on other rows. `draw` reads a logit once (4 bytes) and computes its noise (some 40 integer
+operations), where torch would write and read the noise a dozen times.
 
 Sums are float32; results are rounded once, where training rounds: norm, rotation, context.
 """

@@ -1,6 +1,7 @@
-// What changed between two versions of a tensor, found and applied in one pass each. See delta.py for the reference.
+// diff: lists the elements that differ between two versions of a tensor, and updates the older version. patch: writes
+// such a list into another copy. Each is one pass; delta.py has the same functions in NumPy.
 //
-// Versions are compared in lines of 64 bytes; the elements of a line that differs are compared through a mask.
+// Versions are compared in lines of 64 bytes. Only for a line that differs is a mask made, with a bit per element.
 
 #include <cstdint>
 #include <cstring>
@@ -12,15 +13,16 @@
 namespace {
 
 constexpr int64_t LINE = 64;
-constexpr int64_t FAR = 255;  // the largest distance between two written elements
+constexpr int64_t FAR = 255;  // the largest distance between two listed elements: it is stored in a byte
 
 template <typename T>
-uint64_t differing(const T* a, const T* b, int64_t n) {  // bit k: element k differs
+uint64_t differing(const T* a, const T* b, int64_t n) {  // returns a mask: bit k is set if element k differs
 #ifdef WIDE
     if (n == LINE / (int64_t)sizeof(T)) {
-        // Always bytes, folded to elements: GCC 12 stores a mask of 16 or 32 bits on the stack and reads 64 bits back.
+        // Compares bytes, and then merges the bits of each element's bytes. Comparing elements gives a mask of 16 or 32
+        // bits, for which GCC 12 makes wrong code: it stores these bits on the stack and reads 64 bits back.
         uint64_t bytes = _mm512_cmpneq_epi8_mask(_mm512_loadu_si512(a), _mm512_loadu_si512(b));
-        if (bytes == 0) return 0;  // the usual line
+        if (bytes == 0) return 0;  // most lines are equal
         if constexpr (sizeof(T) == 2) bytes = _pext_u64(bytes | bytes >> 1, 0x5555555555555555);
         if constexpr (sizeof(T) == 4) {
             bytes |= bytes >> 1;
@@ -47,7 +49,7 @@ int64_t diff(T* base, const T* next, int64_t n, uint8_t* distances, T* values, i
         for (; mask != 0; mask &= mask - 1) {
             const int64_t at = i + __builtin_ctzll(mask);
             if (room - count <= (at - last - 1) / FAR) return -1;
-            for (; at - last > FAR; ++count) {  // too far for one distance: write an element that did not change
+            for (; at - last > FAR; ++count) {  // too far for one distance: list an element that did not change
                 last += FAR;
                 distances[count] = FAR;
                 values[count] = next[last];

@@ -57,13 +57,12 @@ def diff(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, T
     Args:
         base, new: uint8 [n * itemsize], contiguous on the CPU.
         itemsize: bytes of an element: 1, 2 or 4.
-        room: largest number of elements that may be written.
+        room: largest number of elements that may be listed.
 
     Returns:
-        distances, uint8 [m], from each written element to the next (the first from element -1), and their new values,
-        uint8
-            [m * itemsize]. If two changed elements are too far apart for one distance, unchanged elements between them
-            are written. None if `room` is not enough; `base` is then partly updated.
+        distances, uint8 [m], from each listed element to the next (the first from element -1), and their new values,
+            uint8 [m * itemsize]. Between two changed elements that are too far apart for one distance, unchanged
+            elements are listed as well. None if `room` is not enough; `base` is then partly updated.
     """
     kernels = _load()
     return (diff_reference if kernels is None else kernels.diff)(base, new, itemsize, room)

@@ -5,11 +5,9 @@
     rms_norm, rms_norm_backward    2 and 3 per number
 
 All are bound by memory: each reads its inputs once and writes its results once. Tensors are float32, bfloat16 or
-float16,
-with one dtype per call; arithmetic is in float32, and results are rounded once. `PROGRAMS` programs sum the gradient
-of a
-norm's weight, each over its own rows, in an order that depends only on the shape, so equal tensors give equal bits.
-`python -m megarl.benchmarks.layers` times the block sizes on a GPU.
+float16, with one dtype per call; arithmetic is in float32, and results are rounded once. `PROGRAMS` programs sum the
+gradient of a norm's weight, each over its own rows, in an order that depends only on the shape, so equal tensors give
+equal bits. `python -m megarl.benchmarks.layers` times the block sizes on a GPU.
 """
 
 import torch

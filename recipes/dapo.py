@@ -8,9 +8,8 @@ rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] ---> [kl_in
                                                   '-> [teacher_logp], [greedy_rollout] ------'
 
 [rollout_correction] comes after [filter] and [old_logp], and before advantage. A filter that reads a model's output
-comes
-after all these nodes instead, and before [kl_in_reward]. With `async.order: as_ready`, [overlong] and [filter] come
-before dynamic_sampling, which then gets only groups with unequal scores and requests no prompts.
+comes after all these nodes instead, and before [kl_in_reward]. With `async.order: as_ready`, [overlong] and [filter]
+come before dynamic_sampling, which then gets only groups with unequal scores and requests no prompts.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@
 
 Other processes compute rewards while the log-prob nodes run. If a model of the run gives one of the rewards,
 `model_score`, `rule_rewards` and `total_reward` replace `reward`. `old_logp` is only added if needed: with one
-optimizer
-step per batch, the old policy is the one that is trained. In bypass mode `rollout_as_old` replaces it and computes
-nothing. With `algorithm.resampling`, a node `resample` comes after advantage.
+optimizer step per batch, the old policy is the one that is trained. In bypass mode `rollout_as_old` replaces it and
+computes nothing. With `algorithm.resampling`, a node `resample` comes after advantage.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@
     reward_model  pairs of the data -> reward_model_train
 
 DPO's policy learns to prefer chosen to rejected responses, by log-ratios to a frozen reference; `preference.loss`
-chooses
-among variants. KTO's policy makes desirable responses likelier, and others less likely, than a baseline; its maths is
-in megarl/algorithms/kto.py. A reward model has one score per sequence instead of logits. The maths of pairs is in
-megarl/algorithms/preference.py.
+chooses among variants. KTO's policy makes desirable responses likelier, and others less likely, than a baseline; its
+maths is in megarl/algorithms/kto.py. A reward model has one score per sequence instead of logits. The maths of pairs
+is in megarl/algorithms/preference.py.
 """
 
 from __future__ import annotations

@@ -44,8 +44,7 @@ def measure(sources: Path, arguments: list[str]) -> dict[str, float]:
 
 
 def seconds_of(report: dict[str, Any]) -> dict[str, float]:
-    """Return the CPU-seconds of a step, or of each function of `algorithms`; wall seconds of each transport of
-    `sync`."""
+    """Return CPU-seconds of a step or of each function of `algorithms`, wall seconds of each transport of `sync`."""
     if "summary" in report:
         return {"step": report["summary"]["cpu_s"]}
     if "rows" in report:

@@ -74,8 +74,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def measures_the_machine(name: str) -> bool:
-    """Return whether a metric is a time, a rate or an amount of memory: all of timing_s/* and of perf/* but its
-    counts."""
+    """Return whether a metric is a time, a rate or an amount of memory: timing_s/*, and perf/* without its counts."""
     if name.startswith("perf/"):
         return name != "perf/flops" and not name.endswith("_tokens")
     return name == "time" or name.startswith("timing_s/")
@@ -95,8 +94,7 @@ class Difference:
 
 
 def compare(base: list[Line], now: list[Line]) -> Difference | None:
-    """Return the first difference of two runs' lines, in the order of the base's file; a metric of only `now` is
-    none."""
+    """Return the first difference of two runs in the order of the base's file; metrics of only `now` do not count."""
     for old, new in zip(base, now, strict=False):
         where = f"{old['stage']} step {old['step']}"
         for name, value in old.items():
@@ -162,8 +160,7 @@ def numbers_of_base(commit: str, cases: list[str]) -> dict[str, list[Line]]:
 
 
 def _kept(commit: str, case: str) -> Path:
-    """Return the place of the base's lines: rounding depends on the processor and on the libraries, and lines on the
-    case."""
+    """Return the file of the base's lines for this processor, these libraries and this case, which change rounding."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model name", "flags"))]
     versions = [importlib.metadata.version(name) for name in ("torch", "numpy", "megatron-core", "transformers")]
     machine = _digest(platform.platform(), sys.version, *sorted(set(cpu)), *versions)

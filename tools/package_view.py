@@ -35,8 +35,7 @@ def make_view() -> None:
 
 
 def to_repository_paths(text: str) -> str:
-    """Turn paths of the package into paths of the repository: `megarl/launchers/local.py:3: error` becomes
-    `launchers/local.py:3: error`."""
+    """Turn paths of the package (`megarl/launchers/local.py:3: error`) into those of the repository."""
     text = text.replace(f"{VIEW}{os.sep}", "")
     return re.sub(rf"\bmegarl/({'|'.join(MAPPED)})/", r"\1/", text)
 

@@ -68,8 +68,7 @@ def install(folder: Path, kind: str) -> None:
 
 
 def add_toolkit(python: Path) -> None:
-    """Give the interpreter a compiler of the CUDA that its torch brings, where it has none: with a newer one, headers
-    of two versions would meet."""
+    """Install a compiler of the CUDA that torch brings, if there is none: a newer one would mix headers."""
     if not (own_toolkit(python) / "bin/nvcc").is_file():
         installer.install(python, "cuda-toolkit[nvcc,cccl]")
         lay_out_toolkit(python)

@@ -71,8 +71,7 @@ def digit_share(completions: list[str], **_: Any) -> list[float]:
 
 
 def build_trainer(case: dict[str, Any], clock: Clock, folder: str) -> TimedTrainer:
-    """Return the GRPO with the case's sampling and update, and TRL's defaults for the rest (its loss is the mean over
-    tokens)."""
+    """Return a GRPO trainer with the case's sampling and update, and otherwise TRL's defaults (mean over tokens)."""
     per_step = case["prompts_per_step"] * case["samples_per_prompt"]
     micro = min(case["micro_batch_sequences"], per_step)
     config = GRPOConfig(

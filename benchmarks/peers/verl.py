@@ -157,8 +157,7 @@ def write(work: Work) -> None:
 
 
 def per_gpu(log: str, gpus: int) -> list[float]:
-    """Return the tokens per second and GPU of every step of its console log, `step:1 - ... - perf/throughput:1234.5 -
-    ...`."""
+    """Return the tokens per second and GPU of every step in verl's console log (`perf/throughput:1234.5`)."""
     return [float(found) for found in _THROUGHPUT.findall(log)]
 
 

@@ -11,8 +11,7 @@ from megarl.system.errors import ConfigError, count
 
 
 def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:
-    """Return every problem of splitting a model by a layout; `key` is the layout's recipe key, such as
-    `actor.parallel`."""
+    """Return every problem of splitting a model by a layout; `key` is the layout's key, such as `actor.parallel`."""
     interleaving = interleaving_problem(key, parallel)
     problems = [sequence_problem(key, parallel), tensor_problem(key, parallel, facts)]
     problems.append(pipeline_problem(key, parallel, facts))

@@ -7,9 +7,8 @@
                                reads .lock.json before it writes, and exits if another attempt holds the folder
 
 .lock.json is created exclusively. It is taken from another command only if that has ended: its process on this machine
-is
-gone or, on another machine, it was silent for `SILENT_S`. So the lock also works where flock is missing (Lustre without
-it) or local to a machine. flock in addition gives the kernel's immediate answer, also across containers.
+is gone or, on another machine, it was silent for `SILENT_S`. So the lock also works where flock is missing (Lustre
+without it) or local to a machine. flock in addition gives the kernel's immediate answer, also across containers.
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ _TOKENS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab*", "*.ti
 
 
 def check_tokenizer_files(folder: Path, key: str) -> None:
-    """Check that a folder has a tokenizer; without one, transformers would invent one with a few tokens. `key` names
-    it.
-    """
+    """Check that a folder, set at `key`, has a tokenizer; transformers would silently make one of a few tokens."""
     if not any(any(folder.glob(pattern)) for pattern in _TOKENS):
         raise ConfigError(
             "this folder has no tokenizer files",
@@ -66,8 +64,7 @@ _GENERAL = "use the folder that save_pretrained or a hub download wrote"
 
 
 def no_model(folder: Path, key: str) -> ConfigError:
-    """Return the error for a folder, set at `key`, without config.json; it says what the folder is and what to use
-    instead."""
+    """Return the error for a folder, set at `key`, without config.json: what the folder is, and what to use instead."""
     description, fix = _adapter(folder) or _run(folder) or _checkpoints(folder) or _other_form(folder) or ("", _GENERAL)
     return ConfigError(
         f"the model folder has no config.json{description and f': it {description}'}",
@@ -100,8 +97,7 @@ def _run(folder: Path) -> tuple[str, str] | None:
 
 
 def _checkpoints(folder: Path) -> tuple[str, str] | None:
-    """Describe a checkpoint of a run, or a folder of checkpoints, with the advice to convert; None for other
-    folders."""
+    """Describe a checkpoint, or a folder of checkpoints, with the advice to convert it; None for other folders."""
     whole, inside = (folder / "meta.json").is_file(), steps_in(folder)
     if not whole and not inside:
         return None

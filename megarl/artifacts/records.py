@@ -1,5 +1,4 @@
-"""Small JSON files of a run folder: written atomically, and read safely after a power cut, a full disk or a manual
-edit.
+"""Small JSON files of a run folder: written atomically, read safely after a power cut, a full disk or an edit.
 
     write_record   atomic: a reader sees the old or the new file; durable
     read_record    an absent or damaged file gives an empty record; damage is logged once

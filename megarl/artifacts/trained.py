@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """A Hugging Face model in a run folder: the name of its folder, its step, and whether it is the best or the
-    last."""
+    """A Hugging Face model in a run folder: its folder's name, its step, and whether it is the best or the last."""
 
     folder: str
     step: int

@@ -67,9 +67,7 @@ def check_signature(
     *,
     more: bool = False,
 ) -> bool:
-    """Return whether a function accepts these arguments and requires no others; with `more`, further keywords are not
-    known yet.
-    """
+    """Return whether a function takes these arguments and requires no others; `more`: further keywords may follow."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -33,17 +33,13 @@ def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
 
 
 def descriptors(nproc: int, parallel: ParallelConfig) -> int:
-    """Return the most descriptors that any rank of the run has open; that is the first rank, which has torch's
-    store.
-    """
+    """Return the most descriptors that any rank has open: those of the first rank, which has torch's store."""
     sizes = [*group_sizes(nproc, parallel), nproc]
     return sum(_connections(size, nproc >= LAZY_FROM) for size in sizes) + nproc + _OTHERS
 
 
 def _connections(size: int, lazy: bool) -> int:
-    """Return a rank's connections in a group; if lazy, two for rings plus two per doubling of the ranks for trees and
-    barriers.
-    """
+    """Return a rank's connections in a group; if lazy, those of rings (2) and of trees, barriers (2 per doubling)."""
     return min(size - 1, 2 + 2 * size.bit_length()) if lazy else size - 1
 
 

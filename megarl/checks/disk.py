@@ -16,9 +16,7 @@ from megarl.system.errors import count
 def check_disk(
     config: RunConfig, sizes: Sizes, roles: Roles, job: str, run_dir: Path | None, checks: Checklist
 ) -> None:
-    """Compare the size of checkpoints and exported models with the free space. Nothing is checked if the sizes of the
-    policy are unknown.
-    """
+    """Compare checkpoints and exported models with the free space, if the sizes of the policy are known."""
     checks = checks.of("disk")
     policy, trainer = sizes[Role.ACTOR], config.trainer
     if job not in ("train", "sft") or policy is None:

@@ -60,9 +60,7 @@ def _check_logger(name: str, checks: Checklist, *, starts: bool) -> None:
 
 
 def _wandb_has_a_key() -> bool:
-    """Return whether W&B needs no key, or has one in a variable, its settings, or a password file from `wandb
-    login`.
-    """
+    """Return whether W&B needs no key, or finds one in a variable, its settings, or the file of `wandb login`."""
     home = Path(os.path.expanduser("~"))
     netrc = Path(os.environ.get("NETRC", home / ".netrc"))
     settings = Path(os.environ.get("WANDB_CONFIG_DIR", home / ".config/wandb")) / "settings"

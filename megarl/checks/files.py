@@ -157,9 +157,7 @@ def _check_tokenizer_files(folder: Path, key: str, checks: Checklist) -> None:
 
 
 def _check_vocabulary(name: str, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check that the model's vocabulary has all tokens of a tokenizer that the recipe writes out, special ones
-    included.
-    """
+    """Check that the model's vocabulary has all tokens of a tokenizer written out in the recipe."""
     tokens, special = written_tokens(name), len(SPECIAL_TOKENS)
     tokens_text, needed = count(len(tokens), "word" if name.startswith(WORDS) else "character"), len(tokens) + special
     if facts is not None and facts.vocab < needed:
@@ -175,9 +173,7 @@ def _check_vocabulary(name: str, facts: ModelFacts | None, checks: Checklist) ->
 
 
 def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
-    """Check every source of training and held-out rows; `job` (train, sft, eval, generate) decides which ones
-    it needs.
-    """
+    """Check every source of rows that `job` (train, sft, eval, generate) needs."""
     checks = checks.of("data")
     data, examples = config.data, config.sft.train_files or []
     needed = "train_files" if job in ("train", "sft") else "val_files"
@@ -202,9 +198,7 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
 
 
 def _check_held_out(config: RunConfig, checks: Checklist) -> None:
-    """Warn when held-out prompts are also trained on. Data functions are excluded, as they receive the name of their
-    split.
-    """
+    """Warn when held-out prompts are also trained on, except for data functions, which get the name of their split."""
     data = config.data
     _check_split(config, checks)
     trained = {_same(source) for source in [*data.train_files, *(config.sft.train_files or [])]}
@@ -458,9 +452,7 @@ def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts 
 
 
 def _is_reward_model(key: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
-    """Return whether this model is a reward model with one score, and reads the tokens of `policy` unless that
-    is None.
-    """
+    """Return whether this model is a reward model with one score that reads the tokens of `policy` (None: any)."""
     role = Role.REWARD_MODEL.value
     if found.labels == 1:
         return _fits_the_policy(role, key, found, policy, checks)
@@ -541,9 +533,7 @@ def check_chat_template(config: RunConfig, checks: Checklist) -> None:
 
 
 def check_end_tokens(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check that the model's end tokens can be read and are in its vocabulary. Without a tokenizer of transformers only
-    their numbers are checked.
-    """
+    """Check that the ids of the model's end tokens can be read and are in its vocabulary."""
     checks = checks.of("end tokens")
     folder = None if config.model.path is None else local_folder(config.model.path)
     if folder is None or not (folder / GENERATION_CONFIG).is_file():

@@ -160,9 +160,7 @@ def _check_resampling(config: RunConfig, graph: TaskGraph, checks: Checklist) ->
 
 
 def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
-    """Check the filter setting. Included pipelines call the node `filter`; a user's pipeline may filter in
-    another way.
-    """
+    """Check that an included pipeline has the node `filter` that the filter setting needs."""
     chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline
     if chosen.active and pipeline in PIPELINES and "filter" not in graph:
         checks.of("filter").fail(

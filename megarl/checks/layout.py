@@ -140,9 +140,7 @@ def _check_devices(
 
 
 def _check_dispatch(config: RunConfig, team: TeamPlan, sizes: Sizes, checks: Checklist) -> None:
-    """Check that DeepEP can be used, as far as the recipe shows. Dense and frozen models are not checked: they use
-    all-to-alls.
-    """
+    """Check that DeepEP can be used, as far as the recipe shows; dense and frozen models use all-to-alls."""
     if team.parallel.dispatch != "deepep":
         return
     known = {role: facts for role in team.roles if (facts := sizes.get(role)) is not None}

@@ -94,9 +94,7 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
 
 
 def check_request_workers(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
-    """Check a team whose workers only send requests to servers: they hold no model, and lend their GPUs to the
-    servers.
-    """
+    """Check a team whose workers hold no model: they send requests to servers and lend them their GPUs."""
     checks = checks.of("placement")
     layout, servers, key = config.rollout.parallel, config.rollout.sglang, devices_key(config, team)
     if layout is not None and layout != ParallelConfig():
@@ -137,9 +135,7 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
 
 
 def _fewest(config: RunConfig, placement: Placement, team: TeamPlan) -> int | None:
-    """Return the fewest workers that a team of whole replicas can have on these machines; None when it has the
-    fewest.
-    """
+    """Return the fewest workers, below the team's, that whole replicas on these machines can have; None if none."""
     others, size = sum(other.devices for other in placement.teams) - team.devices, team.parallel.model_parallel_size
     nodes_of_team = config.launch.slurm.teams.get(team.name)
     for devices in range(size, team.devices, size):

@@ -19,9 +19,7 @@ from megarl.system.errors import ConfigError
 
 
 def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
-    """Check teams, layouts, batches, lengths and servers; the plan itself reports a lack of memory. Raise
-    ConfigError, which lists all problems.
-    """
+    """Check what a plan needs, except memory, which the plan itself reports; raise ConfigError if any check fails."""
     _refuse_pairs(config, graph)
     checks, sizes = Checklist(), model_sizes(config, graph)
     check_cluster(config, checks, None)
@@ -43,9 +41,7 @@ def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
-    """Check layouts, batches, lengths and servers. The launcher does not matter here. Raise ConfigError, which lists
-    all problems.
-    """
+    """Check layouts, batches, lengths and servers, for any launcher; raise ConfigError if any fails."""
     _refuse_pairs(config, graph)
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
     check_cluster(config, checks, None)

@@ -194,9 +194,7 @@ def validate(
     job: str = "train",
     run_dir: Path | None = None,
 ) -> Checked:
-    """Raise one ConfigError that lists all failed checks, or issue warnings (ConfigWarning) for doubtful ones; return
-    the result.
-    """
+    """Raise a ConfigError with all failed checks, or issue a ConfigWarning per doubtful key; return the result."""
     checked = check_config(
         config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True, run_dir=run_dir
     )

@@ -182,9 +182,7 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def check_arguments(config: RunConfig, limit_s: float = _IMPORT_S) -> None:
-    """Refuse `data.loader_kwargs` that no source accepts; functions whose import takes longer are checked by the
-    workers.
-    """
+    """Refuse `data.loader_kwargs` that no source accepts; workers check functions that take longer to import."""
     data, more = config.data, config.sft.train_files or []
     if not data.loader_kwargs:
         return

@@ -102,9 +102,7 @@ def _check_length(config: RunConfig, found: ModelFacts | None, checks: Checklist
 
 
 def _check_held_out(config: RunConfig, placement: Placement | None, job: str, checks: Checklist) -> None:
-    """Check that held-out samples can be scored where the reward model is not available: before RL, and in
-    other teams.
-    """
+    """Check that held-out samples can be scored before RL and in other teams, where the reward model is missing."""
     if not config.data.held_out or job in ("eval", "generate"):
         return
     homes = {placement.of_role(role) for role in (Role.REWARD_MODEL, Role.ROLLOUT)} if placement is not None else set()

@@ -268,9 +268,7 @@ class _Rows:
             self.lengths.skip(f"{_of(split)}: {why} when the run starts")
 
     def _check_contents(self, split: Split, known: list[Row], contents: list[str], counter: LightTokenizer) -> None:
-        """Refuse prompts whose contents are too long even without a template; only the shortest and the longest are
-        counted.
-        """
+        """Refuse prompts that are too long even without a template, counting only the shortest and longest contents."""
         data, limit = self.config.data, self.config.data.max_prompt_tokens
         order = sorted(range(len(contents)), key=lambda i: len(contents[i]))
         sample = order if len(order) <= _SAMPLE else [*order[: _SAMPLE // 2], *order[-_SAMPLE // 2 :]]
@@ -391,9 +389,7 @@ class _Rows:
                 )
 
     def _warn_of_names(self, rows: Sequence[Row]) -> None:
-        """Warn of columns that the sample's own values hide from a user's reward, and of settings that may be meant as
-        columns.
-        """
+        """Warn of columns hidden by a sample's own values, and of settings that may be meant as columns."""
         readers = []
         for reward, place, signature in self._signatures():
             if form_of(signature) is OWN:

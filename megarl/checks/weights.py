@@ -168,9 +168,7 @@ def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -
 
 
 def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], block: tuple[int, int] | None) -> None:
-    """Check that one of `forms` is present with its shapes; errors are about the form with most of its tensors
-    present.
-    """
+    """Check the tensors of the form in `forms` of which most are present: each exists with its shape and dtype."""
     shapes = max(forms, key=lambda form: sum(name in place for name in form) / len(form))
     for name, shape in shapes.items():
         if name not in place:

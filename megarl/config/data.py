@@ -172,9 +172,7 @@ class RewardConfig(Section):
 
     @property
     def of_model(self) -> str | None:
-        """Name of the part that the role `reward_model` scores; empty when it is the whole reward, None when there is
-        no such part.
-        """
+        """Name of the part that the role `reward_model` scores; empty for the whole reward, None if there is none."""
         return next((label for label, section in self.functions.items() if section.name == BY_MODEL), None)
 
     @property

@@ -134,8 +134,7 @@ def _written(document: Document, file: Path) -> set[str]:
 
 
 def _given(document: Document, layers: set[tuple[str, ...]]) -> set[str]:
-    """Return the dotted keys of `document` that an override or a recipe file set; `layers`: paths of keys
-    that files set."""
+    """Return the dotted keys of `document` that an override or a recipe file (`layers`: its paths) sets."""
     paths = _value_paths(document.data)
     return {".".join(path) for path in paths if path in layers or _origin(document, path, "").startswith("override ")}
 
@@ -219,9 +218,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `after` whose values differ from those in `before`, nested. A mapping that lost keys is
-    returned whole.
-    """
+    """Return the keys of `after` with other values than in `before`, nested; a mapping that lost keys whole."""
     changed: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)

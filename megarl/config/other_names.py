@@ -439,9 +439,7 @@ def _keys_ending(path: tuple[str, ...]) -> list[str]:
 
 
 def option_meaning(options: Sequence[str]) -> str:
-    """Return `; ` and a hint for the first command-line option that is a key here or in another project; else an empty
-    text.
-    """
+    """Return `; ` and a hint for the first option that is a key here or in another project; else an empty text."""
     for text in options:
         name, _, value = text.lstrip("-").partition("=")
         path = tuple(name.replace("-", "_").split("."))

@@ -71,7 +71,5 @@ class PlacementConfig(Section):
 
     @property
     def asking(self) -> int:
-        """Number of workers in the team that has only the rollout; with servers they hold no model and only send
-        requests.
-        """
+        """Number of workers in the team that has only the rollout; with servers they only send requests."""
         return sum(team.devices for team in self.teams.values() if team.roles == ["rollout"])

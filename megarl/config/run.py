@@ -170,9 +170,7 @@ class TrackingConfig(Section):
 
     @property
     def messages(self) -> TextIO | None:
-        """The file for everything printed except step records: standard error with console=json, else None (standard
-        output).
-        """
+        """File for all output but step records: standard error with console=json, else None (standard output)."""
         return sys.stderr if self.console == "json" else None
 
 
@@ -184,9 +182,7 @@ def _shown(name: str) -> str:
 
 
 class Written(frozenset[str]):
-    """Dotted keys that a recipe file or the user set. All instances are equal, so that recipes compare by their values
-    only.
-    """
+    """Dotted keys that a recipe file or the user set. All are equal, so that recipes compare by their values only."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Written)
@@ -272,9 +268,7 @@ class RunConfig(Section):
         return self.data.max_prompt_tokens + max(self.response_tokens(sampling) for sampling in sampled)
 
     def response_tokens(self, sampling: SamplingConfig) -> int:
-        """Return the most tokens of a response: one turn, or all turns and observations where an environment
-        answers.
-        """
+        """Return the most tokens of a response: of one turn, or with an environment of all turns and observations."""
         return self.rollout.limits.response_tokens(sampling) if self.has_turns else sampling.max_new_tokens
 
     @property
@@ -335,9 +329,7 @@ class RunConfig(Section):
         return getattr(self, role).parallel or self.actor.parallel
 
     def updates(self, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
-        """Return how many optimizer steps `role` takes in the whole run when it skips the first `resting` training
-        steps.
-        """
+        """Return how many optimizer steps `role` takes in the run if it skips the first `resting` training steps."""
         return max(self.trainer.steps - resting, 1) * self._updates_per_step(role)
 
     def updates_after(self, step: int, role: ActorConfig | CriticConfig, resting: int = 0) -> int:

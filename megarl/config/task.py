@@ -114,13 +114,11 @@ class Task:
         """Return the longest sequence and the response tokens of one policy call; None: a sample is one sequence."""
 
     def update_terms(self, config: RunConfig, facts: ModelFacts, role: str, passes: Passes) -> list[Term]:
-        """Return the memory terms of an update of `role` on a device, in addition to the language model's
-        activations."""
+        """Return the memory terms of an update of `role` on a device, beside the language model's activations."""
         return []
 
     def score_terms(self, config: RunConfig, *, gpu: bool) -> list[Term]:
-        """Return the memory terms of the model that scores episodes and of the samples it scores; empty without a
-        model."""
+        """Return the memory terms of the model that scores episodes and of its samples; empty without a model."""
         return []
 
     def host_terms(self, config: RunConfig, facts: ModelFacts, team: TeamPlan, ranks: int, job: str) -> list[Term]:

@@ -80,9 +80,7 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """Read a file that holds one mapping. Raise ConfigError, with file and line, for anything else and for repeated
-    keys.
-    """
+    """Read a file that holds one mapping; otherwise, or if a key is repeated, raise ConfigError with file and line."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -77,9 +77,7 @@ def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) ->
 
 
 def live_bytes() -> int:
-    """Return the bytes of this process's tensors: in the device's allocator, or on a CPU those that Python can
-    reach.
-    """
+    """Return the bytes of this process's tensors: of the device's allocator, or on a CPU of tensors known to Python."""
     gc.collect()
     if has_cuda():
         empty_cache()

@@ -74,9 +74,7 @@ def _heads(tokens: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) -> float:
-    """Compute attention for each rank in turn, with keys and values as its all-gather returns them; return the
-    error.
-    """
+    """Return the error of attention computed for each rank in turn, with keys and values as its all-gather has them."""
     from megarl.models.attention import attend
     from megarl.models.packing import cp_split, pack_stream
 

@@ -78,8 +78,7 @@ def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
 
 
 def work(config: RunConfig, run_dir: Path) -> None:
-    """Compute log-probs, entropies, values and the metrics of a step under every layout, and write this rank's results
-    to a file. Runs in each worker."""
+    """Write this rank's log-probs, entropies, values and metrics of a step under every layout. Runs in each worker."""
     from megarl.runtime.setup import init_processes
     from megarl.training.parallel import init_parallel
 

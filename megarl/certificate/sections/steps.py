@@ -32,9 +32,7 @@ RUN_S = 1200.0  # seconds for one run; each model has two
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Train every model with every available engine, and record published figures of other projects beside the
-    results.
-    """
+    """Train every model with every available engine, and record figures that other projects have published."""
     from megarl.benchmarks import published
 
     if not has_cuda():
