@@ -113,7 +113,7 @@ def test_validation_rounds_hold_each_sample_once_in_order(size, batch_size, dp):
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match=r"no samples, .*: 0 samples"):
+    with pytest.raises(ValueError, match=r"a loader needs samples, .*got 0 samples"):
         PromptLoader(Numbers(0), 1)
     with pytest.raises(ValueError, match="rank 2 of 2"):
         PromptLoader(Numbers(1), 1, 2, 2)
