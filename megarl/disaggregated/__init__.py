@@ -1,3 +1,1 @@
-"""Several teams in one run: a rollout team of its own, the messages and samples between teams, and who waits
-for whom.
-"""
+"""The training loop of a run with one team or several, and what teams exchange: samples, messages, weights."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,26 +81,24 @@ def flow_files(
         return {}
     content = {
         "versions": {str(number): version for number, version in versions.items()},
-        "finished": [{"numbers": one.numbers, "groups": one.groups, "metrics": one.metrics.to_json()} for one in ready],
-        "drafts": {str(number): [partial.to_json() for partial in some] for number, some in partials.items()},
+        "finished": [
+            {"numbers": groups.numbers, "groups": groups.groups, "metrics": groups.metrics.to_json()}
+            for groups in ready
+        ],
+        "drafts": {str(number): [partial.to_json() for partial in group] for number, group in partials.items()},
         "again": list(again),
         "carried": carried.to_json(),
     }
     files = {f"{_stem(layout.dp_rank)}.json": json.dumps(content).encode()}
     if ready:
-        files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat([_batch(one) for one in ready]).to_bytes()
-    if patches := _patches_of(partials):
-        files[_images_file(layout.dp_rank)] = save({str(digest): one.contiguous() for digest, one in patches.items()})
-    return files
-
-
-def _patches_of(partials: Mapping[int, Sequence[Trajectory]]) -> dict[int, Tensor]:
-    """Return the patches of each image of partial trajectories, by digest; samples of a group share images."""
-    patches: dict[int, Tensor] = {}
-    for partial in (one for some in partials.values() for one in some):
+        files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat(list(map(_batch, ready))).to_bytes()
+    patches: dict[int, Tensor] = {}  # by digest, since samples of a group share images
+    for partial in chain.from_iterable(partials.values()):
         if partial.images is not None:
             patches.update(zip(partial.images.digests, partial.images.parts(), strict=True))
-    return patches
+    if patches:
+        files[_images_file(layout.dp_rank)] = save({str(key): patch.contiguous() for key, patch in patches.items()})
+    return files
 
 
 def _images_file(part: int) -> str:
@@ -107,11 +106,11 @@ def _images_file(part: int) -> str:
 
 
 def _batch(ready: FinishedGroups) -> Batch:
-    """Return the samples as one batch with all handed over fields, and the number of each sample's group."""
+    """Return the samples as one batch, with all fields that are handed over and the number of each sample's group."""
     batch = merge_handovers(ready.samples)
     number = torch.zeros(len(batch), dtype=torch.int64)
-    for own, places in zip(ready.numbers, group_places(batch["uid"]), strict=True):
-        number[places] = own
+    for group_number, places in zip(ready.numbers, group_places(batch["uid"]), strict=True):
+        number[places] = group_number
     batch.set(_NUMBER, number)
     return batch
 
@@ -165,23 +164,19 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
     for part in range(parts):
         content = json.loads((folder / f"{_stem(part)}.json").read_text())
         versions |= {int(number): version for number, version in content["versions"].items()}
-        patches = _read_patches(folder / _images_file(part))
-        for number, some in content["drafts"].items():
-            partials[int(number)] = [Trajectory.from_json(partial, patches) for partial in some]
+        images = folder / _images_file(part)
+        patches = {int(key): patch for key, patch in load(images.read_bytes()).items()} if images.is_file() else {}
+        for number, group in content["drafts"].items():
+            partials[int(number)] = [Trajectory.from_json(partial, patches) for partial in group]
         again += content["again"]
         carried.merge(Metrics.from_json(content["carried"]))
-        for one in content["finished"]:
-            for place, (number, group) in enumerate(zip(one["numbers"], one["groups"], strict=True)):
-                finished[number] = group, {} if place else one["metrics"]
+        for groups in content["finished"]:
+            for place, (number, info) in enumerate(zip(groups["numbers"], groups["groups"], strict=True)):
+                finished[number] = info, {} if place else groups["metrics"]
         if content["finished"]:
             batches.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
     batch = Batch.concat(batches) if batches else None
     return BufferedGroups(versions, finished, partials, again, carried, batch)
-
-
-def _read_patches(file: Path) -> dict[int, Tensor]:
-    """Return the patches of each image in a checkpoint's file, by digest; empty if there is no such file."""
-    return {int(digest): patches for digest, patches in load(file.read_bytes()).items()} if file.is_file() else {}
 
 
 def _stem(part: int) -> str:

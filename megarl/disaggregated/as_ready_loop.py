@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +91,7 @@ class AsReadyLoop:
     Attributes:
         executor: runs this team's nodes after generation, up to the first node that waits for rewards.
         scored: runs the remaining nodes.
-        held: groups of a checkpoint that are not in the buffer yet; None: there are none.
+        restored: groups of a checkpoint that are not in the buffer yet; None: there are none.
     """
 
     c: RankState
@@ -101,7 +100,7 @@ class AsReadyLoop:
     channel: GroupChannel
     recorder: Recorder
     checkpoints: CheckpointPart
-    held: BufferedGroups | None
+    restored: BufferedGroups | None
     _update_number: int = 1  # number of the next weight update; metrics with number 0 are from before the first step
     _dry: bool = False  # no further group may begin with the current weights
     _looked: float = 0.0
@@ -133,7 +132,10 @@ class AsReadyLoop:
                 with phase("step"):
                     self._generate(producer, version)
                     version = self._update_weights()
-                    self._validate(version)
+                    if validates(c.config, version):
+                        evaluate_step(c, self.recorder, version)
+                    else:
+                        evaluate_last(c, self.recorder, version)
                 self._save(version, producer)
         finally:
             producer.close()
@@ -151,33 +153,30 @@ class AsReadyLoop:
 
     def _open(self) -> None:
         """Open the buffer at the loader's place, and hand over the finished groups of a checkpoint."""
-        c, buffer, held = self.c, self.c.buffer, self.held
+        c, buffer, restored = self.c, self.c.buffer, self.restored
         assert c.loader is not None, "checks refuse a training run without data"
         late = None
         if c.layout.rank == 0:
-            begun = {} if held is None else held.versions
-            again = [] if held is None else held.again
+            begun = {} if restored is None else restored.versions
+            again = [] if restored is None else restored.again
             late = buffer.open_flow(c.context.step, c.loader.number, begun, again)
             if late:
-                print(
-                    f"{len(late)} groups of the checkpoint are too old for the current settings, and are generated "
-                    "again"
-                )
+                print(f"generating {len(late)} groups of the checkpoint again: too old for the current settings")
         late = c.layout.world.broadcast_json(late)
-        if held is None:
+        if restored is None:
             return
         if c.layout.rank == 0:
-            self._carried = held.carried
-        mine = held.share_of(c.layout.dp_rank, c.layout.dp_size, without=late)
+            self._carried = restored.carried
+        numbers = restored.share_of(c.layout.dp_rank, c.layout.dp_size, without=late)
         if c.layout.is_lead:
-            for ready in held.finished_of(mine, c.team.placement.given_by(c.team.plan.name)):
+            for ready in restored.finished_of(numbers, c.team.placement.given_by(c.team.plan.name)):
                 self.channel.swap(c.context, [ready], [], c.context.step, 0)
-        self._waiting = [number for number in mine if number not in held.finished]
-        self._versions = {number: held.versions[number] for number in self._waiting}
+        self._waiting = [number for number in numbers if number not in restored.finished]
+        self._versions = {number: restored.versions[number] for number in self._waiting}
         # Only groups that are young enough and have n partial trajectories continue; the others start over.
-        n, found = c.config.rollout.sampling.n, held.partials
-        self._partials = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
-        self.held = None  # free the memory: the buffer has these samples now
+        n, partials = c.config.rollout.sampling.n, restored.partials
+        self._partials = {number: partials[number] for number in self._waiting if len(partials.get(number, ())) == n}
+        self.restored = None  # free the memory: the buffer has these samples now
 
     # -- one segment -------------------------------------------------------------------------------------------------
 
@@ -190,9 +189,9 @@ class AsReadyLoop:
             producer.open()
             while True:
                 self._admit(producer, version)
-                told = together.all_gather_json([self._look(), producer.busy, bool(self._scoring)])
-                self._wanted = self._wanted or any(wanted for wanted, _, _ in told)
-                generating, scoring = any(busy for _, busy, _ in told), any(some for _, _, some in told)
+                states = together.all_gather_json([self._look(), producer.busy, bool(self._scoring)])
+                wanted, generating, scoring = (any(flags) for flags in zip(*states, strict=True))
+                self._wanted = self._wanted or wanted
                 if not (generating or scoring) or (interrupts and self._wanted):
                     break
                 if generating:
@@ -292,13 +291,13 @@ class AsReadyLoop:
 
     @contextmanager
     def _measuring(self, metrics: Metrics) -> Iterator[Metrics]:
-        """Within the block record metrics of samples into `metrics`."""
+        """Record metrics into `metrics` within the block, instead of into the step's metrics."""
         context = self.c.context
-        kept, context.metrics = context.metrics, metrics
+        outer, context.metrics = context.metrics, metrics
         try:
             yield metrics
         finally:
-            context.metrics = kept
+            context.metrics = outer
 
     def _next_is_scored(self) -> bool:
         """Return whether the first waiting groups have their rewards. Collective over the replica."""
@@ -338,24 +337,24 @@ class AsReadyLoop:
         Raises:
             NoSignalError: `max_rounds` * `data.batch_size` groups in a row were rejected.
         """
-        config, seen = self.c.config, list[list[float]]()
-        asked = sampling.asked_of_groups(config)
-        if asked is None:
+        config, scores = self.c.config, list[list[float]]()
+        required = sampling.asked_of_groups(config)
+        if required is None:
             return set()
-        good = sampling.admitted(self.c.context, batch, seen)
-        if any(good):
+        admitted = sampling.admitted(self.c.context, batch, scores)
+        if any(admitted):
             self._rejected = []
-        self._rejected += [scores for scores, kept in zip(seen, good, strict=True) if not kept]
+        self._rejected += [group for group, is_admitted in zip(scores, admitted, strict=True) if not is_admitted]
         if len(self._rejected) >= config.algorithm.dynamic_sampling.max_rounds * config.data.batch_size:
-            what = f"replica {self.c.layout.dp_rank}: none of its last {len(self._rejected)} groups has {asked}"
+            problem = f"replica {self.c.layout.dp_rank}: none of its last {len(self._rejected)} groups has {required}"
             others = "loosen algorithm.filter, " if config.filter_admits else ""
-            raise sampling.no_signal(what, "these groups", self._rejected, others)
-        return {number for number, kept in zip(numbers, good, strict=True) if not kept}
+            raise sampling.no_signal(problem, "these groups", self._rejected, others)
+        return {number for number, is_admitted in zip(numbers, admitted, strict=True) if not is_admitted}
 
     # -- between two segments ----------------------------------------------------------------------------------------
 
     def _update_weights(self) -> int:
-        """Let the actor's team replace the weights; return the version of the new weights."""
+        """Report that this replica is ready, receive the new weights, and return their version."""
         c, number = self.c, self._update_number
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
@@ -369,12 +368,6 @@ class AsReadyLoop:
         self._update_number, self._dry, self._wanted = number + 1, False, False
         return version
 
-    def _validate(self, version: int) -> None:
-        if validates(self.c.config, version):
-            evaluate_step(self.c, self.recorder, version)
-        else:
-            evaluate_last(self.c, self.recorder, version)
-
     def _save(self, version: int, producer: GroupGenerator) -> None:
         """Write this team's part of the checkpoint of step `version`, if there is one."""
         c = self.c
@@ -385,9 +378,9 @@ class AsReadyLoop:
         self._swap(version, 0)
         post_flow_place(c)  # no group begins before the next segment
         partials = producer.partial() | self._partials
-        files = partial(self._files, version, partials)
-        self.checkpoints.write_part(version, last=version == c.config.trainer.steps, files=files)
 
-    def _files(self, version: int, partials: dict[int, list[Trajectory]]) -> dict[str, bytes]:
-        self.c.layout.world.barrier()  # wait until every replica has written its part
-        return files_of_flow(self.c, version, self._versions, partials, self._carried)
+        def files() -> dict[str, bytes]:
+            c.layout.world.barrier()  # wait until every replica has handed over its finished groups
+            return files_of_flow(c, version, self._versions, partials, self._carried)
+
+        self.checkpoints.write_part(version, last=version == c.config.trainer.steps, files=files)

@@ -1,4 +1,4 @@
-"""Decides when a replica calls the buffer, for runs that hand over each group when it is ready.
+"""Decides when a replica calls the buffer in a run with `async.order=as_ready`.
 
     groups are finished, or prompts are missing    a slot is empty, or soon will be     call at once
                                                    else                                 delay the call
@@ -40,9 +40,9 @@ class CallBatcher:
             self._delay_s = min(_LONGEST_S, (now - self._began) / _SHARE)
         self._began, self._is_first = now, True
 
-    def missing(self, room: int, held: int) -> int:
-        """Return how many prompts to request: `room` for new groups plus the reserve, minus `held` waiting prompts."""
-        return max(0, room + (0 if self._is_first else self.in_hand) - held)
+    def missing(self, room: int, waiting: int) -> int:
+        """Return how many prompts to request: `room` for new groups plus the reserve, minus the `waiting` prompts."""
+        return max(0, room + (0 if self._is_first else self.in_hand) - waiting)
 
     def is_due(self, now: float, missing: int, *, finished: bool, empty: bool) -> bool:
         """Return whether to call the buffer now.
@@ -65,5 +65,5 @@ class CallBatcher:
         return self._delay_s if self._since is None else max(0.0, self._delay_s - (now - self._since))
 
     def called(self) -> None:
-        """Note that a call was made."""
+        """Record that a call was made."""
         self._since, self._is_first = None, False

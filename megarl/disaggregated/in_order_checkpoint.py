@@ -1,7 +1,7 @@
 """The part of a checkpoint with samples of steps that are not trained yet (`async.order=in_order`).
 
 When step t is trained, the weights that generated step t + 1 are gone, so it could not be generated again. A checkpoint
-keeps the samples and metrics that the team handed over for later steps. Each replica writes its groups; in a run that
+holds the samples and metrics that the team handed over for later steps. Each replica writes its groups; in a run that
 resumes, group k goes to replica k modulo the number of replicas:
 
     drawn_0.safetensors    uid, sample_id, number and tokens of the group, fields as node/field; one row per sample
@@ -63,20 +63,20 @@ class BufferedStep:
 def files_ahead(layout: Layout, version: int, generated: Iterable[BufferedStep]) -> dict[str, bytes]:
     """Return the files with samples of later steps for the checkpoint of step `version`, by name."""
     files: dict[str, bytes] = {}
-    for one in generated:
-        files |= one.files(layout, version)
+    for buffered in generated:
+        files |= buffered.files(layout, version)
     return files
 
 
 def read_buffered_step(
     folder: Path, saved: int, step: int, parts: int, layout: Layout, handovers: Sequence[Handover]
 ) -> BufferedStep:
-    """Read this replica's share of the samples of `step`, which `parts` replicas wrote into the checkpoint of step
-    `saved`.
+    """Read this replica's share of the samples of `step`, which `parts` replicas wrote into a checkpoint.
 
     Args:
         folder: the checkpoint.
-        handovers: what this replica's team hands over.
+        saved: step of the checkpoint.
+        handovers: the handovers of this replica's team.
     """
     stems, metrics = [_stem(part, step - saved) for part in range(parts)], Metrics()
     if not layout.is_lead:
@@ -85,20 +85,15 @@ def read_buffered_step(
         metrics.merge(Metrics.from_json(json.loads((folder / f"{stems[part]}.json").read_text())))
     whole = Batch.concat([Batch.from_bytes((folder / f"{stem}.safetensors").read_bytes()) for stem in stems])
     numbers, tokens = whole[_NUMBER].tolist(), whole[_TOKENS].tolist()
-    mine = [group for group in group_places(whole["uid"]) if numbers[group[0]] % layout.dp_size == layout.dp_rank]
-    mine.sort(key=lambda group: numbers[group[0]])
-    groups = [
-        GroupInfo(
-            whole["uid"][group[0]],
-            numbers[group[0]],
-            tuple(whole["sample_id"][place] for place in group),
-            tokens[group[0]],
-        )
-        for group in mine
-    ]
-    batch = whole.select([place for group in mine for place in group])
-    samples = split_handovers(batch, handovers)
-    return BufferedStep({one.key: SentSamples(one.node, groups, samples[one.key]) for one in handovers}, metrics, step)
+    share = [group for group in group_places(whole["uid"]) if numbers[group[0]] % layout.dp_size == layout.dp_rank]
+    share.sort(key=lambda group: numbers[group[0]])
+    groups = []
+    for group in share:
+        first, ids = group[0], tuple(whole["sample_id"][place] for place in group)
+        groups.append(GroupInfo(whole["uid"][first], numbers[first], ids, tokens[first]))
+    samples = split_handovers(whole.select([place for group in share for place in group]), handovers)
+    given = {handover.key: SentSamples(handover.node, groups, samples[handover.key]) for handover in handovers}
+    return BufferedStep(given, metrics, step)
 
 
 def _stem(part: int, ahead: int) -> str:

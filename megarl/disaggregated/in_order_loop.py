@@ -36,7 +36,7 @@ class InOrderLoop:
     """Generates the steps of a run in a rollout team. All methods are collective over the team.
 
     Attributes:
-        held: samples of the first steps, from a checkpoint; they are handed over instead of generated ones.
+        restored: samples of the first steps, from a checkpoint; they are handed over instead of generated samples.
     """
 
     c: RankState
@@ -44,7 +44,7 @@ class InOrderLoop:
     channel: TeamChannel
     recorder: Recorder
     checkpoints: CheckpointPart
-    held: list[BufferedStep]
+    restored: list[BufferedStep]
     _ahead: list[BufferedStep] = field(default_factory=list)  # generated steps that may not be trained yet
 
     def run(self) -> None:
@@ -57,10 +57,10 @@ class InOrderLoop:
             set_step(step)
             self.recorder.start_step()
             with phase("step"):
-                generated = self._give_held() if self.held else self._generate()
+                generated = self._give_restored() if self.restored else self._generate()
                 if policy.max_staleness and generated is not None:
                     self._ahead.append(generated)
-                self._tell()
+                self._post_generated()
                 if version > first:
                     self._follow(version)
             self.recorder.end_step(step)
@@ -88,15 +88,15 @@ class InOrderLoop:
             return None
         return BufferedStep(self.channel.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
 
-    def _give_held(self) -> BufferedStep:
+    def _give_restored(self) -> BufferedStep:
         """Hand over the next step's samples from the checkpoint instead of generating them, and return them."""
-        c, generated = self.c, self.held.pop(0)
+        c, generated = self.c, self.restored.pop(0)
         c.context.metrics.merge(generated.metrics)
         with phase("give"):
             self.channel.give_again(c.context.step, generated.given)
         return generated
 
-    def _tell(self) -> None:
+    def _post_generated(self) -> None:
         """Post the loader's place, and report that this replica has generated the current step."""
         c = self.c
         post_loader_place(c)
@@ -106,6 +106,7 @@ class InOrderLoop:
             c.buffer.arrive(generated.name, generated.encode())
 
     def _follow(self, version: int) -> None:
+        """Receive the weights `version` if anything is generated with them, and validate if it is due."""
         c, validated = self.c, validates(self.c.config, version)
         if not self._policy.samples_with(version, validates=validated or may_be_last(c.config, version)):
             return

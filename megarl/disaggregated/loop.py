@@ -143,7 +143,7 @@ def all_ready(c: RankState) -> None:
 
 
 def resume(c: RankState, checkpoints: CheckpointPart, source: Path, *, begun: bool) -> None:
-    """Restore this team's part of the checkpoint at `source`; without `begun` only the loader, as RL starts there."""
+    """Restore this team's part of the checkpoint at `source`; only the loader if RL has not `begun` there."""
     with phase("resume"):
         if begun:
             checkpoints.load(source)
@@ -204,9 +204,15 @@ def _open_channel(c: RankState, graph: TaskGraph) -> TeamChannel | NoChannel:
     if not c.team.others:
         return NoChannel()
     keeps = c.team.generates_apart and c.config.async_.max_staleness > 0  # checkpoints contain samples of later steps
-    place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
     return TeamChannel(
-        graph, c.team.placement, c.buffer, *place, keeps=keeps, dealt=dealt, stays=c.team.plan.may_restart
+        graph,
+        c.team.placement,
+        c.buffer,
+        c.layout.dp_rank,
+        c.layout.is_lead,
+        keeps=keeps,
+        dealt=c.config.placement.share == "dealt",
+        stays=c.team.plan.may_restart,
     )
 
 
@@ -220,13 +226,12 @@ def _generate_apart(
         assert isinstance(channel, TeamChannel), "another team trains"
         recorder.channel = channel
         executor = Executor(graph, c.roles, team.plan.nodes, channel, token_exchange(c, graph))
-        held = [] if source is None else find_buffered_steps(c, source, c.context.step)
-        InOrderLoop(c, executor, channel, recorder, checkpoints, held).run()
+        steps = [] if source is None else find_buffered_steps(c, source, c.context.step)
+        InOrderLoop(c, executor, channel, recorder, checkpoints, steps).run()
         return
     recorder.channel = groups = GroupChannel(team.placement, c.buffer, c.layout.is_lead)
     nodes = team.plan.nodes[1:]
     waiting = next((place for place, id in enumerate(nodes) if PENDING in graph[id].declared.consumes), len(nodes))
-    before, after = (Executor(graph, c.roles, some, groups) for some in (nodes[:waiting], nodes[waiting:]))
-    AsReadyLoop(
-        c, before, after, groups, recorder, checkpoints, None if source is None else find_buffered_groups(source)
-    ).run()
+    before, after = (Executor(graph, c.roles, part, groups) for part in (nodes[:waiting], nodes[waiting:]))
+    restored = None if source is None else find_buffered_groups(source)
+    AsReadyLoop(c, before, after, groups, recorder, checkpoints, restored).run()

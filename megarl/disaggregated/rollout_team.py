@@ -1,6 +1,6 @@
-"""Messages of a separate rollout team about the loader's place and validation (megarl/dag/messages.py).
+"""The loader and the validation of a separate rollout team, which the actor's team needs, too.
 
-The links of its engine receive the weights (megarl/rollout/<engine>/links.py).
+megarl/dag/messages.py shows the messages. The engine's links (megarl/rollout/<engine>/links.py) receive weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RemoteLoader:
     Args:
         context: `state_dict` returns the loader's state for its current step.
         team: name of the rollout team.
-        policy: how many steps generation runs ahead (in order); None: as ready, where only saved steps have a state.
+        policy: staleness policy if `async.order` is in_order; None: only saved steps have a state.
     """
 
     def __init__(self, context: StepContext, mail: Mail, team: str, policy: StalenessPolicy | None = None) -> None:
@@ -57,14 +57,14 @@ class RemoteLoader:
         self._step, self._state = self._context.step, state
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Check that a state belongs to this run's data; see `PromptLoader.check_state`."""
+        """Raise a DataError unless a state belongs to this run's data; see `PromptLoader.check_state`."""
         refuse_other_data(self._state, state)
 
 
 def share_loader(c: RankState) -> None:
     """Send the loader's state from a separate rollout team to the actor's team, which needs it to choose a checkpoint.
 
-    Every team calls this.
+    Every team calls this function.
     """
     if c.team.generates_apart and c.layout.rank == 0:
         LoaderAtStart(_loader_state(c)).post(c.mail)
@@ -98,7 +98,7 @@ def _loader_state(c: RankState) -> dict[str, Any]:
 def evaluate_step(c: RankState, recorder: Recorder, step: int) -> float | None:
     """Validate in the team that generates; return the accuracy there and in the actor's team, None in other teams.
 
-    Every team calls this at a validation step.
+    Every team calls this function at a validation step.
     """
     if c.team.leads and not c.team.generates_elsewhere:
         return evaluate(c, recorder, step, films=True)
@@ -131,7 +131,7 @@ def post_last(c: RankState, step: int, early: bool) -> None:
 def evaluate_last(c: RankState, recorder: Recorder, step: int) -> None:
     """Validate after `step` in a separate rollout team, if `trainer.early_stop` ends the run there.
 
-    Call this after the team has sent its metrics of the step: the actor's team needs them to decide.
+    Call it after the team has sent its metrics of the step: the actor's team needs them to decide whether the run ends.
     """
     if not may_be_last(c.config, step):
         return

@@ -53,7 +53,7 @@ class InOrderUpdates(WeightUpdates):
     def before_step(self, step: int) -> None:
         """Send the queued versions that the rollout team can accept by the time it has generated `step`.
 
-        Training of `step` waits for its samples anyway. If the weights were sent after training instead, a rollout team
+        Training waits for the samples of `step` anyway. If the weights were sent after training instead, a rollout team
         that is slower than training would be idle while `step` is trained.
         """
         self._push_waiting(lambda version: self._policy.weights_must_go(version - 1, step))
@@ -87,15 +87,13 @@ class InOrderUpdates(WeightUpdates):
     def _may_go(self, version: int, *, wait: bool) -> bool:
         """Return whether the rollout team has finished generating with `version` - 1; with `wait`, wait until it has.
 
-        With `async.max_staleness=0` it has: training of `version` needed all samples of `version` - 1.
+        With `async.max_staleness=0` it has always finished: training needed all samples of `version` - 1.
         """
         c, step = self._c, self._policy.last_step(version - 1)
         if not self._policy.max_staleness:
             return True
-        team = c.team.placement.of_role(Role.ROLLOUT)
-        assert team is not None, "every run generates samples"
         if wait:
-            with phase("await_drawn", waits_for=team.name):
+            with phase("await_drawn", waits_for=c.team.of(Role.ROLLOUT)):
                 StepGenerated.read(c.mail, step)
             return True
         generated = c.buffer.is_posted(StepGenerated.name_of(step)) if c.layout.rank == 0 else None
@@ -107,9 +105,7 @@ class AsReadyUpdates(WeightUpdates):
 
     def __init__(self, c: RankState) -> None:
         self._c, self._update_number, self._version, self._policy = c, 1, c.context.step, policy_of(c.config)
-        team = c.team.placement.of_role(Role.ROLLOUT)
-        assert team is not None, "every run generates samples"
-        self._team = team
+        self._team = c.team.of(Role.ROLLOUT)
         self._ended: list[int] = []  # numbers of the weight updates sent in this step
 
     def before_step(self, step: int) -> None:
@@ -120,8 +116,8 @@ class AsReadyUpdates(WeightUpdates):
         c = self._c
         if self._policy.partial:
             return
-        given = c.team.placement.given_by(self._team.name)[0]
-        with phase("take"), phase("wait", waits_for=self._team.name):
+        given = c.team.placement.given_by(self._team)[0]
+        with phase("take"), phase("wait", waits_for=self._team):
             c.buffer.assignment(step, given.samples, c.layout.dp_rank)
         if self._version < step - 1 and self._is_open():
             self._push(step - 1)
@@ -152,7 +148,7 @@ class AsReadyUpdates(WeightUpdates):
         return drained
 
     def _await_open(self) -> None:
-        with phase("await_drawn", waits_for=self._team.name):
+        with phase("await_drawn", waits_for=self._team):
             ReplicasOpen.read(self._c.mail, self._update_number)
 
     def _push(self, version: int) -> None:
@@ -166,5 +162,5 @@ class AsReadyUpdates(WeightUpdates):
     def metrics(self, step: int) -> list[MetricsJson]:
         """Return the metrics of the rollout team's segments that ended in `step`, and of the samples of `step`."""
         mail, ended, self._ended = self._c.mail, self._ended, []
-        segments = [StepMetrics.read(mail, self._team.name, number).metrics for number in ended]
+        segments = [StepMetrics.read(mail, self._team, number).metrics for number in ended]
         return [*segments, StepFormed.read(mail, step).metrics]

@@ -1,7 +1,7 @@
 """The buffer's process: a named Ray actor around `buffer.core`.
 
-A call whose result is available returns at once. Any other call waits for a few seconds at most and then returns where
-all other teams stand; the client calls again or raises. So no client hangs when the actor is gone.
+A call whose result is available returns at once. Any other call waits for a few seconds at most and then returns the
+progress of all other teams; the client calls again or raises an error. So no client hangs when the actor is gone.
 
 When the actor dies, the launcher ends the attempt, and the run continues from its newest checkpoint.
 """
@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megarl.dag.staleness import StalenessSettings
-from megarl.disaggregated.buffer.core import Change, Core, GroupInfo, HandoverError, Share, Topic
-from megarl.disaggregated.buffer.flow import FlowGroup
+from megarl.disaggregated.buffer.core import Change, Core, HandoverError, Share, Topic
 from megarl.disaggregated.buffer.progress import Ping, Progress, ProgressTable
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Placement
 
-T = TypeVar("T")
-#: The result of a call that waits: its result and an empty list, or None and where the other teams stand.
-Answer = tuple[T | None, list[Progress]]
-
 NAMESPACE = "megarl"
 
 
 class BufferActor:
-    """The process around a `megarl.disaggregated.buffer.core.Core`. Every call names the calling worker."""
+    """Serves the calls of all workers to a `megarl.disaggregated.buffer.core.Core`."""
 
     def __init__(
         self, placement: Placement, groups_per_step: int, share: Share, flow: StalenessSettings | None = None
@@ -51,8 +46,10 @@ class BufferActor:
     async def change(self, team: str, rank: int, start: int, serial: int, method: str, arguments: Sequence[Any]) -> Any:
         """Call a method of the core that changes its state, and return the result.
 
-        A worker repeats a call whose reply was lost; a repeated call returns the same result and changes nothing. Raise
-        HandoverError if the core refuses the call, or the worker belongs to an earlier start of its team.
+        A worker repeats a call whose reply was lost; a repeated call returns the same result and changes nothing.
+
+        Raises:
+            HandoverError: the core refuses the call, or the worker belongs to an earlier start of its team.
 
         Args:
             start: number of the team's restarts when this worker started.
@@ -78,64 +75,36 @@ class BufferActor:
         return last[2]
 
     async def restart_team(self, team: str, number: int, limit_s: float) -> int | None:
-        """Call `Core.restart_team`. Other teams wait up to `limit_s` for the team's new processes."""
+        """Prepare for restart `number` of a team (`Core.restart_team`), which other teams wait for up to `limit_s`."""
         finished = self._core.restart_team(team, number)
         self._wake(list(self._waiting))
         self._progress.restart(team, time.monotonic(), limit_s)
         return finished
 
-    async def assignment(
-        self, team: str, step: int, samples: str, part: int, slice_s: float
-    ) -> Answer[list[GroupInfo]]:
-        """Return the groups of one part."""
-        ask = lambda: self._core.assignment(team, step, samples, part)  # noqa: E731
-        return await self._answer(team, ask, ("samples", step, samples), slice_s)
+    async def query(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Call a method of the core that does not wait for other teams and changes nothing, and return the result."""
+        return getattr(self._core, method)(*arguments)
 
-    async def fetch(self, team: str, step: int, key: str, uids: Sequence[str], slice_s: float) -> Answer[list[Any]]:
-        """Return references to the bytes of groups."""
-        ask = lambda: self._core.fetch(team, step, key, uids)  # noqa: E731
-        return await self._answer(team, ask, ("handover", step, key), slice_s)
+    async def wait(
+        self, team: str, topic: Topic, method: str, arguments: Sequence[Any], slice_s: float
+    ) -> tuple[Any, list[Progress]]:
+        """Call a method of the core that may lack data; if it does, call it again when `topic` is complete.
 
-    async def read(self, team: str, name: str, slice_s: float) -> Answer[str]:
-        """Return the text of a message."""
-        return await self._answer(team, lambda: self._core.read(name), ("mail", name), slice_s)
-
-    async def is_posted(self, name: str) -> bool:
-        """Return whether a message is posted under this name."""
-        return self._core.read(name) is not None
-
-    async def drained(self, version: int) -> bool:
-        """Return whether no group is in flight, and none may be admitted with `version` of the weights."""
-        return self._core.drained(version)
-
-    async def flow_state(self) -> dict[str, Any]:
-        """Return the position in the prompts, for a checkpoint."""
-        return self._core.flow_state()
-
-    async def unused(self, step: int) -> list[FlowGroup]:
-        """Return finished groups for a checkpoint, with references to their bytes."""
-        return self._core.unused(step)
-
-    async def queues(self) -> dict[str, int]:
-        """Count the groups that wait for each team."""
-        return self._core.queues()
-
-    async def _answer(self, team: str, ask: Callable[[], T | None], topic: Topic, slice_s: float) -> Answer[T]:
-        answer = ask()
-        if answer is None:
-            await self._come(topic, slice_s)
-            answer = ask()
-        return answer, [] if answer is not None else self._progress.others(team, time.monotonic())
-
-    async def _come(self, topic: Topic, slice_s: float) -> None:
-        """Wait for `topic`, for at most `slice_s` seconds."""
-        waiters = self._waiting.setdefault(topic, set())
-        waiter = asyncio.get_running_loop().create_future()
-        waiters.add(waiter)
-        await asyncio.wait([waiter], timeout=slice_s)
-        waiters.discard(waiter)
-        if not waiters and self._waiting.get(topic) is waiters:
-            del self._waiting[topic]
+        Returns:
+            The result and an empty list; None and the progress of the other teams if `topic` was not complete within
+            `slice_s` seconds.
+        """
+        result = getattr(self._core, method)(*arguments)
+        if result is None:
+            waiters = self._waiting.setdefault(topic, set())
+            waiter = asyncio.get_running_loop().create_future()
+            waiters.add(waiter)
+            await asyncio.wait([waiter], timeout=slice_s)
+            waiters.discard(waiter)
+            if not waiters and self._waiting.get(topic) is waiters:
+                del self._waiting[topic]
+            result = getattr(self._core, method)(*arguments)
+        return result, [] if result is not None else self._progress.others(team, time.monotonic())
 
     def _wake(self, topics: Iterable[Topic]) -> None:
         for topic in topics:
@@ -151,18 +120,15 @@ def start_buffer(
     environment: Mapping[str, str] | None = None,
     flow: StalenessSettings | None = None,
 ) -> Any:
-    """Start the buffer of a run in an initialised Ray. It ends with the process that starts it, or when it is
-    killed.
-
-    It runs on the node of the process that starts it.
+    """Start the buffer of a run on this node of an initialised Ray; it ends with this process, or when it is killed.
 
     Args:
         name: `BufferClient.connect` finds it by this name; no two runs of a cluster share one.
-        groups_per_step: most groups that a step has, `data.batch_size`.
-        flow: groups are handed over when they are ready; None: step by step.
+        groups_per_step: largest number of groups of a step, `data.batch_size`.
+        flow: settings for `async.order` other than in_order; None: in_order.
 
     Returns:
-        The actor's handle, which the caller keeps. The actor need not have started yet.
+        The actor's handle, which the caller keeps. The actor may still be starting.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -1,9 +1,8 @@
-"""Data exchange around the nodes of a team: fetch what other teams wrote before a node uses it; hand over what they
-use.
+"""Data exchange around the nodes of a team: fetch fields of other teams before a node, hand over its fields after it.
 
-Samples travel group by group, so that takers need not know the giver's layout; groups for the same replicas share
-blocks of bytes. A batch of samples belongs to the node that generated it (`Inputs.samples`). If that node is another
-team's, the buffer assigns groups to this replica; all further fields are fetched for just these groups, and joined to
+Samples travel group by group, so that takers do not depend on the giver's layout; groups for the same replicas share
+blocks of bytes. A batch of samples belongs to the node that generated it (`Inputs.samples`). If another team runs this
+node, the buffer assigns groups to this replica; all further fields are fetched for these groups only, and joined to
 their samples.
 """
 
@@ -53,15 +52,15 @@ class TeamChannel:
 
     Args:
         replica: number of this worker's replica.
-        is_lead: this worker gives for its replica.
-        keeps: keep what was given in `given`.
-        dealt: `placement.share` assigns groups to replicas by their numbers.
-        stays: keep the samples of a step until `done` is called, not just until the last node has run, because the team
-            walks the step again if its process dies before.
+        is_lead: whether this worker gives the samples of its replica.
+        keeps: whether to keep the given samples in `given`.
+        dealt: whether `placement.share` assigns groups to replicas by their numbers.
+        stays: keep the samples of a step in the buffer until `done` is called, not just until the last node has run,
+            because the team repeats the step if its process dies before.
 
     Attributes:
-        given: samples given in the last walk by handover key; empty unless it `keeps` them.
-        tokens: tokens of all samples that its replica has worked on, prompts included.
+        given: samples given in the last step, by handover key; empty unless it `keeps` them.
+        tokens: number of tokens of all samples that its replica has worked on, prompts included.
     """
 
     def __init__(
@@ -87,9 +86,12 @@ class TeamChannel:
         self.tokens = 0
 
     def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
-        """Return `batch` with the fields that `node` uses from other teams, after waiting for them. A field that its
-        writer did not write in this step is missing. Raise HandoverError if a field does not arrive, or belongs to
-        other samples than the batch's.
+        """Wait for the fields that `node` uses from other teams, and return `batch` with them.
+
+        A field that its writer did not write in this step is missing.
+
+        Raises:
+            HandoverError: a field does not arrive, or belongs to other samples than the batch's.
         """
         if node.id == self._team.nodes[0]:
             self._taken, self._samples, self._groups, self.given = set(), None, None, {}
@@ -104,12 +106,14 @@ class TeamChannel:
                         self._groups = self._client.assignment(context.step, handover.samples, self._replica)
                 batch = self._receive(context, handover, batch)
             self._taken.add(handover.key)
-        assert inputs.samples == self._samples, "every team gets the groups that it works on"
+        assert inputs.samples == self._samples, "every team gets the groups that its nodes use"
         return batch
 
     def give(self, context: Any, node: Node, batch: Batch) -> None:
-        """Hand over the fields of `node` that other teams use. After the team's last node mark the step done, unless it
-        `stays`. Raise HandoverError if a column cannot be sent, or the buffer refuses it.
+        """Hand over the fields of `node` that other teams use; mark the step done after the team's last node.
+
+        Raises:
+            HandoverError: a column cannot be sent, or the buffer refuses it.
         """
         if node.declared.resamples:
             self._samples, self._groups = node.id, None
@@ -123,17 +127,19 @@ class TeamChannel:
                 self._client.done(context.step)
 
     def done(self, step: int) -> None:
-        """Mark `step` done: other teams have received everything, so a channel that `stays` needs it no longer."""
+        """Mark `step` done if the channel `stays`; call it when other teams have received everything of the step."""
         if self._stays:
             self._client.done(step)
 
     def give_again(self, step: int, given: Mapping[str, SentSamples]) -> None:
-        """Hand over what an earlier walk of `step` gave, instead of walking it again. Only for teams that take nothing.
-        Raise HandoverError if the buffer refuses it.
+        """Hand over samples of `step` that were generated before a restart. Only for teams that take nothing.
+
+        Raises:
+            HandoverError: the buffer refuses the samples.
         """
+        takers = {handover.key: handover.takers for handover in self._placement.given_by(self._team.name)}
         for key, sent in given.items():
-            takers = next(one.takers for one in self._placement.given_by(self._team.name) if one.key == key)
-            together = self._together(takers, sent.groups)
+            together = self._together(takers[key], sent.groups)
             payloads = sent.samples.to_blocks(group_places(sent.samples["uid"]), together)
             self._client.give(step, key, sent.groups, payloads)
         self._client.done(step)
@@ -147,30 +153,28 @@ class TeamChannel:
             payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
         context.metrics.sum("store/read_gb", sum(map(len, {payload.block for payload in payloads})) / 1e9)
         try:
-            came = Batch.from_blocks(payloads)
+            received = Batch.from_blocks(payloads)
         except ValueError as error:
             raise self._wrong(context, handover, str(error)) from error
         if not groups:  # a group of another replica, needed only for its fields
-            came = came.select([])
+            received = received.select([])
         ids = list(chain.from_iterable(group.sample_ids for group in groups))
-        if came["sample_id"] != ids:
-            place = next(
-                (i for i, pair in enumerate(zip(came["sample_id"], ids, strict=False)) if pair[0] != pair[1]), 0
+        if received["sample_id"] != ids:
+            pairs = zip(received["sample_id"], ids, strict=False)
+            place = next((place for place, (sample_id, expected) in enumerate(pairs) if sample_id != expected), 0)
+            problem = (
+                f"this replica needs {len(ids)} samples, but received {len(received)} others, different from number "
+                f"{place} on: found {received['sample_id'][place : place + 1]}, expected {ids[place : place + 1]}"
             )
-            raise self._wrong(
-                context,
-                handover,
-                f"{len(came)} samples came for the {len(ids)} of this replica; they differ from number {place}: "
-                f"{came['sample_id'][place : place + 1]} for {ids[place : place + 1]}",
-            )
+            raise self._wrong(context, handover, problem)
         if batch is None:
-            came.set(ORDINAL, [group.ordinal for group in groups for _ in group.sample_ids])
-            return came
-        where = [place for places in group_places(batch["uid"]) for place in places]
-        if where != list(range(len(batch))):  # a batch may have the samples of a group at any places
-            came = came.select(sorted(range(len(where)), key=where.__getitem__))
-        for name in came.names():
-            batch.set(name, came[name])
+            received.set(ORDINAL, [group.ordinal for group in groups for _ in group.sample_ids])
+            return received
+        places = list(chain.from_iterable(group_places(batch["uid"])))
+        if places != list(range(len(batch))):  # a batch may have the samples of a group at any places
+            received = received.select(sorted(range(len(places)), key=places.__getitem__))
+        for name in received.names():
+            batch.set(name, received[name])
         return batch
 
     def _send(self, context: Any, handover: Handover, batch: Batch) -> None:
@@ -198,15 +202,15 @@ class TeamChannel:
             self._groups = groups_of(batch, self._replica, self._team.replicas)
         return self._groups
 
-    def _wrong(self, context: Any, handover: Handover, what: str) -> HandoverError:
+    def _wrong(self, context: Any, handover: Handover, problem: str) -> HandoverError:
         return HandoverError(
             f"step {context.step}, {handover.key!r} ({', '.join(handover.fields)}), team {self._team.name!r} "
-            f"replica {self._replica}: {what}"
+            f"replica {self._replica}: {problem}"
         )
 
 
 def outgoing(handover: Handover, batch: Batch) -> Batch:
-    """Return the part of a batch that `handover` sends: its fields and the identity of the samples, on the CPU."""
+    """Return the part of a batch that `handover` sends: its fields and the ids of the samples, on the CPU."""
     keep = {*handover.fields, *NAMES}
     return batch.drop([name for name in batch.names() if name not in keep]).to("cpu")
 
@@ -227,9 +231,10 @@ def groups_of(batch: Batch, replica: int = 0, replicas: int = 1) -> list[GroupIn
 
 @dataclass(frozen=True)
 class FinishedGroups:
-    """Finished groups.
+    """Some finished groups of an as_ready run.
 
     Attributes:
+        numbers: numbers of their prompts.
         samples: the fields to send for all their samples, in order, by handover key.
         metrics: metrics of these samples, which count with the first group.
     """
@@ -243,16 +248,12 @@ class FinishedGroups:
         """Return some of the groups, with the metrics if the first group is among them."""
         places = [self.numbers.index(number) for number in numbers]
 
-        def picked(some: Batch) -> Batch:
-            where = group_places(some["uid"])
-            return some.select(list(chain.from_iterable(where[place] for place in places)))
-
-        return FinishedGroups(
-            list(numbers),
-            [self.groups[place] for place in places],
-            {key: picked(some) for key, some in self.samples.items()},
-            self.metrics if self.numbers[0] in numbers else Metrics(),
-        )
+        samples = {}
+        for key, batch in self.samples.items():
+            rows = group_places(batch["uid"])
+            samples[key] = batch.select(list(chain.from_iterable(rows[place] for place in places)))
+        metrics = self.metrics if self.numbers[0] in numbers else Metrics()
+        return FinishedGroups(list(numbers), [self.groups[place] for place in places], samples, metrics)
 
 
 class GroupChannel:
@@ -262,11 +263,11 @@ class GroupChannel:
     with each other for this.
 
     Args:
-        is_lead: this worker gives for its replica.
+        is_lead: whether this worker gives the samples of its replica.
 
     Attributes:
-        aside: fields collected for other teams from samples that are passing through the nodes, by handover key.
-        tokens: tokens of all collected samples, prompts included.
+        aside: fields for other teams of the samples that the nodes are working on, by handover key.
+        tokens: number of tokens of all collected samples, prompts included.
     """
 
     def __init__(self, placement: Placement, client: BufferClient, is_lead: bool) -> None:
@@ -285,8 +286,9 @@ class GroupChannel:
                 self.aside[handover.key] = outgoing(handover, batch)
 
     def collect(self, numbers: Sequence[int], batch: Batch, metrics: Metrics) -> FinishedGroups | None:
-        """Return the kept fields as groups of the prompts `numbers`, in the order of `batch`; None on ranks that do not
-        give.
+        """Return the fields in `aside` as groups of the prompts `numbers`, in the order of `batch`.
+
+        Ranks other than the replica's lead return None.
         """
         if not self._is_lead:
             return None
@@ -298,19 +300,21 @@ class GroupChannel:
     def swap(
         self, context: Any, ready: Sequence[FinishedGroups], useless: Sequence[int], version: int, most: int
     ) -> list[int]:
-        """Hand over finished groups, and return the numbers of prompts to generate; see `BufferClient.swap`. Raise
-        HandoverError if a column cannot be sent, or the buffer refuses it.
+        """Hand over finished groups, and return the numbers of prompts to generate; see `BufferClient.swap`.
+
+        Raises:
+            HandoverError: a column cannot be sent, or the buffer refuses it.
         """
         finished: list[Finished] = []
         blocks: defaultdict[str, list[Span]] = defaultdict(list)
-        for some in ready:
-            metrics = [json.dumps(some.metrics.to_json()), *[None] * (len(some.numbers) - 1)]
-            finished += map(Finished, some.numbers, some.groups, metrics)
-            for key, batch in some.samples.items():
+        for groups in ready:
+            metrics = [json.dumps(groups.metrics.to_json()), *[None] * (len(groups.numbers) - 1)]
+            finished += map(Finished, groups.numbers, groups.groups, metrics)
+            for key, batch in groups.samples.items():
                 try:
                     blocks[key] += batch.to_blocks(group_places(batch["uid"]))
                 except ValueError as error:  # raised for a column that cannot be sent
-                    raise HandoverError(f"prompts {some.numbers[:4]}: {error}") from error
+                    raise HandoverError(f"prompts {groups.numbers[:4]}: {error}") from error
         numbers, size = self._client.swap(finished, blocks, useless, version, most)
         context.metrics.sum("store/given_gb", size / 1e9)
         return numbers
@@ -319,21 +323,19 @@ class GroupChannel:
 def unused_groups(
     client: BufferClient, step: int, part: int, parts: int
 ) -> tuple[list[FinishedGroups], dict[int, int]]:
-    """Return one of `parts` shares of the finished groups that no step up to `step` uses, and their versions by
-    number.
-    """
-    found, versions = [], {}
+    """Return one of `parts` shares of the finished groups that no step up to `step` uses, and their weight versions."""
+    finished, versions = [], {}
     for group in sorted(client.unused(step, part, parts), key=lambda group: group.number):
         assert group.info is not None, "the group is finished"
         samples = {key: Batch.from_blocks([span]) for key, span in group.refs.items()}
         metrics = Metrics() if group.metrics is None else Metrics.from_json(json.loads(group.metrics))
-        found.append(FinishedGroups([group.number], [group.info], samples, metrics))
+        finished.append(FinishedGroups([group.number], [group.info], samples, metrics))
         versions[group.number] = group.version
-    return found, versions
+    return finished, versions
 
 
 def merge_handovers(given: Mapping[str, Batch]) -> Batch:
-    """Return one row per sample, with its identity and all fields that were handed over.
+    """Return one batch with the ids of the samples and all fields that were handed over.
 
     Args:
         given: at least one batch, by handover key; all have the same samples in the same order.
@@ -352,15 +354,13 @@ def merge_handovers(given: Mapping[str, Batch]) -> Batch:
 
 def split_handovers(batch: Batch, handovers: Sequence[Handover]) -> dict[str, Batch]:
     """Split a batch of `merge_handovers` into the batches of the handovers, by key."""
-
-    bare = batch.drop([name for name in batch.names() if name not in NAMES])
-    found = {}
-    for one in handovers:
-        found[one.key] = samples = bare.copy()
-        for name in one.fields:
-            if (place := _place(one.node, name)) in batch:  # an optional field may not have been written
-                samples.set(name, batch[place])
-    return found
+    ids = batch.drop([name for name in batch.names() if name not in NAMES])
+    given = {handover.key: ids.copy() for handover in handovers}
+    for handover in handovers:
+        for name in handover.fields:
+            if (place := _place(handover.node, name)) in batch:  # an optional field may not have been written
+                given[handover.key].set(name, batch[place])
+    return given
 
 
 def _place(node: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""The state of the buffer: groups of samples of each step, who gets which, and where their bytes are.
+"""The state of the buffer: the groups of samples of each step, which replica gets which, and where their bytes are.
 
     giver                     core                                              taker
     give(step, key, groups)   groups of the step -> parts of every team    <-     assignment(step, samples, part)
@@ -9,11 +9,11 @@ A step is stored from its first samples until the last worker of its last taker 
 is kept. With `async.order=as_ready` groups do not arrive step by step: buffer.flow collects finished groups, and forms
 the samples of a step when a taker first requests them.
 
-A team whose processes died continues with the step after the last finished one: everything that it took since is still
-here. What it gave since is dropped, and the restarted team gives it again.
+A team whose processes died continues with the step after the last finished one. All samples that it took since are
+still in the buffer. The samples that it gave since are dropped, and the restarted team gives them again.
 
-Nothing here waits: a request whose data is missing returns None, and a call that changes the state returns the topics
-that became complete (`Change`). Bytes never pass through here; a reference to them may be any object.
+No method waits: a request whose data is missing returns None, and a call that changes the state returns the topics that
+became complete (`Change`). Bytes never pass through this module; a reference to them may be any object.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Change(NamedTuple):
     topics: Sequence[Topic] = ()
 
 
-#: number of messages kept per series; no reader is that many steps late
+#: Number of messages that are kept per series; no reader is that many steps late.
 KEPT = 64
 
 
 class HandoverError(MegarlError):
-    """Samples or messages between teams do not match, or did not arrive; the text names data, team and rank."""
+    """Samples or messages between teams do not match, or did not arrive; the error names data, team and rank."""
 
 
 class GroupInfo(NamedTuple):
@@ -56,7 +56,7 @@ class GroupInfo(NamedTuple):
     Attributes:
         ordinal: its number among the groups of the step.
         sample_ids: ids of its samples, in order.
-        tokens: tokens of all its samples, prompts included.
+        tokens: number of tokens of all its samples, prompts included.
     """
 
     uid: str
@@ -67,11 +67,11 @@ class GroupInfo(NamedTuple):
 
 @dataclass
 class _Sent:
-    """The groups sent under one key in one step: the senders, references to bytes, and who fetched what."""
+    """The groups sent under one key in one step."""
 
-    givers: set[int] = field(default_factory=set)
-    refs: dict[str, Any] = field(default_factory=dict)
-    taken: dict[str, set[str]] = field(default_factory=dict)
+    givers: set[int] = field(default_factory=set)  # ranks that sent their groups
+    refs: dict[str, Any] = field(default_factory=dict)  # reference to the bytes of each group, by uid
+    fetched: dict[str, set[str]] = field(default_factory=dict)  # uids that each team has fetched
 
 
 @dataclass
@@ -91,8 +91,8 @@ class Core:
     """The state of the buffer of one run.
 
     Args:
-        placement: the teams, and the fields that one hands to another.
-        groups_per_step: most groups that a step has.
+        placement: the teams, and the fields that they hand over to each other.
+        groups_per_step: largest number of groups of a step.
         share: how the replicas of a team share groups. dealt: group k goes to replica k modulo their number, as inside
             one team. tokens: each gets the same number of groups of every mini-batch, with tokens as even as possible.
         flow: settings for forming steps of finished groups; None: groups arrive step by step.
@@ -102,16 +102,16 @@ class Core:
         self, placement: Placement, groups_per_step: int, share: Share, flow: StalenessSettings | None = None
     ) -> None:
         self._limit, self._share = groups_per_step, share
-        self._handovers: dict[str, Handover] = {one.key: one for one in placement.handovers}
+        self._handovers: dict[str, Handover] = {handover.key: handover for handover in placement.handovers}
         self._parts = {team.name: team.replicas for team in placement.teams}
         self._cuts = {team.name: team.cuts for team in placement.teams}
-        taking = {name for one in placement.handovers for name in one.takers}
+        taking = {name for handover in placement.handovers for name in handover.takers}
         self._takers = {
             (team.name, rank) for team in placement.teams if team.name in taking for rank in range(team.devices)
         }
         self._flow = None if flow is None else Flow(flow)
         rollout = placement.of_role(Role.ROLLOUT)
-        self._drawer = None if rollout is None else rollout.name
+        self._generator = None if rollout is None else rollout.name  # the team that generates samples
         self._flows = () if flow is None or rollout is None else tuple(placement.given_by(rollout.name))
         self._asked = 0  # the last step whose samples were requested
         self._steps: dict[int, _Step] = {}
@@ -127,13 +127,15 @@ class Core:
     def give(
         self, team: str, rank: int, step: int, key: str, groups: Sequence[GroupInfo], refs: Sequence[Any]
     ) -> Change:
-        """Record the groups that one replica hands over in one call. Raise HandoverError, and keep nothing, if they do
-        not fit what the run's teams hand over, or were given before.
+        """Record the groups that one replica hands over in one call.
+
+        Raises:
+            HandoverError: this team does not hand over these groups, or has given them before. No group is recorded.
         """
         handover = self._known(key)
         at = f"step {step}, {key!r}, given by team {team!r} rank {rank}"
         if handover.giver != team:
-            raise HandoverError(f"{at}: only team {handover.giver!r} gives this")
+            raise HandoverError(f"{at}: only team {handover.giver!r} hands this over")
         state = self._steps.get(step) or _Step()
         sent = state.sent_by_key.get(key) or _Sent()
         if self._is_finished(step):
@@ -146,14 +148,26 @@ class Core:
                 f"{at}: all {self._parts[team]} replicas have already given it, ranks {sorted(sent.givers)}"
             )
         ordinals = state.ordinals.get(handover.samples, {})
-        self._check(at, groups, sent, known, ordinals)
+        for group in groups:
+            if group.uid in sent.refs:
+                raise HandoverError(
+                    f"{at}: group {group.uid!r} was already given by one of ranks {sorted(sent.givers)}"
+                )
+            if known.get(group.uid, group) != group:
+                raise HandoverError(
+                    f"{at}: group {group.uid!r} differs from the group that was given for these samples before\n"
+                    f"  found:   {group}\n  allowed: {known[group.uid]}"
+                )
+            other = ordinals.get(group.ordinal, group.uid)
+            if other != group.uid:
+                raise HandoverError(f"{at}: groups {group.uid!r} and {other!r} are both number {group.ordinal}")
         new = {group.uid: group for group in groups}
         numbers = {group.ordinal: group.uid for group in groups}
         if not len(groups) == len(new) == len(numbers) == len(refs):
             counts = f"{len(new)} names, {len(numbers)} numbers and {len(refs)} payloads"
             raise HandoverError(f"{at}: {len(groups)} groups have {counts}")
         if len(known) + sum(uid not in known for uid in new) > self._limit:
-            raise HandoverError(f"{at}: more groups than the {self._limit} of a step (data.batch_size)")
+            raise HandoverError(f"{at}: a step has at most {self._limit} groups (data.batch_size)")
         self._steps[step], state.sent_by_key[key] = state, sent
         state.groups.setdefault(handover.samples, {}).update(new)
         state.ordinals.setdefault(handover.samples, {}).update(numbers)
@@ -163,28 +177,11 @@ class Core:
             return Change()
         return Change(topics=[("handover", step, key), ("samples", step, handover.samples)])
 
-    @staticmethod
-    def _check(
-        at: str, groups: Sequence[GroupInfo], sent: _Sent, known: dict[str, GroupInfo], ordinals: dict[int, str]
-    ) -> None:
-        """Raise unless each group arrives once per key, is the same under all keys, and has a unique number."""
-        for group in groups:
-            if group.uid in sent.refs:
-                raise HandoverError(
-                    f"{at}: group {group.uid!r} was already given by one of ranks {sorted(sent.givers)}"
-                )
-            if known.get(group.uid, group) != group:
-                raise HandoverError(
-                    f"{at}: group {group.uid!r} differs from what was given for these samples before\n"
-                    f"  found:   {group}\n  allowed: {known[group.uid]}"
-                )
-            other = ordinals.get(group.ordinal, group.uid)
-            if other != group.uid:
-                raise HandoverError(f"{at}: groups {group.uid!r} and {other!r} are both number {group.ordinal}")
-
     def assignment(self, team: str, step: int, samples: str, part: int) -> list[GroupInfo] | None:
-        """Return one replica's groups of the samples that node `samples` generated; None: some are missing. Raise
-        HandoverError if the team has no such replica.
+        """Return one replica's groups of the samples that node `samples` generated; None: some are missing.
+
+        Raises:
+            HandoverError: the team has no replica number `part`.
         """
         if not 0 <= part < self._parts[team]:
             raise HandoverError(f"step {step}: team {team!r} has {self._parts[team]} replicas, found number {part}")
@@ -205,8 +202,10 @@ class Core:
         """Return references to the bytes of these groups, in this order; None: some replicas have not given theirs.
 
         The groups then count as taken by `team`. A replica without groups still needs the names and types of the
-        fields: without `uids`, the result is one arbitrary group. Raise HandoverError if a group is missing although
-        all replicas have given theirs.
+        fields: without `uids`, the result is one arbitrary group.
+
+        Raises:
+            HandoverError: a group is missing although all replicas have given theirs.
         """
         handover = self._known(key)
         self._form_until(step)
@@ -215,23 +214,21 @@ class Core:
         if sent is None or not self._is_complete(handover, sent):
             return None
         if not sent.refs:
-            raise HandoverError(f"step {step}, {key!r}: team {handover.giver!r} has given no group at all")
+            raise HandoverError(f"step {step}, {key!r}: team {handover.giver!r} has given no groups")
         missing = [uid for uid in uids if uid not in sent.refs]
         if missing:
             raise HandoverError(
                 f"step {step}, {key!r}: group {missing[0]!r} is not one of the {len(sent.refs)} groups that team "
                 f"{handover.giver!r} has given"
             )
-        sent.taken.setdefault(team, set()).update(uids)
+        sent.fetched.setdefault(team, set()).update(uids)
         return [sent.refs[uid] for uid in uids] or [next(iter(sent.refs.values()))]
 
     def done(self, team: str, rank: int, step: int) -> Change:
-        """Note that this worker needs nothing more of `step`; drop the step when all takers are done with it."""
+        """Record that this worker needs nothing more of `step`; drop the step when all takers are done with it."""
         if self._is_finished(step) or (team, rank) not in self._takers:
             return Change()
-        state = self._steps.get(step)
-        if state is None:
-            state = self._steps[step] = _Step()
+        state = self._steps.setdefault(step, _Step())
         state.done.add((team, rank))
         if len(state.done) == len(self._takers):
             del self._steps[step]
@@ -241,15 +238,18 @@ class Core:
     def restart_team(self, team: str, number: int) -> int | None:
         """Prepare for restart `number` of a team, which will repeat its work for all unfinished steps.
 
-        What it sent for these steps is hidden until it sends that again. What others took of it stays recorded. Raise
-        HandoverError if a later restart was announced before.
+        Groups that it sent for these steps are hidden until it sends them again. It stays recorded which of them other
+        teams have taken.
 
         Returns:
             The last finished step, after which the team begins; None: no step is finished.
+
+        Raises:
+            HandoverError: a later restart was announced before.
         """
         known = self._starts.get(team, 0)
         if number < known:
-            raise HandoverError(f"team {team!r} has been restarted {known} times, found restart {number}")
+            raise HandoverError(f"team {team!r} has already been restarted {known} times, found restart {number}")
         if number > known:
             self._starts[team] = number
             for state in self._steps.values():
@@ -266,28 +266,33 @@ class Core:
     def queues(self) -> dict[str, int]:
         """Count groups that were given and not taken, by `NODE/TEAM` (the writing node and the taking team).
 
-        If a node gives several handovers to a team in one step, the one with the most groups left counts. With
+        If a node gives several handovers to a team in one step, the handover with the most groups left counts. With
         as_ready the result also has `under_way` (groups in flight) and `ready` (finished groups in no step yet).
         """
-        found = {f"{one.node}/{taker}": 0 for one in self._handovers.values() for taker in one.takers}
+        waiting = {f"{given.node}/{taker}": 0 for given in self._handovers.values() for taker in given.takers}
         for state in self._steps.values():
             left: dict[str, int] = {}
             for key, sent in state.sent_by_key.items():
-                one = self._handovers[key]
-                for taker in one.takers:
-                    name, count = f"{one.node}/{taker}", len(sent.refs.keys() - sent.taken.get(taker, set()))
+                handover = self._handovers[key]
+                for taker in handover.takers:
+                    name, count = f"{handover.node}/{taker}", len(sent.refs.keys() - sent.fetched.get(taker, set()))
                     left[name] = max(left.get(name, 0), count)
             for name, count in left.items():
-                found[name] += count
+                waiting[name] += count
         if self._flow is not None:
-            found["under_way"], found["ready"] = self._flow.counts
-        return found
+            waiting["under_way"], waiting["ready"] = self._flow.counts
+        return waiting
 
-    # -- groups that are handed over when they are ready ---------------------------------------------------------
+    # -- groups that are handed over when they are finished ------------------------------------------------------
 
     def open_flow(self, step: int, number: int, begun: Sequence[tuple[int, int]], again: Sequence[int]) -> Change:
-        """Open the flow of groups by `Flow.open`; its result is the answer. `begun`: pairs of a group's number and its
-        weight version. Raise HandoverError if the flow is open.
+        """Open the flow of groups; see `Flow.open`, whose result is the answer.
+
+        Args:
+            begun: pairs of a group's number and its weight version.
+
+        Raises:
+            HandoverError: the flow is open.
         """
         flow = self._need_flow()
         self._asked = max(self._asked, step)
@@ -306,23 +311,24 @@ class Core:
         version: int,
         most: int,
     ) -> Change:
-        """Record finished groups with everything that is handed over of them, and admit others; see `Flow`.
-
-        The answer: the numbers of the prompts to generate. Raise HandoverError if it does not fit what the run's teams
-        hand over, or the prompts that have been handed out.
+        """Record finished groups and admit new ones; the answer has the numbers of the prompts to generate.
 
         Args:
-            refs: by key of handover: one for each group.
-            useless: prompts whose samples no step will be trained on.
-            version: of the weights that the admitted groups begin with.
-            most: how many groups to admit.
+            refs: by key of handover, a reference to the bytes of each finished group.
+            useless: in-flight groups whose samples no step will be trained on; others may begin in their place.
+            version: version of the weights with which the admitted groups begin.
+            most: how many groups to admit; fewer are admitted if more may not begin before a newer version.
+
+        Raises:
+            HandoverError: this team does not hand over these groups, or they are not in flight.
         """
         flow = self._need_flow()
-        at = f"prompts {[*(one.number for one in finished), *useless][:4]} of team {team!r} rank {rank}"
-        if finished and ({one.key for one in self._flows} != refs.keys() or team != self._drawer):
-            raise HandoverError(f"{at}: found {sorted(refs)}; the run hands over {[one.key for one in self._flows]}")
+        at = f"prompts {[*(group.number for group in finished), *useless][:4]} of team {team!r} rank {rank}"
+        keys = [handover.key for handover in self._flows]
+        if finished and ({*keys} != refs.keys() or team != self._generator):
+            raise HandoverError(f"{at}: found {sorted(refs)}; team {self._generator!r} hands over {keys}")
         if not all(len(finished) == len(some) for some in refs.values()):
-            raise HandoverError(f"{at}: {len(finished)} groups, and not as many payloads")
+            raise HandoverError(f"{at}: {len(finished)} groups need as many payloads of each handover")
         try:
             for place, (number, info, metrics) in enumerate(finished):
                 flow.finish(number, info, {key: some[place] for key, some in refs.items()}, metrics)
@@ -338,13 +344,16 @@ class Core:
         return self._need_flow().drained(version)
 
     def flow_state(self) -> dict[str, Any]:
-        """Return the position in the prompts: `next`, the number of the first prompt that was never admitted (None: not
-        open), and `again`, earlier prompts that must be generated again."""
+        """Return the position in the prompts.
+
+        `next` is the number of the first prompt that was never admitted (None: the flow is not open); `again` lists
+        earlier prompts that must be generated again.
+        """
         flow = self._need_flow()
         return {"next": flow.next, "again": list(flow.again)}
 
     def unused(self, step: int) -> list[FlowGroup]:
-        """Return the finished groups that belong to no step up to `step`, of later steps that are not finished."""
+        """Return the finished groups that belong to no step up to `step`: those of later steps and of no step yet."""
         later = [group for number, state in self._steps.items() if number > step for group in state.formed]
         return [*later, *self._need_flow().finished]
 
@@ -357,16 +366,22 @@ class Core:
     def _form(self) -> list[Topic]:
         """Form the requested steps as far as groups are ready, and return the topics that are complete now."""
         flow, topics = self._need_flow(), list[Topic]()
-        while flow.step < self._asked and (chosen := self._choose()) is not None:
+        while flow.step < self._asked:
+            try:
+                chosen = flow.form()
+            except PolicyError as error:
+                raise HandoverError(f"async.order: {error}") from error
+            if chosen is None:
+                break
             state = self._steps.setdefault(flow.step, _Step())
             state.formed = chosen
             infos = [group.info._replace(ordinal=k) for k, group in enumerate(chosen) if group.info is not None]
-            for one in self._flows:
-                state.groups[one.samples] = {info.uid: info for info in infos}
-                state.ordinals[one.samples] = {info.ordinal: info.uid for info in infos}
-                refs = {info.uid: group.refs[one.key] for info, group in zip(infos, chosen, strict=True)}
-                state.sent_by_key[one.key] = _Sent(set(range(self._parts[one.giver])), refs)
-                topics += [("handover", flow.step, one.key), ("samples", flow.step, one.samples)]
+            for given in self._flows:
+                state.groups[given.samples] = {info.uid: info for info in infos}
+                state.ordinals[given.samples] = {info.ordinal: info.uid for info in infos}
+                refs = {info.uid: group.refs[given.key] for info, group in zip(infos, chosen, strict=True)}
+                state.sent_by_key[given.key] = _Sent(set(range(self._parts[given.giver])), refs)
+                topics += [("handover", flow.step, given.key), ("samples", flow.step, given.samples)]
             metrics = Metrics()  # merged now, because it is kept for many steps
             for group in chosen:
                 if group.metrics is not None:
@@ -375,28 +390,26 @@ class Core:
             topics += self.post(formed.name, formed.encode()).topics
         return topics
 
-    def _choose(self) -> list[FlowGroup] | None:
-        try:
-            return self._need_flow().form()
-        except PolicyError as error:
-            raise HandoverError(f"async.order: {error}") from error
-
     def _need_flow(self) -> Flow:
         if self._flow is None:
-            raise HandoverError("groups come step by step in this run (async.order=in_order)")
+            raise HandoverError("this run hands over groups step by step (async.order=in_order), not one by one")
         return self._flow
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
     def post(self, name: str, text: str, again: bool = False) -> Change:
-        """Keep a text under a name. Names that differ in a number at their end, `weights/7`, are a series; its last few
-        texts are kept. If a restarted team posts a text `again`, the first one stays. Raise HandoverError if the name
-        is or was taken.
+        """Store a message under a new name.
+
+        Names that differ in a number at their end, `weights/7`, are a series, of which the last `KEPT` are kept. If a
+        restarted team posts a message `again`, the first one stays.
+
+        Raises:
+            HandoverError: a message has been posted under this name.
         """
         if name in self._mail or self._is_forgotten(name):
             if again:
                 return Change()
-            raise HandoverError(f"message {name!r} has been posted before")
+            raise HandoverError(f"message {name!r} has already been posted")
         self._mail[name] = text
         series, number = _series(name)
         if number is not None:
@@ -407,8 +420,9 @@ class Core:
         return Change(topics=[("mail", name)])
 
     def arrive(self, team: str, rank: int, name: str, text: str) -> Change:
-        """Note that a replica of `team` has arrived; when all have, post the `text` of each. Repeated calls do
-        nothing.
+        """Record that a replica of `team` has arrived at a message; post the message when all have.
+
+        Every replica passes the same `text`. Repeated calls do nothing.
         """
         if name in self._mail or self._is_forgotten(name):
             return Change()
@@ -420,12 +434,18 @@ class Core:
         return self.post(name, text)
 
     def read(self, name: str) -> str | None:
-        """Return the text under a name, or None. Raise HandoverError if the text was dropped because newer texts of its
-        series arrived.
+        """Return the text of the message with this name; None: it has not been posted.
+
+        Raises:
+            HandoverError: it was dropped because newer messages of its series arrived.
         """
         if self._is_forgotten(name):
-            raise HandoverError(f"message {name!r} is gone: only the last {KEPT} of its series are kept")
+            raise HandoverError(f"message {name!r} has been dropped: only the last {KEPT} of its series are kept")
         return self._mail.get(name)
+
+    def is_posted(self, name: str) -> bool:
+        """Return whether a message is posted under this name."""
+        return self.read(name) is not None
 
     def _is_forgotten(self, name: str) -> bool:
         series, number = _series(name)
@@ -436,7 +456,7 @@ class Core:
 
     def _known(self, key: str) -> Handover:
         if key not in self._handovers:
-            raise HandoverError(f"nothing is handed over as {key!r}; known: {', '.join(self._handovers) or 'nothing'}")
+            raise HandoverError(f"unknown handover {key!r}; allowed: {', '.join(self._handovers) or 'none'}")
         return self._handovers[key]
 
     def _is_complete(self, handover: Handover, sent: _Sent) -> bool:
@@ -456,8 +476,10 @@ Share: TypeAlias = Literal["dealt", "tokens"]
 
 
 def shared(groups: Iterable[GroupInfo], parts: int, share: Share, cuts: Sequence[int] = ()) -> list[list[GroupInfo]]:
-    """Return the groups of each of `parts` replicas in ascending order; `cuts` are the beginnings of mini-batches (for
-    tokens).
+    """Return the groups of each of `parts` replicas in ascending order; see `Core` for `share`.
+
+    Args:
+        cuts: numbers of the groups at which mini-batches begin, except the first; for `tokens`.
 
     >>> from megarl.disaggregated.buffer.core import GroupInfo
     >>> groups = [GroupInfo(uid, k, (uid,), tokens) for k, (uid, tokens) in enumerate(zip("abcd", [9, 1, 9, 1]))]

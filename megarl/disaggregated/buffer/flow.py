@@ -24,7 +24,7 @@ class Finished(NamedTuple):
 
     Attributes:
         info: its samples; the ordinal has no meaning yet.
-        metrics: of its samples, as JSON text; None: another group carries them.
+        metrics: metrics of its samples, as JSON text; None: they are with another group.
     """
 
     number: int
@@ -37,10 +37,10 @@ class FlowGroup:
     """A group that is in flight or ready.
 
     Attributes:
-        version: of the weights that generated its first tokens.
+        version: version of the weights that generated its first tokens.
         info: its samples; None: it is in flight.
         refs: references to its bytes by key of handover.
-        metrics: of its samples, as JSON text.
+        metrics: metrics of its samples, as JSON text.
     """
 
     number: int
@@ -51,10 +51,7 @@ class FlowGroup:
 
 
 class Flow:
-    """The groups of a run; a policy decides how many are admitted and which form a step. It never waits.
-
-    Args:
-        settings: of the policy.
+    """The groups of a run; a staleness policy decides how many are admitted and which form a step. No method waits.
 
     Attributes:
         step: the last step that was formed.
@@ -69,7 +66,7 @@ class Flow:
         self.again: list[int] = []
         self._begun = 0
         self._groups: dict[int, FlowGroup] = {}
-        self._under_way: dict[int, set[int]] = {}  # numbers of groups by version
+        self._in_flight: dict[int, set[int]] = {}  # numbers of groups by version
         self._finished: dict[int, set[int]] = {}
 
     @property
@@ -77,19 +74,22 @@ class Flow:
         return make_policy(self._settings)
 
     def open(self, step: int, number: int, begun: Mapping[int, int], again: Iterable[int]) -> list[int]:
-        """Start after `step`, at the beginning of a run or from a checkpoint. Raise ValueError if the flow is open.
+        """Start after `step`, at the beginning of a run or from a checkpoint.
 
         Args:
             step: the last trained step.
-            number: of the first prompt that was never admitted.
+            number: number of the first prompt that was never admitted.
             begun: weight version of every ready or in-flight group, by number.
             again: numbers of prompts before `number` that must be generated again.
 
         Returns:
             The numbers in `begun` that would be too old with these settings; they are generated again.
+
+        Raises:
+            ValueError: the flow is open.
         """
         if self.next is not None:
-            raise ValueError("the flow of samples is open")
+            raise ValueError("the flow of groups is already open")
         policy, left = self._policy, dict[int, int]()
         self.step, self.next, late = step, number, []
         for prompt, version in sorted(begun.items(), key=lambda item: (item[1], item[0])):
@@ -103,11 +103,15 @@ class Flow:
         return late
 
     def admit(self, version: int, most: int) -> list[int]:
-        """Admit up to `most` groups with `version` of the weights, and return the numbers of their prompts. Fewer than
-        `most` means that no more may begin before a newer version. Raise ValueError if the flow is not open.
+        """Admit up to `most` groups with `version` of the weights, and return the numbers of their prompts.
+
+        Fewer than `most` means that no more may begin before a newer version.
+
+        Raises:
+            ValueError: the flow is not open.
         """
         if self.next is None:
-            raise ValueError("the flow of samples is not open")
+            raise ValueError("the flow of groups is not open yet")
         numbers = []
         for _ in range(min(most, self._policy.may_begin(version) - self._begun)):
             if self.again:
@@ -120,37 +124,45 @@ class Flow:
         return numbers
 
     def finish(self, number: int, info: GroupInfo, refs: Mapping[str, Any], metrics: str | None) -> None:
-        """Record the complete samples of a group. Raise ValueError if the group was not admitted, or is complete."""
+        """Record the complete samples of a group.
+
+        Raises:
+            ValueError: the group is not in flight.
+        """
         group = self._groups.get(number)
         if group is None:
-            raise ValueError(f"prompt {number} has not been handed out, or its samples have been used")
+            raise ValueError(f"prompt {number} was not admitted, or a step has used its samples")
         if group.info is not None:
-            raise ValueError(f"the samples of prompt {number} ({group.info.uid}) have been given before")
+            raise ValueError(f"the samples of prompt {number} ({group.info.uid}) have already been given")
         group.info, group.refs, group.metrics = info, dict(refs), metrics
-        _discard(self._under_way, group)
+        _discard(self._in_flight, group)
         self._finished.setdefault(group.version, set()).add(number)
 
     def reject(self, number: int) -> None:
-        """Drop an in-flight group: no step will be trained on it, and another may be admitted in its place. Raise
-        ValueError if the group was not admitted, or is complete.
+        """Drop an in-flight group: no step will be trained on it, and another may be admitted in its place.
+
+        Raises:
+            ValueError: the group is not in flight.
         """
         group = self._groups.get(number)
         if group is None or group.info is not None:
-            raise ValueError(f"prompt {number} is not being generated")
+            raise ValueError(f"the group of prompt {number} is not in flight")
         self._remove(group)
         self._begun -= 1
 
     def form(self) -> list[FlowGroup] | None:
-        """Return the groups of the next step by rising number; None: the step has to wait. Raise PolicyError if the
-        policy chooses groups that cannot form a step, or would wait forever.
+        """Return the groups of the next step by rising number; None: the step has to wait.
+
+        Raises:
+            PolicyError: the policy chooses groups that cannot form a step, or would wait for ever.
         """
         policy, step = self._policy, self.step + 1
         if step > policy.steps:
             return None
-        chosen = choose(policy, step, self._under_way, self._finished)
+        chosen = choose(policy, step, self._in_flight, self._finished)
         if chosen is None:
-            under_way, finished = self.counts
-            if finished >= policy.groups and policy.weights_may_go(self.step, self._begun, under_way):
+            in_flight, finished = self.counts
+            if finished >= policy.groups and policy.weights_may_go(self.step, self._begun, in_flight):
                 raise PolicyError(
                     f"forms_step({step}) of the policy {policy.name} waits with {finished} finished groups, although "
                     "no group is in flight and none may begin: the run would wait for ever"
@@ -164,11 +176,11 @@ class Flow:
 
     def _add(self, group: FlowGroup) -> None:
         self._groups[group.number] = group
-        self._under_way.setdefault(group.version, set()).add(group.number)
+        self._in_flight.setdefault(group.version, set()).add(group.number)
 
     def _remove(self, group: FlowGroup) -> None:
         del self._groups[group.number]
-        _discard(self._under_way if group.info is None else self._finished, group)
+        _discard(self._in_flight if group.info is None else self._finished, group)
 
     def drained(self, version: int) -> bool:
         """Return whether no group is in flight, and none may be admitted with `version` of the weights."""
@@ -176,12 +188,12 @@ class Flow:
 
     @property
     def finished(self) -> list[FlowGroup]:
-        """Return the ready groups."""
+        """The groups that are ready."""
         return [group for group in self._groups.values() if group.info is not None]
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return the numbers of groups in flight and ready."""
+        """The numbers of groups in flight and ready."""
         finished = sum(map(len, self._finished.values()))
         return len(self._groups) - finished, finished
 

@@ -1,4 +1,4 @@
-"""The last report of every worker, so that a worker that waits too long can list where the others stand."""
+"""The last report of every worker; the error of a worker that waited too long lists the progress of the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ class Ping(NamedTuple):
 
     Attributes:
         changes: number of phases that it has opened or closed; waiting for the buffer does not count.
-        phase: the phase that it is in.
         waits_for: the data that it waits for; empty: it does not wait.
     """
 
@@ -22,7 +21,7 @@ class Ping(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where a worker stands.
+    """The progress of one worker.
 
     Attributes:
         ping: its last report; None: it has not reported yet.
@@ -35,27 +34,26 @@ class Progress(NamedTuple):
     silent_s: float
 
     def __str__(self) -> str:
-        who = f"team {self.team!r} rank {self.rank}"
+        worker = f"team {self.team!r} rank {self.rank}"
         if self.ping is None:
-            return f"{who}: has not connected to the buffer, {self.silent_s:.0f} s after it started"
-        where = f"in phase {self.ping.phase} at step {self.ping.step}"
+            return f"{worker}: has not connected to the buffer, {self.silent_s:.0f} s after it started"
         waits = f", waiting for {self.ping.waits_for}" if self.ping.waits_for else ""
-        return f"{who}: {where}{waits}, last progress {self.silent_s:.0f} s ago"
+        state = f"in phase {self.ping.phase} at step {self.ping.step}{waits}"
+        return f"{worker}: {state}, last progress {self.silent_s:.0f} s ago"
 
 
 class ProgressTable:
-    """The last report of every worker. A query costs time by the number of teams, not of workers.
+    """The last report of every worker. The time of a query depends on the number of teams, not of workers.
 
     Args:
-        teams: by name.
+        teams: names of the teams.
         now: seconds on any steady clock, the same for all calls.
     """
 
     def __init__(self, teams: Iterable[str], now: float) -> None:
         self._pings: dict[tuple[str, int], Ping] = {}
-        self._last: dict[str, tuple[int, float]] = dict.fromkeys(
-            teams, (0, now)
-        )  # the rank that made progress last, and when
+        # the rank of each team that made progress last, and when
+        self._last: dict[str, tuple[int, float]] = dict.fromkeys(teams, (0, now))
 
     def ping(self, team: str, rank: int, ping: Ping, now: float) -> None:
         """Record a worker's report."""
@@ -65,12 +63,12 @@ class ProgressTable:
             self._last[team] = (rank, now)
 
     def restart(self, team: str, now: float, limit_s: float) -> None:
-        """Note that a team restarts: until its first report, for at most `limit_s`, it counts as making progress."""
+        """Count a team that restarts as making progress until its first report, for at most `limit_s`."""
         self._pings = {worker: ping for worker, ping in self._pings.items() if worker[0] != team}
         self._last[team] = (0, now + limit_s)
 
     def others(self, team: str, now: float) -> list[Progress]:
-        """Return the worker of every other team that made progress last."""
+        """Return, for every other team, the worker that made progress last."""
         return [
             Progress(name, rank, self._pings.get((name, rank)), max(0.0, now - since))
             for name, (rank, since) in self._last.items()

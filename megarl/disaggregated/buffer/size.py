@@ -33,27 +33,29 @@ def handover_bytes(config: RunConfig, handover: Handover) -> int:
 
 
 def steps_held(config: RunConfig) -> int:
-    """Return the number of steps whose samples may exist at the same time, in either order. These are groups that have
-    begun and are not trained on yet, and groups that one team has finished and another may still read.
+    """Return the number of steps whose samples may exist at the same time, for any `async.order`.
+
+    These are groups that have begun and are not trained on yet, and one step that a team has finished and another may
+    still read.
     """
     return 1 + policy_of(config).capacity // config.data.batch_size
 
 
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
     """Return the size of the object store of a Ray started for a run: `steps_held` of all handovers, at least `LEAST`.
-    Handing over more samples fails; with `placement.spill` Ray moves objects to disk.
+
+    If a run hands over more samples, it fails; with `placement.spill` Ray moves objects to disk.
     """
     if placement is None:
         return LEAST
-    return max(LEAST, steps_held(config) * sum(handover_bytes(config, one) for one in placement.handovers))
+    return max(LEAST, steps_held(config) * sum(handover_bytes(config, handover) for handover in placement.handovers))
 
 
 def refuse_too_large(config: RunConfig, placement: Placement | None, free: int | None) -> UnavailableError | None:
-    """Return the error that the run's object store does not fit into this machine; None if it does, or may use the
-    disk.
+    """Return an error if the run's object store does not fit into this machine's memory and may not use the disk.
 
     Args:
-        free: bytes of shared memory; None: there is no such file system.
+        free: free bytes of /dev/shm; None: this machine has no /dev/shm.
     """
     wanted = object_store_bytes(config, placement)
     if free is None or config.placement.spill or wanted <= max(free, LEAST):

@@ -42,8 +42,6 @@ class Shelf:
             return change.answer
         if method in ("is_posted", "drained", "flow_state", "unused"):
             with self._change:
-                if method == "is_posted":
-                    return self._core.read(*arguments) is not None
                 return getattr(self._core, method)(*arguments)
         last = list[Any]()
 

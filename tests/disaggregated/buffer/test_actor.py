@@ -24,13 +24,25 @@ async def change(actor: BufferActor, team: str, rank: int, serial: int, method: 
     return await actor.change(team, rank, 0, serial, method, arguments)
 
 
+async def assignment(actor: BufferActor, team: str, step: int, slice_s: float) -> Any:
+    return await actor.wait(team, ("samples", step, "rollout"), "assignment", [team, step, "rollout", 0], slice_s)
+
+
+async def fetch(actor: BufferActor, team: str, step: int, slice_s: float, key: str = KEY) -> Any:
+    return await actor.wait(team, ("handover", step, key), "fetch", [team, step, key, ["u"]], slice_s)
+
+
+async def read(actor: BufferActor, team: str, name: str, slice_s: float) -> Any:
+    return await actor.wait(team, ("mail", name), "read", [name], slice_s)
+
+
 def test_waiting_calls_are_woken_when_the_last_rank_has_given() -> None:
     async def run() -> None:
         actor = BufferActor(by_hand(train=2), 4, "dealt")
         calls = [
-            asyncio.create_task(actor.assignment("ref", 1, "rollout", 0, 300.0)),
-            asyncio.create_task(actor.fetch("critic", 1, KEY, ["u"], 300.0)),
-            asyncio.create_task(actor.read("ref", "m", 300.0)),
+            asyncio.create_task(assignment(actor, "ref", 1, 300.0)),
+            asyncio.create_task(fetch(actor, "critic", 1, 300.0)),
+            asyncio.create_task(read(actor, "ref", "m", 300.0)),
         ]
         await asyncio.sleep(0)
         await change(actor, "train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], ["bytes"])
@@ -49,7 +61,7 @@ def test_a_repeated_call_has_the_same_answer_and_changes_nothing() -> None:
         actor = BufferActor(by_hand(), 4, "dealt")
         give = ("train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], ["bytes"])
         assert [await change(actor, *give) for _ in range(2)] == [None, None]
-        assert (await actor.fetch("critic", 1, KEY, ["u"], 1.0))[0] == ["bytes"]
+        assert (await fetch(actor, "critic", 1, 1.0))[0] == ["bytes"]
         for _ in range(2):
             with pytest.raises(HandoverError, match="this rank has already given it"):
                 await change(actor, "train", 0, 2, *give[3:])
@@ -65,7 +77,7 @@ def test_a_process_of_an_earlier_start_of_its_team_changes_nothing() -> None:
         with pytest.raises(HandoverError, match="team 'ref' was restarted after rank 0 of start 0"):
             await change(actor, "ref", 0, 2, "post", "n", "1")
         await actor.change("ref", 0, 1, 1, "post", ["n", "2"])  # the new process counts its calls from 1
-        assert (await actor.read("train", "n", 1.0))[0] == "2"
+        assert (await read(actor, "train", "n", 1.0))[0] == "2"
 
     asyncio.run(run())
 
@@ -75,7 +87,7 @@ def test_a_slice_without_result_tells_where_the_others_stand() -> None:
         actor = BufferActor(by_hand(), 4, "dealt")
         await actor.ping("ref", 0, Ping(1, "step/ref_logp", 2, ""))
         start = time.monotonic()
-        found, others = await actor.fetch("train", 1, "ref_logp>train", ["u"], 0.1)
+        found, others = await fetch(actor, "train", 1, 0.1, "ref_logp>train")
         assert time.monotonic() - start > 0.05
         assert found is None
         assert [other.team for other in others] == ["ref", "critic"]
@@ -104,10 +116,10 @@ def test_the_buffer_takes_no_more_memory_after_many_steps() -> None:
                     await change(actor, team, 0, serials[team], *call)
                 await actor.ping(team, 0, Ping(step, "step", step, ""))
                 if team == "train":
-                    assert (await actor.assignment("ref", step, "rollout", 0, 1.0))[0] == [GROUP]
-                    assert (await actor.fetch("ref", step, KEY, ["u"], 1.0))[0] == [told]
-                assert not await actor.is_posted(f"weights/{step + 1}")
-            assert (await actor.read("ref", f"nobody/{step}", 0.0))[0] is None
+                    assert (await assignment(actor, "ref", step, 1.0))[0] == [GROUP]
+                    assert (await fetch(actor, "ref", step, 1.0))[0] == [told]
+                assert not await actor.query("is_posted", [f"weights/{step + 1}"])
+            assert (await read(actor, "ref", f"nobody/{step}", 0.0))[0] is None
 
     async def run() -> None:
         actor = BufferActor(by_hand(), 4, "dealt")

@@ -164,7 +164,7 @@ def test_samples_of_another_order_are_refused() -> None:
     )
     context = SimpleNamespace(step=3, metrics=Metrics())
     with pytest.raises(
-        HandoverError, match=r"step 3, 'pick>.*, team 'ref' replica 0: .* differ from number 0: \['p0#0'\]"
+        HandoverError, match=r"step 3, 'pick>.*, team 'ref' replica 0: .* different from number 0 on: found \['p0#0'\]"
     ):
         channel.take(context, graph["ref_logp"], None)
 

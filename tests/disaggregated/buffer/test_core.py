@@ -159,20 +159,20 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
 @pytest.mark.parametrize(
     ("call", "story"),
     [
-        (lambda c: give(c, "train", 0, 1, "x>y", []), "nothing is handed over as 'x>y'; known: rollout>critic"),
-        (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' gives this"),
+        (lambda c: give(c, "train", 0, 1, "x>y", []), "unknown handover 'x>y'; allowed: rollout>critic"),
+        (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' hands this over"),
         (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has already given it"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(0)), "group 'u0' was already given by one of ranks [0]"),
-        (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 3, 4)), "more groups than the 4 of a step"),
+        (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 3, 4)), "a step has at most 4 groups"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 2)), "2 groups have 1 names, 1 numbers and 2 payloads"),
         (lambda c: give(c, "train", 1, 1, BOTH, [*groups(2), GroupInfo("v", 2, (), 1)]), "2 names, 1 numbers and 2"),
         (lambda c: give(c, "train", 1, 1, BOTH, [GroupInfo("v", 0, (), 1)]), "groups 'v' and 'u0' are both number 0"),
         (
             lambda c: give(c, "ref", 0, 1, BACK, groups(0, tokens={0: 9})),
-            "group 'u0' differs from what was given",
+            "group 'u0' differs from the group that was given",
         ),
         (lambda c: c.assignment("ref", 1, "rollout", 1), "team 'ref' has 1 replicas, found number 1"),
-        (lambda c: (c.post("m", "1"), c.post("m", "2")), "message 'm' has been posted before"),
+        (lambda c: (c.post("m", "1"), c.post("m", "2")), "message 'm' has already been posted"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable[[Core], object], story: str) -> None:
@@ -206,7 +206,7 @@ def test_a_group_that_nobody_has_given_is_named() -> None:
 def test_a_step_without_any_group_is_named() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 1, BOTH, [])
-    with pytest.raises(HandoverError, match="team 'train' has given no group at all"):
+    with pytest.raises(HandoverError, match="team 'train' has given no groups"):
         core.fetch("ref", 1, BOTH, [])
 
 
@@ -227,10 +227,10 @@ def test_of_a_series_the_last_are_kept() -> None:
     assert core.read("metrics/ref/20") == "20"
     assert core.read(f"weights/{10 * KEPT + 20}") is None
     with pytest.raises(
-        HandoverError, match=rf"message 'metrics/ref/10' is gone: only the last {KEPT} of its series are kept"
+        HandoverError, match=rf"message 'metrics/ref/10' has been dropped: only the last {KEPT} of its series are kept"
     ):
         core.read("metrics/ref/10")
-    with pytest.raises(HandoverError, match="message 'weights/10' has been posted before"):
+    with pytest.raises(HandoverError, match="message 'weights/10' has already been posted"):
         core.post("weights/10", "0")
 
 

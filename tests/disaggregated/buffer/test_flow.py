@@ -109,9 +109,9 @@ def test_what_is_put_twice_or_was_not_handed_out_is_refused():
     flow = opened()
     flow.admit(0, 1)
     finish(flow, 0)
-    with pytest.raises(ValueError, match="given before"):
+    with pytest.raises(ValueError, match="already been given"):
         finish(flow, 0)
-    with pytest.raises(ValueError, match="not been handed out"):
+    with pytest.raises(ValueError, match="was not admitted"):
         finish(flow, 7)
 
 
@@ -120,7 +120,7 @@ def test_a_step_does_not_wait_for_a_group_that_is_of_no_use():
     flow.reject(0)
     assert numbers_of(flow) == [3, 4]
     assert flow.admit(1, 9) == [6]  # another one in its place
-    with pytest.raises(ValueError, match="not being generated"):
+    with pytest.raises(ValueError, match="is not in flight"):
         flow.reject(0)
 
 
@@ -140,7 +140,7 @@ def test_it_opens_once_and_gives_nothing_before():
     with pytest.raises(ValueError, match="not open"):
         flow.admit(0, 1)
     flow.open(0, 0, {}, [])
-    with pytest.raises(ValueError, match="is open"):
+    with pytest.raises(ValueError, match="is already open"):
         flow.open(0, 0, {}, [])
 
 
