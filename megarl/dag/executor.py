@@ -36,11 +36,9 @@ class Channel(Protocol):
 
     def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
         """Return `batch` (None: no samples yet) with the fields from other teams that `node` uses."""
-        ...
 
     def give(self, context: Any, node: Node, batch: Batch) -> None:
         """Send the fields that `node` wrote to the teams that use them."""
-        ...
 
 
 class NoChannel:

@@ -88,10 +88,11 @@ class Message:
     """
 
     topic: ClassVar[str]
-    keys: ClassVar[int] = 0
+    keys: ClassVar[int]
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, topic: str, keys: int = 0) -> None:
         """Make every message a frozen dataclass that accepts its own fields only, each of its type."""
+        cls.topic, cls.keys = topic, keys
         dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))(cls)
 
     @classmethod
@@ -135,17 +136,15 @@ class Message:
 # -- start ------------------------------------------------------------------------------------------------------------
 
 
-class LoaderAtStart(Message):
+class LoaderAtStart(Message, topic="loader"):
     """Rollout's team to actor's team, before it chooses a checkpoint: the data, and the loader's place at the start."""
 
-    topic = "loader"
     state: dict[str, Any]  # `PromptLoader.state_dict`
 
 
-class RunStart(Message):
+class RunStart(Message, topic="start"):
     """Actor's team to all teams, as soon as it has the actor that RL starts from: where the run begins."""
 
-    topic = "start"
     resumed_at: int | None  # step of the checkpoint that the run resumes from; None: it starts without a checkpoint
     source: str | None  # folder of this checkpoint, RUN_DIR/checkpoints/step_N
     reference: str | None  # folder of the reference's weights; None: there is no reference
@@ -164,33 +163,29 @@ class RunStart(Message):
         return -1 if self.resumed_at == 0 else self.resumed_at
 
 
-class EngineAddresses(Message):
+class EngineAddresses(Message, topic="engines"):
     """Rollout's team to actor's team, when its embedded engines wait for weights."""
 
-    topic = "engines"
     # for each engine, the host and port at which each of its ranks receives weights
     engines: list[list[list[str | int]]]
 
 
-class ServersStarted(Message):
+class ServersStarted(Message, topic="servers_started"):
     """Rollout's team to actor's team, when its servers answer: their addresses and states (`Fleet.reports`)."""
 
-    topic = "servers_started"
     servers: list[dict[str, Any]]
 
 
-class WeightsName(Message):
+class WeightsName(Message, topic="weights_name"):
     """Actor's team to rollout's team, after `ServersStarted`: the first part of the names of weight versions
     (megarl/sync/protocol.py)."""
 
-    topic = "weights_name"
     run: str
 
 
-class TeamReady(Message):
+class TeamReady(Message, topic="ready", keys=1):
     """Every other team to the actor's team, when it has loaded its models; no step begins before that."""
 
-    topic, keys = "ready", 1
     team: str
     frozen: dict[str, Any]  # checksums of its frozen models, for checkpoints
 
@@ -198,55 +193,48 @@ class TeamReady(Message):
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-class WeightsPushed(Message):
+class WeightsPushed(Message, topic="weights", keys=1):
     """Actor's team to rollout's team, when all embedded engines have received the weights of `version`."""
 
-    topic, keys = "weights", 1
     version: int
 
 
-class ServerStates(Message):
+class ServerStates(Message, topic="servers", keys=1):
     """Rollout's team to actor's team, before each push to servers: their states, after failed ones are restarted."""
 
-    topic, keys = "servers", 1
     version: int
     servers: list[dict[str, Any]]  # `Fleet.reports`
 
 
-class ServersFilled(Message):
+class ServersFilled(Message, topic="servers_filled", keys=1):
     """Actor's team to rollout's team, after each push to servers; only servers with this version get requests."""
 
-    topic, keys = "servers_filled", 1
     version: int
     updated: list[int]  # numbers of the servers that have the version
     failed: dict[str, str]  # why each other server failed, by its number
 
 
-class StepGenerated(Message):
+class StepGenerated(Message, topic="generated", keys=1):
     """Rollout's team to actor's team (in order), when all its replicas have generated the samples of `step`."""
 
-    topic, keys = "generated", 1
     step: int
 
 
-class UpdateWanted(Message):
+class UpdateWanted(Message, topic="wanted", keys=1):
     """Actor's team to rollout's team (as ready), after a step: stop generating, so that an update can be sent."""
 
-    topic, keys = "wanted", 1
     update: int  # number of the weight update since the start of the processes
 
 
-class ReplicasOpen(Message):
+class ReplicasOpen(Message, topic="open", keys=1):
     """Rollout's team to actor's team (as ready), when all its replicas wait for weight update number `update`."""
 
-    topic, keys = "open", 1
     update: int
 
 
-class UpdateSent(Message):
+class UpdateSent(Message, topic="update", keys=1):
     """Actor's team to rollout's team (as ready), before it pushes: the weight version of update number `update`."""
 
-    topic, keys = "update", 1
     update: int
     version: int
 
@@ -254,47 +242,42 @@ class UpdateSent(Message):
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-class LoaderPlace(Message):
+class LoaderPlace(Message, topic="loader", keys=1):
     """Rollout's team to actor's team, for a checkpoint: the loader's state after it has generated `step`; as ready,
     before it generates with the weights of `step`."""
 
-    topic, keys = "loader", 1
     step: int
     state: dict[str, Any]
 
 
-class Validated(Message):
+class Validated(Message, topic="validation", keys=1):
     """Rollout's team to actor's team, after it has evaluated the weights of `step`."""
 
-    topic, keys = "validation", 1
     step: int
     accuracy: float  # of the held-out rows, 0 to 1
     metrics: MetricsJson  # reduced over its ranks
     rows: list[dict[str, Any]]  # generated samples for the report
 
 
-class StepIsLast(Message):
+class StepIsLast(Message, topic="last", keys=1):
     """Actor's team to rollout's team, after a step at which `trainer.early_stop` may end the run by a training metric:
     whether it does, because the last weights are validated."""
 
-    topic, keys = "last", 1
     step: int
     last: bool
 
 
-class StepMetrics(Message):
+class StepMetrics(Message, topic="metrics", keys=2):
     """Every other team to the actor's team, at the end of its step."""
 
-    topic, keys = "metrics", 2
     team: str
     step: int  # the training step; from the rollout's team as ready, the number of the weight update that ended it
     metrics: MetricsJson  # reduced over its ranks
 
 
-class StepFormed(Message):
+class StepFormed(Message, topic="formed", keys=1):
     """The buffer to the actor's team (as ready), when it has formed a step: the metrics of the step's samples."""
 
-    topic, keys = "formed", 1
     step: int
     metrics: MetricsJson
 
@@ -302,31 +285,28 @@ class StepFormed(Message):
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-class SavesStep(Message):
+class SavesStep(Message, topic="saves", keys=1):
     """Actor's team to rollout's team (as ready), before it sends the weights of `step`: whether it may save a
     checkpoint."""
 
-    topic, keys = "saves", 1
     step: int
     saves: bool
 
 
-class CheckpointTag(Message):
+class CheckpointTag(Message, topic="checkpoint", keys=1):
     """Actor's team to all teams with a part in checkpoints, after each step."""
 
-    topic, keys = "checkpoint", 1
     step: int
     tag: str | None  # part of the name of the checkpoint's temporary folder; None: the step has no checkpoint
 
 
-class PartCopied(Message):
+class PartCopied(Message, topic="checkpoint_part", keys=2):
     """Every other team that writes into checkpoints to the actor's team, when it has copied its part to host memory.
 
     Attributes:
         optimizer_steps, vocab_sizes: of its models, by name.
     """
 
-    topic, keys = "checkpoint_part", 2
     team: str
     step: int
     workers: list[int]  # number of the team's first worker, and how many workers it has
@@ -336,10 +316,9 @@ class PartCopied(Message):
     nbytes: int  # bytes of all its files
 
 
-class CheckpointFolder(Message):
+class CheckpointFolder(Message, topic="checkpoint_folder", keys=1):
     """Actor's team to all teams that write into a checkpoint, when it has made the folder, or failed to."""
 
-    topic, keys = "checkpoint_folder", 1
     step: int
     problem: str | None  # why the folder could not be made; None: it exists
     fix: str  # what the user can do about the problem

@@ -11,9 +11,9 @@
     weights v have to go    when the weights before them allow too few groups for
                             the step after the next one           the next step; `partial`: after every step
 
-Loops, buffer, planning and simulation call a policy and have no rules themselves. A user's policy is a class in a file
+Loops, buffer, planning and simulation call a policy and contain no rules. A user's policy is a class in a file
 (`async.order: my_policy.py:Policy`) derived from `AsReady` or `StalenessPolicy`. Policies are pure: they get the state
-as arguments and store nothing, so every process creates its own from the recipe.
+as arguments and store nothing, so every process creates its policy from the recipe.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ByVersion = Mapping[int, Collection[int]]
 
 
 class PolicyError(MegarlError):
-    """A policy returned a decision that a run cannot follow."""
+    """A staleness policy returned a decision that a run cannot follow."""
 
 
 class StalenessSettings(NamedTuple):
@@ -147,7 +147,7 @@ class StalenessPolicy(ABC):
         return not under_way and begun >= self.may_begin(version)
 
     def weights_must_go(self, version: int, step: int) -> bool:
-        """Return whether newer weights must replace `version` before `step` is trained; training then waits for that.
+        """Return whether newer weights must replace `version` before `step` is trained; if so, training waits.
 
         Args:
             version: the version that generates now.
@@ -207,23 +207,17 @@ class InOrder(StalenessPolicy):
 class AsReady(StalenessPolicy):
     """A step is B finished groups, in the order in which they finish. The newest weights are sent.
 
-    Groups that began with the oldest weights come first, since they expire first. A step waits for a slow group only
-    if the
-    groups left would not fit into the steps that may use them. So no group becomes too old, and none is discarded.
+    Groups that began with the oldest weights come first, since they expire first. A step waits for a slow group only if
+    the groups left would not fit into the steps that may use them. So no group becomes too old, and none is discarded.
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
         """Return the finished groups of the oldest versions, by prompt number within a version."""
-        left = {version: len(some) for version, some in under_way.items()}
-        wanted = self.groups
-        for version in sorted(finished):
-            finished_now = len(finished[version])
-            used = min(finished_now, wanted)
-            wanted -= used
-            left[version] = left.get(version, 0) + finished_now - used
-        if wanted or not self.in_time(step, left):
+        oldest_first = [number for version in sorted(finished) for number in sorted(finished[version])]
+        chosen = oldest_first[: self.groups]
+        if len(chosen) < self.groups or not self.in_time(step, _left(chosen, under_way, finished)):
             return None
-        return [number for version in sorted(finished) for number in sorted(finished[version])][: self.groups]
+        return chosen
 
     def weights_must_go(self, version: int, step: int) -> bool:
         """Return whether weights must be sent; with `partial`, after every step."""
@@ -291,12 +285,9 @@ def choose(policy: StalenessPolicy, step: int, under_way: ByVersion, finished: B
     if not len(chosen) == len(numbers) == policy.groups or not numbers.issubset(_numbers(finished)):
         raise PolicyError(
             f"{call} returns {sorted(chosen)[:8]}: {len(chosen)} groups; allowed: {policy.groups} different groups "
-            f"that "
-            "are finished"
+            "that are finished"
         )
-    left = {version: len(some) for version, some in under_way.items()}
-    for version, some in finished.items():
-        left[version] = left.get(version, 0) + len(some) - len(numbers.intersection(some))
+    left = _left(chosen, under_way, finished)
     if not policy.in_time(step, left):
         raise PolicyError(
             f"{call} leaves groups that would be more than {count(policy.max_staleness, 'step')} stale; groups left by "
@@ -327,15 +318,19 @@ def _find_problem(policy: StalenessPolicy) -> str | None:
             begun = policy.may_begin(version)
             chosen = choose(policy, step, {}, finished)
             if chosen is None:
-                numbers = {version: len(some) for version, some in finished.items()}
-                return (
-                    f"forms_step({step}) waits although no group is in flight and none may begin; finished: {numbers}"
-                )
-            finished = {
-                version: [number for number in some if number not in chosen] for version, some in finished.items()
-            }
+                counts = _left((), {}, finished)
+                return f"forms_step({step}) waits although no group is in flight and none may begin; finished: {counts}"
+            finished = {at: [number for number in group if number not in chosen] for at, group in finished.items()}
     return None
 
 
 def _numbers(groups: ByVersion) -> list[int]:
-    return [number for some in groups.values() for number in some]
+    return [number for numbers in groups.values() for number in numbers]
+
+
+def _left(chosen: Collection[int], under_way: ByVersion, finished: ByVersion) -> dict[int, int]:
+    """Return how many groups of each version are left without the `chosen` finished groups."""
+    left = {version: len(numbers) for version, numbers in under_way.items()}
+    for version, numbers in finished.items():
+        left[version] = left.get(version, 0) + len(numbers) - len(set(chosen).intersection(numbers))
+    return left

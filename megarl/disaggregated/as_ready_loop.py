@@ -60,13 +60,6 @@ def find_buffered_groups(source: Path) -> BufferedGroups | None:
     return None if saved is None else read_buffered_groups(source, saved["parts"])
 
 
-def post_flow_place(c: RankState) -> None:
-    """Post the loader's place for the checkpoint of the current step; no group may begin meanwhile."""
-    assert c.loader is not None, "checks refuse a training run without data"
-    c.loader.go_to(c.buffer.flow_state()["next"])
-    post_loader_place(c)
-
-
 @dataclass(frozen=True)
 class PendingGroup:
     """Generated groups whose rewards are still being computed.
@@ -376,7 +369,9 @@ class AsReadyLoop:
             return
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
-        post_flow_place(c)  # no group begins before the next segment
+        assert c.loader is not None, "checks refuse a training run without data"
+        c.loader.go_to(c.buffer.flow_state()["next"])  # no group begins before the next segment
+        post_loader_place(c)
         partials = producer.partial() | self._partials
 
         def files() -> dict[str, bytes]:

@@ -23,11 +23,9 @@ class Checksum(Protocol):
 
     def update(self, part: Tensor) -> None:
         """Add the bytes of `part`, row by row."""
-        ...
 
     def hexdigest(self) -> str:
         """Return the checksum, 16 hexadecimal digits."""
-        ...
 
 
 def make_checksum(nbytes: int, *, on_gpu: bool) -> Checksum:

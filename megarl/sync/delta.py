@@ -7,7 +7,7 @@ the rest gains little and takes longer than a fast network needs to send it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,13 @@ def make_delta(base: Sequence[Tensor], new: Sequence[Tensor], itemsizes: Sequenc
     counts, distances, values = [], [_NOTHING], [_NOTHING]
     left = limit - 8 * len(base)
     for old, now, itemsize in zip(base, new, itemsizes, strict=True):
-        found = diff(old, now, itemsize, max(left, 0) // (1 + itemsize))
-        if found is None:
+        changes = diff(old, now, itemsize, max(left, 0) // (1 + itemsize))
+        if changes is None:
             return None
-        counts.append(len(found[0]))
+        counts.append(len(changes[0]))
         if counts[-1]:
-            distances.append(found[0])
-            values.append(found[1])
+            distances.append(changes[0])
+            values.append(changes[1])
             left -= counts[-1] * (1 + itemsize)
     return Delta(torch.tensor(counts, dtype=torch.int64), torch.cat(distances), torch.cat(values))
 
@@ -83,21 +83,16 @@ def apply_delta(parts: Sequence[Tensor], itemsizes: Sequence[int], delta: Delta)
         ValueError: the delta does not belong to these tensors.
     """
     if len(parts) != len(delta.counts):
-        raise ValueError(f"delta has {len(delta.counts)} tensors, expected {len(parts)}")
-    for part, itemsize, (distances, values) in zip(parts, itemsizes, _split(delta, itemsizes), strict=True):
-        if len(distances):
-            patch(part, distances, values, itemsize)
+        raise ValueError(f"the delta has {len(delta.counts)} tensors, expected {len(parts)}")
+    at = byte = 0
+    for part, itemsize, count in zip(parts, itemsizes, delta.counts.tolist(), strict=True):
+        if count:
+            values = delta.values[byte : byte + count * itemsize]
+            patch(part, delta.distances[at : at + count], values, itemsize)
+        at, byte = at + count, byte + count * itemsize
 
 
 def patch_header(entries: Sequence[Entry], delta: Delta) -> list[Any]:
     """Return the description of a delta for receivers: name, shape, dtype and count of each changed tensor."""
     counted = zip(entries, delta.counts.tolist(), strict=True)
     return [[e.name, e.shape, e.dtype, count] for e, count in counted if count]
-
-
-def _split(delta: Delta, itemsizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the distances and values of each tensor."""
-    at = byte = 0
-    for count, itemsize in zip(delta.counts.tolist(), itemsizes, strict=True):
-        yield delta.distances[at : at + count], delta.values[byte : byte + count * itemsize]
-        at, byte = at + count, byte + count * itemsize

@@ -46,22 +46,22 @@ def hosts_of_ranks(world: WorkerGroup) -> tuple[dict[int, str], dict[str, str]]:
     Raises:
         WorkerError: a host has no route to the others.
     """
-    mine = socket.gethostname()
-    found = world.all_gather_json([mine, address_for_others(mine, world)])
-    return {rank: name for rank, (name, _) in enumerate(found)}, dict(found)
+    name = socket.gethostname()
+    addresses = world.all_gather_json([name, address_for_others(name, world)])
+    return {rank: name for rank, (name, _) in enumerate(addresses)}, dict(addresses)
 
 
 def hosts_of_receivers(
     urls: Sequence[str], names: dict[int, str], addresses: dict[str, str], world: WorkerGroup
 ) -> list[str]:
     """Return the host of every receiver, resolved by rank 0: different results would give ranks different plans."""
-    found = [host_of(url, names[0], addresses) for url in urls] if world.rank == 0 else None
-    hosts: list[str] = world.broadcast_json(found)
+    resolved = [host_of(url, names[0], addresses) for url in urls] if world.rank == 0 else None
+    hosts: list[str] = world.broadcast_json(resolved)
     return hosts
 
 
 def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
-    """Return the host of a receiver; a trainer's host has the trainer's name for it.
+    """Return the host of a receiver; a host of the trainer is returned by the name that its ranks report.
 
     Args:
         url: url of the receiver.

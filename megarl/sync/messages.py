@@ -77,7 +77,7 @@ def _read(sock: socket.socket, size: int, end: float | None = None) -> bytearray
 
 
 class MessageClient:
-    """The trainer's end of a connection. Calls are serialised; each has the deadline `deadline_s` unless one is passed.
+    """The trainer's end of a connection. Calls are serialised; a call has `deadline_s` seconds unless it sets its own.
 
     Args:
         peer: name of the other side, for its proof and for errors.
@@ -165,13 +165,13 @@ def _converse(opened: Opened, sock: socket.socket, key: str, name: str) -> None:
             while True:
                 header, bodies = read_message(sock)
                 try:
-                    found = handle(header, bodies)
+                    reply = handle(header, bodies)
                 except Refused as refusal:
-                    found = {"refused": str(refusal)}
+                    reply = {"refused": str(refusal)}
                 except Exception as error:
                     traceback.print_exc()
                     send_message(sock, {"failed": f"{type(error).__name__}: {error}"})
                     return
-                send_message(sock, found)
+                send_message(sock, reply)
         except OSError:
             return  # this trainer is gone; the next one starts with whole tensors

@@ -89,7 +89,7 @@ class Route:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The plan of a synchronisation; `hosts` has the host of each receiver by number."""
+    """The plan of a synchronisation; `hosts` lists the host of each receiver by number."""
 
     hosts: tuple[str, ...]
     routes: tuple[Route, ...]
@@ -150,7 +150,7 @@ def make_plan(
     Raises:
         ValueError: a receiver's host has no trainer rank although `same_host` needs one.
     """
-    count = min(len(who) for held in tensors.values() for _, who in held.regions)
+    count = min(len(who) for tensor in tensors.values() for _, who in tensor.regions)
     members = _replicas(tensors, count)
     routes = []
     sharing = members[:1] if one_replica else members
@@ -167,7 +167,7 @@ def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ..
 
 def _replicas(tensors: dict[str, Held], count: int) -> list[set[int]]:
     members: list[set[int]] = [set() for _ in range(count)]
-    for who in {who for held in tensors.values() for _, who in held.regions}:
+    for who in {who for tensor in tensors.values() for _, who in tensor.regions}:
         for replica in range(count):
             members[replica].update(_in_replica(who, replica, count))
     return members
@@ -223,8 +223,8 @@ def _route(
     frozen: Container[str],
 ) -> Route:
     holders = {
-        name: tuple((region, _in_replica(who, replica, count)) for region, who in held.regions)
-        for name, held in tensors.items()
+        name: tuple((region, _in_replica(who, replica, count)) for region, who in tensor.regions)
+        for name, tensor in tensors.items()
     }
     sender_of = _assign(tensors, holders, pools, ranks, ITEMSIZE[dtype])
     givers = {
@@ -235,18 +235,12 @@ def _route(
     for name in tensors:
         names.setdefault(sender_of[name], []).append(name)
     bound = max(bucket_bytes - SLAB_BYTES, 1)
-
-    def buckets(sender: int, *, learn: bool) -> tuple[Bucket, ...]:
-        tensors_sent = [(name, tensors[name].shape) for name in names[sender] if (name in frozen) != learn]
-        return _in_turn(_buckets(tensors_sent, dtype, fp8, bound), bound)
-
-    senders = {
-        sender: (
-            *(replace(bucket, frozen=True) for bucket in buckets(sender, learn=False)),
-            *buckets(sender, learn=True),
-        )
-        for sender in sorted(names)
-    }
+    senders: dict[int, tuple[Bucket, ...]] = {}
+    for sender in sorted(names):
+        for is_frozen in (True, False):
+            shapes = [(name, tensors[name].shape) for name in names[sender] if (name in frozen) == is_frozen]
+            buckets = _in_turn(_buckets(shapes, dtype, fp8, bound), bound)
+            senders[sender] = (*senders.get(sender, ()), *(replace(bucket, frozen=is_frozen) for bucket in buckets))
     return Route(replica, receivers, senders, givers)
 
 
@@ -275,7 +269,7 @@ def _assign(
             holding = {rank for who in key for rank in who}
             known[key] = tuple(rank for rank in pool if rank in holding) or pool
         candidates[name] = known[key]
-    size = {name: math.prod(held.shape) * itemsize for name, held in tensors.items()}
+    size = {name: math.prod(tensor.shape) * itemsize for name, tensor in tensors.items()}
     load: dict[int, int] = {}
     chosen: dict[str, int] = {}
     # Assign tensors with only one candidate first; the others balance the load.
@@ -292,9 +286,9 @@ def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, 
     The first of several buckets is small, because nothing is sent while it is gathered.
     """
     on_wire = [wire_tensors(name, shape, dtype, fp8) for name, shape in tensors]
-    sizes = [sum(part[3] for part in parts) for parts in on_wire]
+    sizes = [sum(part.nbytes for part in parts) for parts in on_wire]
     room = bound if sum(sizes) <= bound else bound // _FIRST
-    waiting: list[tuple[str, tuple[int, ...], str, int, str]] = []
+    waiting: list[Entry] = []
     filled = 0
     for parts, size in zip(on_wire, sizes, strict=True):
         if waiting and filled + size > room:
@@ -326,23 +320,18 @@ def goes_as_fp8(name: str) -> bool:
     return name.endswith(".weight") and not any(part in name for part in _NOT_FP8)
 
 
-def wire_tensors(
-    name: str, shape: tuple[int, ...], dtype: str, fp8: bool
-) -> list[tuple[str, tuple[int, ...], str, int, str]]:
-    """Return (name, shape, dtype, bytes, source) of each tensor that is sent for one Hugging Face tensor."""
+def wire_tensors(name: str, shape: tuple[int, ...], dtype: str, fp8: bool) -> list[Entry]:
+    """Return the tensors that are sent for one Hugging Face tensor, all with offset 0."""
     if fp8 and len(shape) == 2 and goes_as_fp8(name):
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
-        scale = f"{name}_scale_inv"
-        return [
-            (name, shape, "float8_e4m3fn", math.prod(shape), name),
-            (scale, blocks, "float32", 4 * math.prod(blocks), name),
-        ]
-    return [(name, shape, dtype, math.prod(shape) * ITEMSIZE[dtype], name)]
+        values = Entry(name, shape, "float8_e4m3fn", 0, math.prod(shape), name)
+        return [values, Entry(f"{name}_scale_inv", blocks, "float32", 0, 4 * math.prod(blocks), name)]
+    return [Entry(name, shape, dtype, 0, math.prod(shape) * ITEMSIZE[dtype], name)]
 
 
-def _pack(parts: list[tuple[str, tuple[int, ...], str, int, str]]) -> Bucket:
+def _pack(parts: list[Entry]) -> Bucket:
     entries, offset = [], 0
-    for name, shape, dtype, nbytes, source in sorted(parts, key=lambda part: -ITEMSIZE[part[2]]):
-        entries.append(Entry(name, shape, dtype, offset, nbytes, source))
-        offset += nbytes
+    for part in sorted(parts, key=lambda part: -ITEMSIZE[part.dtype]):
+        entries.append(replace(part, offset=offset))
+        offset += part.nbytes
     return Bucket(tuple(entries), offset)

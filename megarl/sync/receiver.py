@@ -60,11 +60,9 @@ class ReceiverLayout(Protocol):
     @property
     def ranks(self) -> int:
         """Number of processes that hold parts of the model."""
-        ...
 
     def needs(self, rank: int, tensor: str) -> bool:
         """Return whether `rank` holds any part of this Hugging Face tensor."""
-        ...
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
         """Yield the parts of a Hugging Face tensor that `rank` holds, in its parameters' dtype.
@@ -77,11 +75,9 @@ class ReceiverLayout(Protocol):
             in which
                 a checkpoint's tensors are written.
         """
-        ...
 
     def make_checksum(self, nbytes: int) -> Checksum:
         """Return the checksum that the receiver computes for a parameter of `nbytes` bytes."""
-        ...
 
 
 class Receiver(Protocol):
@@ -116,40 +112,31 @@ class Receiver(Protocol):
 
     def pause(self, mode: PauseMode, step: UpdateStep) -> None:
         """Pause generation; by `mode`, running requests end, are put back, or continue later (`sync.pause`)."""
-        ...
 
     def loading(self, version: str, step: UpdateStep) -> None:
         """Note that from now on it may hold tensors of its old version and of `version`."""
-        ...
 
     def begin(self, step: UpdateStep) -> None:
         """Open it for tensors; an update that a dead trainer left open is closed first."""
-        ...
 
     def end(self, step: UpdateStep) -> None:
         """Recompute the values that the receiver derives from tensors; called after all tensors have arrived."""
-        ...
 
     def set_version(self, version: str, step: UpdateStep) -> None:
         """Set the name of the weights that it holds."""
-        ...
 
     def held_version(self, step: UpdateStep) -> str:
         """Return the name of the weights that it holds; another trainer may have set it."""
-        ...
 
     def flush(self, mode: PauseMode, step: UpdateStep) -> None:
         """Drop the prefix cache that was computed with the old weights; with `in_place`, running requests keep
         theirs."""
-        ...
 
     def resume(self, step: UpdateStep) -> None:
         """Resume generation."""
-        ...
 
     def done(self, version: str, folder: Path | None) -> None:
         """Note that it generates with `version`; `folder`: where it can read these weights again, if anywhere."""
-        ...
 
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
@@ -161,11 +148,9 @@ class Receiver(Protocol):
             entries: the tensors that each rank copies.
             use: how long the buffer may stay mapped; None: until this returns.
         """
-        ...
 
     def takes_changes(self, step: UpdateStep) -> bool:
         """Return whether it can write single changed elements into its parameters."""
-        ...
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
         """Write changed elements; return False if it cannot, and then needs whole tensors from now on.
@@ -174,27 +159,21 @@ class Receiver(Protocol):
             handles: for each rank, one handle of a buffer with distances and values from `megarl.sync.delta`.
             header: see `megarl.sync.delta.patch_header`.
         """
-        ...
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
         """Make the receiver's ranks join the process group of a sender."""
-        ...
 
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
         """Receive these tensors as one flat buffer, by a broadcast from rank 0 of the named group."""
-        ...
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
         """Load a folder of safetensors files."""
-        ...
 
     def checksums(self, step: UpdateStep) -> Checksums:
         """Return the checksums of its parameters, by rank."""
-        ...
 
     def forget(self) -> None:
         """Drop cached facts about a receiver that failed: another engine may appear at its address."""
-        ...
 
 
 class Receivers(Protocol):
@@ -203,17 +182,14 @@ class Receivers(Protocol):
     @property
     def all(self) -> Sequence[Receiver]:
         """The receivers by number."""
-        ...
 
     @property
     def cannot_map(self) -> str:
         """Why no receiver can map the trainer's device memory even on the same host; empty: they can."""
-        ...
 
     @property
     def spread(self) -> str:
         """Why one host cannot reach all ranks of a receiver; empty: each receiver is on one host."""
-        ...
 
     def lead(self, folder: Path, deadline_s: float) -> None:
         """Make this rank the lead of some receivers' updates.
@@ -222,16 +198,12 @@ class Receivers(Protocol):
             folder: folder for files that outlive this process.
             deadline_s: deadline in seconds of each step, see `UpdateStep`.
         """
-        ...
 
     def acknowledge(self, number: int, version: int) -> None:
         """Record that a receiver holds `version` completely and may generate."""
-        ...
 
     def mark_failed(self, number: int, why: str) -> None:
         """Record that a receiver failed, so that it gets no further calls."""
-        ...
 
     def close(self) -> None:
         """End what `lead` started because the trainer ends; the receivers may continue without it."""
-        ...

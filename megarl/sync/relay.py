@@ -49,11 +49,11 @@ class _Base:
 
 @dataclass
 class _Sender:
-    """The buckets by number, and the last delta in shared memory with its size, bucket and version."""
+    """The buckets of one sender by number, and its last delta in shared memory."""
 
     bases: dict[int, _Base] = field(default_factory=dict)
     patch: Tensor = field(default_factory=lambda: shared_buffer(0, _HOST))
-    patched: tuple[int, int, int] | None = None  # bucket, version, bytes
+    patched: tuple[int, int, int] | None = None  # of the delta: bucket, version, bytes
 
 
 class Relay:

@@ -133,26 +133,23 @@ class BufferClient:
 
     def _put_all(self, what: str, payloads: Iterable[Span]) -> tuple[list[Piece], int]:
         """Put the blocks of payloads into this machine's object store; return the pieces and the number of bytes."""
+        import ray
+
         objects: WeakKeyDictionary[Block, Any] = WeakKeyDictionary()  # no block stays longer than its last payload
         pieces, size = [], 0
         for block, start, stop in payloads:
             if block not in objects:
-                objects[block] = self._put(what, block)
+                # Ray copies its parts once into shared memory, where readers map them; bytes would be copied again.
+                try:
+                    objects[block] = put_object(block)
+                except ray.exceptions.RayError as error:
+                    full = "it is full, and may not use the disk (set placement.spill=true), or the disk is full, too"
+                    cause = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
+                    problem = f"{len(block)} bytes of {what} do not fit into this machine's object store: {cause}"
+                    raise HandoverError(f"{self._who()}: {problem}") from error
                 size += len(block)
             pieces.append((objects[block], start, stop))
         return pieces, size
-
-    def _put(self, what: str, block: Block) -> Any:
-        import ray
-
-        # Ray copies the parts once into shared memory, where readers see them; bytes would be copied again by readers.
-        try:
-            return put_object(block)
-        except ray.exceptions.RayError as error:
-            problem = f"{len(block)} bytes of {what} do not fit into this machine's object store"
-            full = "the store is full, and may not use the disk (set placement.spill=true), or the disk is full, too"
-            cause = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
-            raise HandoverError(f"{self._who()}: {problem}: {cause}") from error
 
     def assignment(self, step: int, samples: str, part: int) -> list[GroupInfo]:
         """Wait until all groups of the step are complete, and return those of replica `part` of this team, in order.
