@@ -60,7 +60,7 @@ class TeamPlan:
 
 
 def begins_again(config: RunConfig, team: TeamPlan) -> bool:
-    """Return whether the launcher restarts this team alone when one of its processes dies."""
+    """Return whether the launcher restarts only this team when one of its processes dies."""
     return bool(config.placement.restarts) and team.may_restart
 
 
