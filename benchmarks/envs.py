@@ -64,9 +64,9 @@ def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dic
     settings = SimulatorSettings.model_validate({"workers": WORKERS, "retries": 0} | given)
     with SimulatorPool(settings) as pool:
         tasks = [list(pool.tasks.values())[slot % len(pool.tasks)] for slot in pool.slots]
-        held = [None if record is None else Recording(tuple(task.cameras), record) for task in tasks]
+        recordings = [None if record is None else Recording(tuple(task.cameras), record) for task in tasks]
         for slot in pool.slots:
-            pool.begin(slot, tasks[slot].name, 0, held[slot])
+            pool.begin(slot, tasks[slot].name, 0, recordings[slot])
         waiting = set(pool.slots)
         while waiting:
             waiting -= set(_answers(pool))
@@ -87,7 +87,7 @@ def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dic
                     continue
                 if over:
                     trials[slot] += 1
-                    pool.begin(slot, tasks[slot].name, trials[slot] % tasks[slot].trials, held[slot])
+                    pool.begin(slot, tasks[slot].name, trials[slot] % tasks[slot].trials, recordings[slot])
                 else:
                     act(slot)
         seconds = time.perf_counter() - began
@@ -113,13 +113,13 @@ def _answers(pool: SimulatorPool) -> dict[int, tuple[int, bool]]:
     from megarl.robots.envs import Failure
     from megarl.robots.simulators.protocol import Outcome
 
-    found = {}
+    answered = {}
     for slot, answer in pool.answers(1.0).items():
         if isinstance(answer, Failure):
             text = f"{answer.task}, trial {answer.trial}: {answer.text}\n{answer.output}"
             raise WorkerError(f"megarl bench envs: simulator {pool.settings.name!r}, {text}")
-        found[slot] = (answer.executed, answer.over) if isinstance(answer, Outcome) else (0, False)
-    return found
+        answered[slot] = (answer.executed, answer.over) if isinstance(answer, Outcome) else (0, False)
+    return answered
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def compare(arguments: argparse.Namespace, measure_round: Measure | None = None)
     if arguments.dry_run:
         print(matrix_view.listed(cells))
         return 0
-    taken = [cell for cell in cells if cell.refused is None]
-    if not taken:
+    runnable = [cell for cell in cells if cell.refused is None]
+    if not runnable:
         raise UserError(
             "no combination can run here",
             where="--matrix",
@@ -93,17 +93,17 @@ def compare(arguments: argparse.Namespace, measure_round: Measure | None = None)
         )
     limit_s = _limit_s(arguments, matrix)
     measure_round = measure_round or functools.partial(measure, limit_s=limit_s or LIMIT_S)
-    kept = arguments.history.with_suffix(".rounds.jsonl")
-    with contextlib.closing(JsonlWriter(kept)) as writer:
-        measured = _rounds(taken, rounds, arguments.base, measure_round, writer, keep_going=matrix is not None)
+    rounds_file = arguments.history.with_suffix(".rounds.jsonl")
+    with contextlib.closing(JsonlWriter(rounds_file)) as writer:
+        measured = _rounds(runnable, rounds, arguments.base, measure_round, writer, keep_going=matrix is not None)
     history = read_jsonl(arguments.history)
-    found = _found(arguments, taken, measured, history, matrix)
-    lines = [*history, *(made for made, _ in found)]
-    _show(console, found, lines, measured, matrix, judged=arguments.compare)
+    measured_lines = _found(arguments, runnable, measured, history, matrix)
+    lines = [*history, *(line for line, _ in measured_lines)]
+    _show(console, measured_lines, lines, measured, matrix, judged=arguments.compare)
     target = arguments.page or arguments.history.with_suffix(".html")
-    target.write_text(page(lines, found, cells, measured.failed))
+    target.write_text(page(lines, measured_lines, cells, measured.failed))
     console.print(f"history: {arguments.history}\npage: {target}")
-    slower = any(one.slower for _, judged in found for one in judged.values())
+    slower = any(verdict.slower for _, judged in measured_lines for verdict in judged.values())
     return int(slower or bool(measured.failed))
 
 
@@ -122,24 +122,24 @@ def _found(
 
     One that failed in a later round keeps the rounds before it. Its line says so, and nothing is held against it.
     """
-    found = []
+    lines = []
     with contextlib.closing(JsonlWriter(arguments.history)) as writer:
         for cell, (now, then) in zip(cells, measured.results, strict=True):
             if not now:
                 continue
-            made = entry(now, baseline=arguments.set_baseline)
+            line = entry(now, baseline=arguments.set_baseline)
             if matrix is not None:
-                made |= {"matrix": matrix.name, "cell": dict(cell.labels)}
+                line |= {"matrix": matrix.name, "cell": dict(cell.labels)}
             whole = cell.name not in measured.failed
             if not whole:
-                made["failed"] = measured.failed[cell.name]
-            judged = beside(made, history) if arguments.compare and whole else {}
+                line["failed"] = measured.failed[cell.name]
+            judged = beside(line, history) if arguments.compare and whole else {}
             if then and whole:
                 base = entry(then, baseline=False)
-                judged = {f"commit {arguments.base}, in turn": in_turn(_seconds(made), _seconds(base)), **judged}
-            writer.write(made)
-            found.append((made, judged))
-    return found
+                judged = {f"commit {arguments.base}, in turn": in_turn(_seconds(line), _seconds(base)), **judged}
+            writer.write(line)
+            lines.append((line, judged))
+    return lines
 
 
 def _show(
@@ -234,8 +234,8 @@ def _rounds(
                     for side, sources in sides if number % 2 == 0 else reversed(sides):
                         result = measure_round(sources, cell.shape)
                         results[side].append(result)
-                        told = {"cell": dict(cell.labels), "round": number + 1, "base": base if side else None}
-                        writer.write({"time": time.time(), **told, "result": result})
+                        round_of = {"cell": dict(cell.labels), "round": number + 1, "base": base if side else None}
+                        writer.write({"time": time.time(), **round_of, "result": result})
                 except WorkerError as error:
                     if not keep_going:
                         raise
@@ -274,30 +274,31 @@ def entry(results: Sequence[Mapping[str, Any]], *, baseline: bool) -> Entry:
     }
 
 
-def _seconds(made: Entry) -> list[float]:
-    return [one[made["metric"]] for one in made["rounds"]]
+def _seconds(line: Entry) -> list[float]:
+    return [measurement[line["metric"]] for measurement in line["rounds"]]
 
 
-def alike(made: Entry, history: Sequence[Entry]) -> list[Entry]:
+def alike(line: Entry, history: Sequence[Entry]) -> list[Entry]:
     """Return the lines that measured the same to its end on the same kind of machine, oldest first."""
-    return [one for one in history if "failed" not in one and all(one.get(name) == made[name] for name in _SAME)]
+    whole = (other for other in history if "failed" not in other)
+    return [other for other in whole if all(other.get(name) == line[name] for name in _SAME)]
 
 
 def beside(made: Entry, history: Sequence[Entry]) -> dict[str, Judged]:
     """Compare it with the last line of its kind, and with the newest baseline."""
     same = alike(made, history)
-    marked = [one for one in same if one["baseline"]]
-    found = {"last": same[-1:], "baseline": marked[-1:]}
+    marked = [other for other in same if other["baseline"]]
+    groups = {"last": same[-1:], "baseline": marked[-1:]}
     return {
-        f"{name} ({one['commit']})": apart(_seconds(made), _seconds(one), _sessions(one, same))
-        for name, lines in found.items()
-        for one in lines
+        f"{name} ({other['commit']})": apart(_seconds(made), _seconds(other), _sessions(other, same))
+        for name, lines in groups.items()
+        for other in lines
     }
 
 
 def _sessions(then: Entry, same: Sequence[Entry]) -> list[list[float]]:
     """Return the rounds of all sessions with the code of `then`; uncommitted changes make each session another code."""
-    return [_seconds(one) for one in same if one["commit"] == then["commit"] and not one["changed"]]
+    return [_seconds(line) for line in same if line["commit"] == then["commit"] and not line["changed"]]
 
 
 def table(made: Entry, judged: Mapping[str, Judged]) -> Table:
@@ -312,9 +313,9 @@ def table(made: Entry, judged: Mapping[str, Judged]) -> Table:
     shown = Table(title=title, title_justify="left")
     for column in ("beside", "ratio", "99%", "limit", ""):
         shown.add_column(column, justify="left" if column in ("beside", "") else "right")
-    for name, one in judged.items():
-        verdict = "SLOWER" if one.slower else "faster" if one.faster else "the same within noise"
-        shown.add_row(name, f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}", f"{one.limit:.3f}", verdict)
+    for name, judgement in judged.items():
+        verdict = "SLOWER" if judgement.slower else "faster" if judgement.faster else "the same within noise"
+        shown.add_row(name, *judgement.texts(), verdict)
     if not judged:
         shown.add_row("no earlier measurement of this kind", "", "", "", "")
     return shown

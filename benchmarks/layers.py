@@ -80,8 +80,8 @@ def expert_cases(tokens: int, device: str, sizes: Mixture) -> Iterator[Case]:
     add = lambda: rows.new_zeros(tokens, sizes.hidden).scatter_add_(0, index, rows)  # noqa: E731
     size = 2 * (rows.numel() + tokens * sizes.hidden)
     yield Case("sum of rows", size, _one(experts_gpu.sum_rows, rows, places), _one(add))
-    taken = _gradients(lambda x: x.index_select(0, owners), _draw(device, (tokens, sizes.hidden)), rows)
-    yield Case("sum of copies' gradients", size, _one(experts_gpu.sum_rows, rows, places), taken)
+    by_torch = _gradients(lambda x: x.index_select(0, owners), _draw(device, (tokens, sizes.hidden)), rows)
+    yield Case("sum of copies' gradients", size, _one(experts_gpu.sum_rows, rows, places), by_torch)
     x, grad = _draw(device, (count, 2 * sizes.ffn), (count, sizes.ffn))
     scale = torch.rand(count, device=device)
     call = lambda x, scale: (_SwiGLU.apply(x) * scale[:, None]).to(x.dtype)  # noqa: E731

@@ -113,8 +113,8 @@ def refusal(words: Mapping[str, Any], overrides: Sequence[str], *, starts: bool)
 
 
 def _one_line(error: UserError) -> str:
-    found = "" if error.found is None else f" (found {error.found!r})"
-    return " ".join(f"{error.where}: {error.what}{found}".split())
+    value = "" if error.found is None else f" (found {error.found!r})"
+    return " ".join(f"{error.where}: {error.what}{value}".split())
 
 
 def read_matrix(name: str) -> Matrix:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.benchmarks.matrix import Cell
 from megarl.benchmarks.noise import Judged
 from megarl.benchmarks.published import COLUMNS, per_gpu, rows
+from megarl.benchmarks.report import median
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +28,9 @@ def refusals(cells: Sequence[Cell]) -> list[str]:
 
 def listed(cells: Sequence[Cell]) -> str:
     """Return the combinations that would run, a line each, with the command that measures one."""
-    taken = [cell for cell in cells if cell.refused is None]
-    lines = [f"{cell.name}: megarl bench {shlex.join(cell.shape)}" for cell in taken]
-    return "\n".join([*lines, f"{len(taken)} of {len(cells)} combinations; nothing was started"])
+    runnable = [cell for cell in cells if cell.refused is None]
+    lines = [f"{cell.name}: megarl bench {shlex.join(cell.shape)}" for cell in runnable]
+    return "\n".join([*lines, f"{len(runnable)} of {len(cells)} combinations; nothing was started"])
 
 
 def table(name: str, found: Found) -> Table:
@@ -53,17 +54,17 @@ def table(name: str, found: Found) -> Table:
     return made_of
 
 
-def _numbers(made: Mapping[str, Any]) -> dict[str, str]:
-    walls = [one["wall_s"] for one in made["rounds"]]
+def _numbers(line: Mapping[str, Any]) -> dict[str, str]:
+    walls = [measurement["wall_s"] for measurement in line["rounds"]]
     wall = statistics.median(walls)
     return {
         "s": f"{wall:.3g}",
         "least-most": f"{min(walls):.3g}-{max(walls):.3g}",
-        "CPU-s": f"{statistics.median(one['cpu_s'] for one in made['rounds']):.3g}",
-        "x floor": f"{wall / made['floor_s']:.2f}",
-        "tokens/s": f"{made['tokens_per_s']:,.0f}",
-        "per GPU": f"{per_gpu(made):,.0f}" if made["gpus"] else "",
-        "others": f"{made['others_share']:.0%}",
+        "CPU-s": f"{median(line['rounds'], 'cpu_s'):.3g}",
+        "x floor": f"{wall / line['floor_s']:.2f}",
+        "tokens/s": f"{line['tokens_per_s']:,.0f}",
+        "per GPU": f"{per_gpu(line):,.0f}" if line["gpus"] else "",
+        "others": f"{line['others_share']:.0%}",
     }
 
 
@@ -71,12 +72,12 @@ def published(history: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> Ite
     """Yield the figures that stand beside these cases, if any do."""
     from rich.table import Table
 
-    found = rows(history, cases)
-    if found:
+    figures = rows(history, cases)
+    if figures:
         made = Table(title="beside published figures (docs/benchmarks.md)", title_justify="left")
         for column in COLUMNS:
             made.add_column(column)
-        for row in found:
+        for row in figures:
             made.add_row(*row)
         yield made
 

@@ -161,8 +161,8 @@ def gpus_of(config: RunConfig) -> int:
     servers = config.rollout.servers
     if servers is None or servers.colocated:
         return config.cluster.nproc
-    own = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
-    return config.cluster.nproc + max(0, servers.count * servers.ranks - own)
+    lent = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
+    return config.cluster.nproc + max(0, servers.count * servers.ranks - lent)
 
 
 def steps_of(lines: list[dict[str, Any]]) -> list[Step]:

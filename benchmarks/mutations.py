@@ -77,15 +77,15 @@ class Answer:
 
 def load(path: Path = ANSWERS) -> list[Answer]:
     """Return the answers of a file."""
-    found, kind = [], ""
+    answers, kind = [], ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("[") and line.endswith("]") and "|||" not in line:
             kind = line[1:-1]
         elif line.strip() and not line.startswith("#"):
-            told, *mutants = line.split(" ~~~ ")
-            reference, *forms = told.split(" ||| ")
-            found.append(Answer(kind, reference, tuple(forms), frozenset(mutants)))
-    return found
+            equal, *mutants = line.split(" ~~~ ")
+            reference, *forms = equal.split(" ||| ")
+            answers.append(Answer(kind, reference, tuple(forms), frozenset(mutants)))
+    return answers
 
 
 def mutants(reference: str) -> Iterator[str]:
@@ -163,14 +163,14 @@ def pair_seconds(reference: str, answer: str, rounds: int = 3, least_s: float = 
     """Return the CPU seconds of one comparison: the least of several rounds of at least `least_s` seconds each."""
     from megarl.rewards.math import math
 
-    found = []
+    seconds = []
     for _ in range(rounds):
         start, count = time.process_time(), 0
         while not count or time.process_time() - start < least_s:
             math({"response": rf"\boxed{{{answer}}}", "answer": reference})
             count += 1
-        found.append((time.process_time() - start) / count)
-    return min(found)
+        seconds.append((time.process_time() - start) / count)
+    return min(seconds)
 
 
 def growth() -> dict[str, Any]:

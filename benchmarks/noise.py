@@ -38,6 +38,10 @@ class Judged:
     high: float
     limit: float
 
+    def texts(self) -> tuple[str, str, str]:
+        """Return ratio, interval and limit as text."""
+        return f"{self.ratio:.3f}", f"{self.low:.3f} to {self.high:.3f}", f"{self.limit:.3f}"
+
     @property
     def slower(self) -> bool:
         """Whether it is slower beyond noise: a regression."""

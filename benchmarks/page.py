@@ -11,6 +11,7 @@ from typing import Any
 from megarl.benchmarks.matrix import Cell
 from megarl.benchmarks.matrix_view import Found, matrix_html, published_html
 from megarl.benchmarks.noise import Judged
+from megarl.benchmarks.report import median, phase_medians
 
 _WIDTH, _ROW, _LEFT, _RIGHT = 720, 22, 150, 110
 _STYLE = (
@@ -37,11 +38,11 @@ def page(
     """
     parts = ["<!doctype html><meta charset='utf-8'><title>megarl bench</title>", f"<style>{_STYLE}</style>"]
     parts += ["<h1>megarl bench</h1>", *matrix_html(found, cells, failed or {}), *published_html(history)]
-    for made, judged in found:
-        kind = [one for one in history if all(one[name] == made[name] for name in _KIND)]
-        same = [one for one in kind if one["layout"] == made["layout"] and one["metric"] == made["metric"]]
-        parts += [_head(made), _verdicts(judged), "<h3>Phases</h3>", _bars(made, same[-2] if len(same) > 1 else None)]
-        if len({one["layout"]["nproc"] for one in kind}) > 1:
+    for line, judged in found:
+        kind = [other for other in history if all(other[name] == line[name] for name in _KIND)]
+        same = [other for other in kind if other["layout"] == line["layout"] and other["metric"] == line["metric"]]
+        parts += [_head(line), _verdicts(judged), "<h3>Phases</h3>", _bars(line, same[-2] if len(same) > 1 else None)]
+        if len({other["layout"]["nproc"] for other in kind}) > 1:
             parts += ["<h3>Scaling</h3>", _scaling(kind)]
         parts += ["<h3>History</h3>", _history(same)]
     return "\n".join(parts) + "\n"
@@ -56,9 +57,9 @@ def _head(made: Mapping[str, Any]) -> str:
 
 def _verdicts(judged: Mapping[str, Judged]) -> str:
     rows = ["<tr><th>beside<th>ratio<th>99%<th>limit<th></tr>"]
-    for name, one in judged.items():
-        verdict = "slower" if one.slower else "faster" if one.faster else "the same"
-        cells = [html.escape(name), f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}", f"{one.limit:.3f}", verdict]
+    for name, judgement in judged.items():
+        verdict = "slower" if judgement.slower else "faster" if judgement.faster else "the same"
+        cells = [html.escape(name), *judgement.texts(), verdict]
         rows.append("<tr><td>" + "<td>".join(cells) + "</tr>")
     return f"<table>{''.join(rows)}</table>"
 
@@ -72,17 +73,12 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
-def _phases(made: Mapping[str, Any]) -> dict[str, float]:
-    """Return the median over rounds of the wall seconds of every phase, and of the step."""
-    rounds = made["rounds"]
-    names = rounds[0]["phases"]
-    found = {name: statistics.median(one["phases"].get(name, 0.0) for one in rounds) for name in names}
-    return found | {"step": statistics.median(one["wall_s"] for one in rounds)}
-
-
 def _bars(made: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
     """Draw a bar per phase, the line before in grey below it, and the floor of the step as a line."""
-    now, then = _phases(made), {} if before is None else _phases(before)
+    now, then = (
+        {} if line is None else phase_medians(line["rounds"]) | {"step": median(line["rounds"], "wall_s")}
+        for line in (made, before)
+    )
     most = max([*now.values(), *then.values(), made["floor_s"]])
     scale = (_WIDTH - _LEFT - _RIGHT) / most
     parts = []
@@ -129,14 +125,14 @@ def _curve(points: Sequence[tuple[float, float, str]], unit: str, spread: Sequen
 
 def _scaling(kind: Sequence[Mapping[str, Any]]) -> str:
     """Return the tokens per second by processes, the newest line of each number."""
-    newest = {one["layout"]["nproc"]: one["tokens_per_s"] for one in kind}
+    newest = {line["layout"]["nproc"]: line["tokens_per_s"] for line in kind}
     return _curve([(n, newest[n], f"{n} processes") for n in sorted(newest)], "tokens/s")
 
 
 def _history(same: Sequence[Mapping[str, Any]]) -> str:
     """Return the median seconds of each session, and the least and most of its rounds."""
-    seconds = [[one[made["metric"]] for one in made["rounds"]] for made in same]
-    days = [time.strftime("%Y-%m-%d", time.gmtime(made["time"])) for made in same]
-    labels = [f"{made['commit'][:7]} {day}" for made, day in zip(same, days, strict=True)]
+    seconds = [[measurement[line["metric"]] for measurement in line["rounds"]] for line in same]
+    days = [time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in same]
+    labels = [f"{line['commit'][:7]} {day}" for line, day in zip(same, days, strict=True)]
     points = [(float(at), statistics.median(rounds), labels[at]) for at, rounds in enumerate(seconds)]
     return _curve(points, "s", [(min(rounds), max(rounds)) for rounds in seconds])

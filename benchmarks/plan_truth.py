@@ -71,13 +71,13 @@ def settings_of(size: str, layout: str) -> list[str]:
     nproc, more = LAYOUTS[layout]
     model = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     model |= {"num_key_value_heads": 2, "intermediate_size": width}
-    found = [f"model.hf_config.{name}={value}" for name, value in model.items()]
+    settings = [f"model.hf_config.{name}={value}" for name, value in model.items()]
     if layout == "ep2":
-        found += [
+        settings += [
             f"model.hf_config.{text}" for text in ("model_type=qwen3_moe", "num_experts=4", "num_experts_per_tok=2")
         ]
-        found.append(f"model.hf_config.moe_intermediate_size={width // 2}")
-    return [*found, f"cluster.nproc={nproc}", *more]
+        settings.append(f"model.hf_config.moe_intermediate_size={width // 2}")
+    return [*settings, f"cluster.nproc={nproc}", *more]
 
 
 def empty_of(nproc: int) -> list[str]:
@@ -225,13 +225,13 @@ def _some(given: str | None, known: dict[str, Any], where: str) -> list[str]:
 
 def memory_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float]]:
     """Return (size, layout, bytes over those of an empty process, bytes by the estimate) of each case."""
-    found = []
+    rows = []
     for name, case in result["cases"].items():
         if "resident" in case:
             size, layout = _name_of(name)
             more = case["resident"] - result["empty"][str(LAYOUTS[layout][0])]
-            found.append((size, layout, more, case["estimate"]["bytes"]))
-    return found
+            rows.append((size, layout, more, case["estimate"]["bytes"]))
+    return rows
 
 
 def memory_table(result: dict[str, Any]) -> Table:
@@ -239,26 +239,26 @@ def memory_table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     every = memory_rows(result)
-    near = sum(abs(said / seen - 1) <= MEMORY_WITHIN for _, _, seen, said in every)
+    near = sum(abs(estimated / measured - 1) <= MEMORY_WITHIN for _, _, measured, estimated in every)
     made = Table(title="memory of the fullest process", caption=f"within {MEMORY_WITHIN:.0%}: {near} of {len(every)}")
     for column in ("size", "layout", "measured MB", "estimate MB", "estimate / measured"):
         made.add_column(column, justify="left" if column in ("size", "layout") else "right")
-    for size, layout, seen, said in every:
-        made.add_row(size, layout, f"{seen / 1e6:.0f}", f"{said / 1e6:.0f}", f"{said / seen:.2f}")
+    for size, layout, measured, estimated in every:
+        made.add_row(size, layout, f"{measured / 1e6:.0f}", f"{estimated / 1e6:.0f}", f"{estimated / measured:.2f}")
     return made
 
 
 def seconds_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float, float, float]]:
     """Return each case's (size, layout, wall seconds of a step, CPU-seconds per core, planned seconds, others)."""
-    found = []
+    rows = []
     for name, case in result["cases"].items():
         if "timed" in case:
             size, layout = _name_of(name)
             cores, seen = min(LAYOUTS[layout][0], result["machine"]["cores"]), case["timed"]
-            found.append(
+            rows.append(
                 (size, layout, seen["wall_s"], seen["cpu_s"] / cores, case["planned"]["step_s"], seen["others_share"])
             )
-    return found
+    return rows
 
 
 def seconds_table(result: dict[str, Any]) -> Table:
@@ -266,14 +266,14 @@ def seconds_table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     every = seconds_rows(result)
-    ratios = [(said / clock, said / cpu) for _, _, clock, cpu, said, _ in every]
+    ratios = [(plan / clock, plan / cpu) for _, _, clock, cpu, plan, _ in every]
     near = [sum(abs(pair[at] - 1) <= SECONDS_WITHIN for pair in ratios) for at in (0, 1)]
     caption = f"within {SECONDS_WITHIN:.0%} of the clock: {near[0]} of {len(every)}; of CPU-seconds: {near[1]}"
     made = Table(title="seconds of a step", caption=caption)
     for column in ("size", "layout", "clock", "CPU-s per core", "plan", "plan / clock", "plan / CPU", "others"):
         made.add_column(column, justify="left" if column in ("size", "layout") else "right")
-    for size, layout, clock, cpu, said, others in every:
-        numbers = (clock, cpu, said, said / clock, said / cpu)
+    for size, layout, clock, cpu, plan, others in every:
+        numbers = (clock, cpu, plan, plan / clock, plan / cpu)
         made.add_row(size, layout, *(f"{number:.2f}" for number in numbers), f"{others:.0%}")
     return made
 

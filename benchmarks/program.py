@@ -114,9 +114,9 @@ class OthersShare:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        busy, own, start = self._start
+        busy, used, start = self._start
         capacity = (time.perf_counter() - start) * (os.cpu_count() or 1)
-        self.share = max(0.0, (_busy() - busy) - (_own() - own)) / capacity
+        self.share = max(0.0, (_busy() - busy) - (_own() - used)) / capacity
 
 
 def _busy() -> float:

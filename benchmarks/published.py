@@ -69,7 +69,7 @@ class Figure:
             and line.get("gpus") == self.gpus
             and bool(kinds)
             and all(self.gpu in kind for kind in kinds)
-            and all(_is_how(one) for one in line["overrides"])
+            and all(_is_how(override) for override in line["overrides"])
         )
 
 
@@ -101,14 +101,14 @@ COLUMNS = ("published by", "model", "policy", "GPUs", "tokens/s/GPU", "ours", "o
 def rows(history: Sequence[Mapping[str, Any]], cases: Sequence[str] | None = None) -> list[tuple[str, ...]]:
     """Return a row for each figure, in the order of COLUMNS; `cases`: only of these cases of ours."""
     made: list[tuple[str, ...]] = []
-    for one in figures():
-        if cases is not None and one.case not in cases:
+    for figure in figures():
+        if cases is not None and figure.case not in cases:
             continue
-        line = one.ours(history)
+        line = figure.ours(history)
         ours = (NOT_MEASURED, "")
         if line is not None:
-            ours = (f"{per_gpu(line):,.0f} ({line['commit']})", f"{per_gpu(line) / one.tokens_per_s_per_gpu:.2f}")
-        theirs = f"{one.tokens_per_s_per_gpu:,.0f}"
-        gpus = f"{one.gpus} x {one.gpu}"
-        made.append((f"{one.system}, {one.published}", one.model, one.policy, gpus, theirs, *ours))
+            ours = (f"{per_gpu(line):,.0f} ({line['commit']})", f"{per_gpu(line) / figure.tokens_per_s_per_gpu:.2f}")
+        theirs = f"{figure.tokens_per_s_per_gpu:,.0f}"
+        gpus = f"{figure.gpus} x {figure.gpu}"
+        made.append((f"{figure.system}, {figure.published}", figure.model, figure.policy, gpus, theirs, *ours))
     return made

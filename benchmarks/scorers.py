@@ -85,12 +85,12 @@ def growth() -> float:
     short, long = ([hostile(name, n) for name in HOSTILE] for n in (LENGTH, 2 * LENGTH))
 
     def seconds(score: Score, texts: list[str]) -> float:
-        found = []
+        rounds = []
         for _ in range(_ROUNDS):
             start = time.process_time()
             for text in texts:
                 score(text)
-            found.append(time.process_time() - start)
-        return min(found)
+            rounds.append(time.process_time() - start)
+        return min(rounds)
 
     return max(seconds(score, long) / seconds(score, short) for score in scorers().values())

@@ -34,13 +34,13 @@ DRAWS = 10_000
 def measure(sources: Path, arguments: list[str]) -> dict[str, float]:
     """Return seconds that one `megarl bench` of the package in `sources` reports."""
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
-        found = Path(folder) / "bench.json"
-        command = [sys.executable, "-m", "megarl", "bench", *arguments, "--json", str(found)]
+        result = Path(folder) / "bench.json"
+        command = [sys.executable, "-m", "megarl", "bench", *arguments, "--json", str(result)]
         environment = os.environ | {"PYTHONPATH": str(sources)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        if not found.exists():  # `algorithms` exits with 1 when a function misses its target, and has measured it
+        if not result.exists():  # `algorithms` exits with 1 when a function misses its target, and has measured it
             sys.exit(f"megarl bench failed with the code in {sources}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-        return seconds_of(json.loads(found.read_text()))
+        return seconds_of(json.loads(result.read_text()))
 
 
 def seconds_of(report: dict[str, Any]) -> dict[str, float]:

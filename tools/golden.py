@@ -148,15 +148,15 @@ def write_expressions(folder: Path) -> None:
 
 def numbers_of_base(commit: str, cases: list[str]) -> dict[str, list[Line]]:
     """Return the base's lines of each case; those that are not kept yet are trained first."""
-    kept = {case: _kept(commit, case) for case in cases}
-    missing = [case for case in cases if not kept[case].exists()]
+    recorded = {case: _kept(commit, case) for case in cases}
+    missing = [case for case in cases if not recorded[case].exists()]
     if missing:
         with package_of(commit) as sources:
             for case in missing:
                 lines, _ = _trained(sources, case, f"base {commit}")
-                kept[case].parent.mkdir(parents=True, exist_ok=True)
-                kept[case].write_text(json.dumps(lines))
-    return {case: json.loads(path.read_text()) for case, path in kept.items()}
+                recorded[case].parent.mkdir(parents=True, exist_ok=True)
+                recorded[case].write_text(json.dumps(lines))
+    return {case: json.loads(path.read_text()) for case, path in recorded.items()}
 
 
 def _kept(commit: str, case: str) -> Path:

@@ -32,13 +32,13 @@ FALSE = ("", "0", "f", "false", "n", "no", "off")
 
 def read_settings(listed: str) -> dict[str, str]:
     """Read the output of `pip config list`: each setting's value for an installation."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     lines = [line.partition("=") for line in listed.splitlines()]
     for section in ("global", "install", ":env:"):  # a later one has precedence
         for name, _, value in lines:
             if name.startswith(f"{section}."):
-                found[name.removeprefix(f"{section}.")] = ast.literal_eval(value)
-    return found
+                values[name.removeprefix(f"{section}.")] = ast.literal_eval(value)
+    return values
 
 
 def uv_variables(settings: dict[str, str]) -> dict[str, str]:

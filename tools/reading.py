@@ -81,12 +81,12 @@ def calls_of_step(arguments: Iterable[str]) -> dict[Path, set[int]]:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-        found: dict[Path, set[int]] = {}
+        lines_by_file: dict[Path, set[int]] = {}
         for file in (folder / "out").iterdir():
             for line in file.read_text().splitlines():
                 path, first = line.split("\t")
-                found.setdefault(Path(path), set()).add(int(first))
-    return found
+                lines_by_file.setdefault(Path(path), set()).add(int(first))
+    return lines_by_file
 
 
 def lines_of(path: Path) -> int:
@@ -109,7 +109,7 @@ def function_lines(path: Path, firsts: set[int]) -> int:
     inside: set[int] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             if first in firsts:
                 inside |= set(range(first, (node.end_lineno or first) + 1))
     return len(inside)
@@ -119,27 +119,27 @@ def imports_between(folder: Path) -> dict[str, set[str]]:
     """Map each file of a folder to the other files of it that it imports, wherever in it the import stands."""
     package = ".".join(folder.relative_to(ROOT).parts)
     names = {path.stem for path in folder.glob("*.py")}
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for path in folder.glob("*.py"):
-        mine = found.setdefault(path.stem, set())
+        names_of_file = imports.setdefault(path.stem, set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
                 tail = (node.module or "").removeprefix(package).removeprefix(".").partition(".")[0]
-                mine |= ({tail} if tail else {alias.name for alias in node.names}) & names
-        mine.discard(path.stem)
-    return found
+                names_of_file |= ({tail} if tail else {alias.name for alias in node.names}) & names
+        names_of_file.discard(path.stem)
+    return imports
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
     """Return the groups of more than one file in which each imports each other one, directly or not."""
 
     def reached(start: str) -> set[str]:
-        found, left = set(), [start]
+        reached, left = set(), [start]
         while left:
-            for one in arrows[left.pop()] - found:
-                found.add(one)
-                left.append(one)
-        return found
+            for neighbour in arrows[left.pop()] - reached:
+                reached.add(neighbour)
+                left.append(neighbour)
+        return reached
 
     reach = {name: reached(name) for name in arrows}
     groups = {

@@ -96,9 +96,9 @@ def agree_on_nccl(*pythons: Path) -> None:
     Each torch names one exact version, so both cannot be asked for in one resolution; newer ones keep the interface.
     """
     for python in pythons:
-        found = nccl_wheel(python)
-        if found is not None and found.version != NCCL:
-            installer.install(python, "--no-deps", f"{found.wheel}=={NCCL}")
+        wheel = nccl_wheel(python)
+        if wheel is not None and wheel.version != NCCL:
+            installer.install(python, "--no-deps", f"{wheel.wheel}=={NCCL}")
 
 
 def advice(servers: Path, trainer: Path) -> list[str]:

@@ -135,7 +135,7 @@ def ratios(numbers: dict[str, dict[str, float]], default: str) -> dict[str, dict
         numbers: from `sides`.
         default: our default dtype. It is held against all settings of TRL, fp32 against its fp32 ones.
     """
-    found: dict[str, dict[str, Any]] = {}
+    ratios_by_label: dict[str, dict[str, Any]] = {}
     for label, ours, theirs in (
         ("default", f"megarl {default}+malloc", "trl "),
         ("fp32", "megarl fp32+malloc", "trl fp32"),
@@ -143,12 +143,12 @@ def ratios(numbers: dict[str, dict[str, float]], default: str) -> dict[str, dict
         against = {side: value for side, value in numbers.items() if side.startswith(theirs)}
         if ours not in numbers or not against:
             continue
-        found[label] = {"ours": ours}
+        ratios_by_label[label] = {"ours": ours}
         for name in ("wall_s", "cpu_s"):
             best = min(against, key=lambda side: against[side][name])
-            found[label][name] = numbers[ours][name] / against[best][name]
-            found[label][f"{name}_against"] = best
-    return found
+            ratios_by_label[label][name] = numbers[ours][name] / against[best][name]
+            ratios_by_label[label][f"{name}_against"] = best
+    return ratios_by_label
 
 
 def show(case: str, numbers: dict[str, dict[str, float]], found: dict[str, dict[str, Any]], say: Console) -> None:
@@ -209,9 +209,9 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     numbers = sides(runs)
-    found = ratios(numbers, config.model.dtype)
-    show(config.name, numbers, found, say)
-    save({"case": config.name, "machine": machine, "ratios": found, "sides": numbers, "runs": runs}, path)
+    our_ratios = ratios(numbers, config.model.dtype)
+    show(config.name, numbers, our_ratios, say)
+    save({"case": config.name, "machine": machine, "ratios": our_ratios, "sides": numbers, "runs": runs}, path)
     say.print(f"saved: {path}")
     return 0
 

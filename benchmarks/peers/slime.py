@@ -62,69 +62,69 @@ def command(work: Work, arguments: argparse.Namespace) -> list[str]:
     path = work.config.model.path
     if path not in MODELS:
         raise UserError("no script of slime is known for it", where="model.path", found=path, allowed=list(MODELS))
-    named = [*_run(work, arguments), *_training(work), *_layout(work), *_generation(work)]
+    parts = [*_run(work, arguments), *_training(work), *_layout(work), *_generation(work)]
     model = shlex.quote(str(root / "scripts" / "models" / f"{MODELS[path]}.sh"))
     train = shlex.join([arguments.python, str(root / "train.py")])
-    script = f'source {model} && exec {train} "${{MODEL_ARGS[@]}}" {shlex.join(named)}'
+    script = f'source {model} && exec {train} "${{MODEL_ARGS[@]}}" {shlex.join(map(str, parts))}'
     return ["bash", "-c", script]
 
 
-def _run(work: Work, arguments: argparse.Namespace) -> list[str]:
+def _run(work: Work, arguments: argparse.Namespace) -> list[object]:
     config = work.config
-    made = ["--actor-num-nodes", config.cluster.nnodes, "--actor-num-gpus-per-node", work.gpus_per_node, "--colocate"]
-    made += ["--hf-checkpoint", config.model.path, "--ref-load", arguments.checkpoint]
-    made += ["--prompt-data", work.rows, "--input-key", "prompt", "--label-key", "label"]
-    made += ["--apply-chat-template"] if config.data.chat_template else []
-    made += ["--rm-type", work.reward(REWARDS, "slime"), "--num-rollout", work.steps]
-    return [str(one) for one in made]
+    flags = ["--actor-num-nodes", config.cluster.nnodes, "--actor-num-gpus-per-node", work.gpus_per_node, "--colocate"]
+    flags += ["--hf-checkpoint", config.model.path, "--ref-load", arguments.checkpoint]
+    flags += ["--prompt-data", work.rows, "--input-key", "prompt", "--label-key", "label"]
+    flags += ["--apply-chat-template"] if config.data.chat_template else []
+    flags += ["--rm-type", work.reward(REWARDS, "slime"), "--num-rollout", work.steps]
+    return flags
 
 
-def _training(work: Work) -> list[str]:
+def _training(work: Work) -> list[object]:
     config = work.config
     optim, loss, kl = config.actor.optim, config.algorithm.loss, config.algorithm.kl
-    made = ["--advantage-estimator", "grpo", "--entropy-coef", loss.entropy_coef]
-    made += [] if config.algorithm.advantage.own.get("norm_by_std", True) else ["--disable-grpo-std-normalization"]
-    made += ["--eps-clip", loss.own.get("clip_low", 0.2), "--eps-clip-high", loss.own.get("clip_high", 0.2)]
+    flags = ["--advantage-estimator", "grpo", "--entropy-coef", loss.entropy_coef]
+    flags += [] if config.algorithm.advantage.own.get("norm_by_std", True) else ["--disable-grpo-std-normalization"]
+    flags += ["--eps-clip", loss.own.get("clip_low", 0.2), "--eps-clip-high", loss.own.get("clip_high", 0.2)]
     dual = loss.own.get("dual_clip", 3.0)
-    made += [] if dual is None else ["--eps-clip-c", dual]
-    made += ["--calculate-per-token-loss"] if loss.aggregation == "token-mean" else []
+    flags += [] if dual is None else ["--eps-clip-c", dual]
+    flags += ["--calculate-per-token-loss"] if loss.aggregation == "token-mean" else []
     if kl.use == "loss":
-        made += ["--use-kl-loss", "--kl-loss-coef", kl.coef, "--kl-loss-type", KL_TYPES[kl.estimator]]
-    made += ["--optimizer", "adam", "--lr", optim.lr, "--lr-decay-style", optim.schedule]
+        flags += ["--use-kl-loss", "--kl-loss-coef", kl.coef, "--kl-loss-type", KL_TYPES[kl.estimator]]
+    flags += ["--optimizer", "adam", "--lr", optim.lr, "--lr-decay-style", optim.schedule]
     # Its warm-up may not be longer than the run, as one that is made for measuring is.
     updates = work.steps * (config.data.batch_size // work.mini_batch)
-    made += ["--lr-warmup-iters", min(optim.warmup(updates), updates - 1), "--weight-decay", optim.weight_decay]
-    made += ["--adam-beta1", optim.beta1, "--adam-beta2", optim.beta2, "--clip-grad", optim.clip_grad]
-    made += ["--attention-dropout", 0.0, "--hidden-dropout", 0.0, "--accumulate-allreduce-grads-in-fp32"]
-    made += ["--attention-softmax-in-fp32", "--attention-backend", "flash"]
-    return [str(one) for one in made]
+    flags += ["--lr-warmup-iters", min(optim.warmup(updates), updates - 1), "--weight-decay", optim.weight_decay]
+    flags += ["--adam-beta1", optim.beta1, "--adam-beta2", optim.beta2, "--clip-grad", optim.clip_grad]
+    flags += ["--attention-dropout", 0.0, "--hidden-dropout", 0.0, "--accumulate-allreduce-grads-in-fp32"]
+    flags += ["--attention-softmax-in-fp32", "--attention-backend", "flash"]
+    return flags
 
 
-def _layout(work: Work) -> list[str]:
+def _layout(work: Work) -> list[object]:
     parallel, engine = work.config.actor.parallel, work.config.actor.engine
-    made = ["--tensor-model-parallel-size", parallel.tp, "--pipeline-model-parallel-size", parallel.pp]
-    made += ["--context-parallel-size", parallel.cp, "--expert-model-parallel-size", parallel.ep]
-    made += ["--expert-tensor-parallel-size", parallel.etp or (1 if parallel.ep > 1 else parallel.tp)]
-    made += ["--sequence-parallel"] if parallel.sp and parallel.tp > 1 else []
-    made += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", max(engine.micro_batch_tokens, work.longest)]
-    made += ["--balance-data"]
+    flags = ["--tensor-model-parallel-size", parallel.tp, "--pipeline-model-parallel-size", parallel.pp]
+    flags += ["--context-parallel-size", parallel.cp, "--expert-model-parallel-size", parallel.ep]
+    flags += ["--expert-tensor-parallel-size", parallel.etp or (1 if parallel.ep > 1 else parallel.tp)]
+    flags += ["--sequence-parallel"] if parallel.sp and parallel.tp > 1 else []
+    flags += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", max(engine.micro_batch_tokens, work.longest)]
+    flags += ["--balance-data"]
     if engine.recompute == "full":
-        made += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
-    return [str(one) for one in made]
+        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+    return flags
 
 
-def _generation(work: Work) -> list[str]:
+def _generation(work: Work) -> list[object]:
     config = work.config
     servers, sampling = config.rollout.sglang, config.rollout.sampling
-    made = ["--rollout-batch-size", config.data.batch_size, "--n-samples-per-prompt", sampling.n]
-    made += ["--global-batch-size", work.mini_batch * sampling.n]
-    made += ["--rollout-max-prompt-len", config.data.max_prompt_tokens]
-    made += ["--rollout-max-response-len", sampling.max_new_tokens]
-    made += ["--rollout-temperature", sampling.temperature, "--rollout-top-p", sampling.top_p]
-    made += ["--rollout-top-k", sampling.top_k or -1, "--rollout-num-gpus-per-engine", servers.tp_size]
+    flags = ["--rollout-batch-size", config.data.batch_size, "--n-samples-per-prompt", sampling.n]
+    flags += ["--global-batch-size", work.mini_batch * sampling.n]
+    flags += ["--rollout-max-prompt-len", config.data.max_prompt_tokens]
+    flags += ["--rollout-max-response-len", sampling.max_new_tokens]
+    flags += ["--rollout-temperature", sampling.temperature, "--rollout-top-p", sampling.top_p]
+    flags += ["--rollout-top-k", sampling.top_k or -1, "--rollout-num-gpus-per-engine", servers.tp_size]
     if servers.memory_fraction is not None:
-        made += ["--sglang-mem-fraction-static", servers.memory_fraction]
-    return [str(one) for one in made]
+        flags += ["--sglang-mem-fraction-static", servers.memory_fraction]
+    return flags
 
 
 def write(work: Work) -> None:
@@ -141,13 +141,13 @@ def per_gpu(log: str, gpus: int) -> list[float]:
 
     `actor_train_tok_per_s` is the tokens of all sequences of a step over the seconds of its update.
     """
-    found = []
+    rates = []
     for text in _PERF.findall(log):
         named = ast.literal_eval(re.sub(r"\b(nan|inf)\b", "None", text))
         rate, update, step = (named.get(f"perf/{key}") for key in _KEYS)
-        if all(isinstance(one, (int, float)) and math.isfinite(one) for one in (rate, update, step)):
-            found.append(rate * update / step / gpus)
-    return found
+        if all(isinstance(number, (int, float)) and math.isfinite(number) for number in (rate, update, step)):
+            rates.append(rate * update / step / gpus)
+    return rates
 
 
 _KEYS = ("actor_train_tok_per_s", "actor_train_time", "step_time")

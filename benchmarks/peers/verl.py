@@ -158,7 +158,7 @@ def write(work: Work) -> None:
 
 def per_gpu(log: str, gpus: int) -> list[float]:
     """Return the tokens per second and GPU of every step in verl's console log (`perf/throughput:1234.5`)."""
-    return [float(found) for found in _THROUGHPUT.findall(log)]
+    return [float(rate) for rate in _THROUGHPUT.findall(log)]
 
 
 PEER = Peer("verl", ".parquet", command, write, per_gpu, no_such=no_such)

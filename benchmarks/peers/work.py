@@ -95,10 +95,10 @@ def work_of(
         ("algorithm.kl.use", kl.use, kl.use != "reward", "none, loss"),
         *no_such_of(config),
     ]
-    for key, found, fits, allowed in no_such:
+    for key, value, fits, allowed in no_such:
         if not fits:
             raise UserError(
-                f"no command of {peer} can be made for this setting", where=key, found=found, allowed=allowed
+                f"no command of {peer} can be made for this setting", where=key, found=value, allowed=allowed
             )
     return Work(config, config.trainer.steps, rows)
 
@@ -110,8 +110,8 @@ def prompts(work: Work) -> list[tuple[str, Any]]:
 
     data = work.config.data
     kwargs = {"split": "train", **data.loader_kwargs}
-    found = itertools.chain.from_iterable(load_rows(source, kwargs) for source in data.train_files)
-    rows = list(itertools.islice(found, work.steps * data.batch_size))
+    all_rows = itertools.chain.from_iterable(load_rows(source, kwargs) for source in data.train_files)
+    rows = list(itertools.islice(all_rows, work.steps * data.batch_size))
     texts = render_prompts(data, None, rows)
     answers = [None if data.answer_key is None else row.column(data.answer_key, "data.answer_key") for row in rows]
     return list(zip(texts, answers, strict=True))
@@ -197,15 +197,15 @@ def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespa
     _check_import(peer.name, arguments.python)
     _write(peer, work)
     output, others_share = run_program(command, merged=True)  # slime logs to standard error
-    found = peer.per_gpu(output, work.config.cluster.nproc)[WARM_UP:]
-    if not found:
+    rates = peer.per_gpu(output, work.config.cluster.nproc)[WARM_UP:]
+    if not rates:
         raise WorkerError(f"no step in the output of {peer.name}:\n{output[-3000:]}")
     machine = machine_info()
-    numbers = {"tokens_per_s_per_gpu": found, "median": statistics.median(found), "others_share": others_share}
+    numbers = {"tokens_per_s_per_gpu": rates, "median": statistics.median(rates), "others_share": others_share}
     case = work.config.name
     path = arguments.json or RESULTS / f"{peer.name}-{case}-{host_class(machine)}.json"
     save({"case": case, "peer": peer.name, "machine": machine, "command": command, **numbers}, path)
-    print(f"{peer.name}, {case}: {numbers['median']:,.0f} tokens/s/GPU, median of {len(found)} steps\nsaved: {path}")
+    print(f"{peer.name}, {case}: {numbers['median']:,.0f} tokens/s/GPU, median of {len(rates)} steps\nsaved: {path}")
     return 0
 
 
@@ -213,15 +213,15 @@ def _check_import(package: str, python: str) -> None:
     try:
         command = [python, "-c", f"import {package}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_S)
-        said = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+        problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except OSError as error:
-        said = [str(error)]
+        problem = [str(error)]
     except subprocess.TimeoutExpired:
-        said = [f"not within {_IMPORT_S:g} s"]
-    if said:
+        problem = [f"not within {_IMPORT_S:g} s"]
+    if problem:
         raise UserError(
             f"this interpreter cannot import {package}",
             where="--python",
-            found=f"{python}: {said[0]}",
+            found=f"{python}: {problem[0]}",
             fix=f"name the interpreter of {package}'s environment, or only show the command with --print",
         )

@@ -167,8 +167,8 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     rows = []
     with _receiver(folder) as receiver, _transport(name, plan, folder) as transport:
-        held: dict[tuple[str, TensorRegion], Tensor] = {(key, region): tensor for key, tensor in weights.items()}
-        source = Source(held, plan, WorkerGroup.alone(), torch.bfloat16, live=transport.live)
+        regions: dict[tuple[str, TensorRegion], Tensor] = {(key, region): tensor for key, tensor in weights.items()}
+        source = Source(regions, plan, WorkerGroup.alone(), torch.bfloat16, live=transport.live)
         sender = BucketSender(source, transport)
         update = _Update(sender, transport, receiver)
 
@@ -229,7 +229,7 @@ def measure() -> dict[str, Any]:
     torch.set_num_threads(1)
     data = torch.cat([tensor.flatten() for tensor in _weights().values()]).view(torch.uint8)
     bucket = BUCKET_MB * 10**6
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "limits": {
             "memcpy": limits.memory_seconds(data, bucket),
             "tcp": limits.tcp_seconds(data),
@@ -240,9 +240,9 @@ def measure() -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         names = ("tensor", "distributed", "disk", "delta")
-        found["rows"] = [row for name in names for row in _measure(name, Path(folder))]
-    found["plan"] = _plan_seconds()
-    return found
+        results["rows"] = [row for name in names for row in _measure(name, Path(folder))]
+    results["plan"] = _plan_seconds()
+    return results
 
 
 def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -315,7 +315,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megarl.benchmarks.report import show_and_save
 
     with OthersShare() as others:
-        found = measure()
+        results = measure()
     link = f"-{arguments.link_gbit:g}gbit" if arguments.link_gbit else ""
-    show_and_save(f"sync{link}", table(found), found, others.share, arguments.json)
+    show_and_save(f"sync{link}", table(results), results, others.share, arguments.json)
     return 0

@@ -53,8 +53,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
             raise pickle.UnpicklingError(f"{module}.{name} is not admitted")
-        found = super().find_class(module, name)
-        return _rebuild_cuda if name == "rebuild_cuda_tensor" else found
+        value = super().find_class(module, name)
+        return _rebuild_cuda if name == "rebuild_cuda_tensor" else value
 
 
 def _rebuild_cuda(*arguments: Any) -> Tensor:
@@ -229,22 +229,22 @@ class Receiver:
 
     def keep(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor into the one of that name."""
-        mine = self.tensors.get(name)
-        if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
-            mine = self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        mine.copy_(tensor)
+        target = self.tensors.get(name)
+        if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+            target = self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        target.copy_(tensor)
 
 
 @functools.cache
 def _loaders() -> ModuleType:
     """Return the loaders that servers have on their path, which are none of megarl's modules."""
     module = PATCH_LOADER.partition(".")[0]
-    found = importlib.util.spec_from_file_location(module, LOADERS / f"{module}.py")
-    assert found is not None
-    assert found.loader is not None
-    made = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location(module, LOADERS / f"{module}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
     sys.modules[module] = made
-    found.loader.exec_module(made)
+    spec.loader.exec_module(made)
     return made
 
 
