@@ -107,8 +107,7 @@ def _check_parameters(kind: type[Environment], method: str, arguments: tuple[str
 
 
 def check_longest(longest_s: float | None, answer_s: float) -> None:
-    """Refuse a deadline of an environment that exceeds the run's. Raise ConfigError if the environment's deadline
-    exceeds the run's.
+    """Raise ConfigError if an environment's deadline exceeds the run's.
 
     Args:
         longest_s: see `EnvSettings.longest_s`.

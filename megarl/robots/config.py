@@ -1,6 +1,6 @@
 """The recipe's section `robot`: a policy that acts, with simulator episodes in place of responses to prompts.
 
-`EmbeddingSettings` is its mapping `robot.reward.embedding`.
+`EmbeddingSettings` is its mapping `robot.reward.embedding`. Pictures have one field of a batch for each camera.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
+from megarl.config.components import settings_at
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
+
+#: Prefixes of the pictures before each policy call, and of the picture after the last call of the episode.
+FRAMES, END_FRAMES = "frames/", "end_frames/"
+#: Prefix of clips: frames of the whole episode as the simulator rendered them, for scores by a video encoder.
+CLIP = "clip/"
+
+#: Entry of `data.train_files` and `data.val_files` for start states of the simulator.
+SIMULATOR = "simulator"
 
 #: The keys that each embedding reads; all embeddings also read `name`.
 _READ = {
@@ -180,3 +189,18 @@ def robot_of(config: RunConfig) -> RobotConfig:
     """Return the section `robot` of a recipe that has it."""
     assert config.robot is not None, "a recipe with the section `robot`"
     return config.robot
+
+
+def compared_fields(config: RunConfig) -> list[str]:
+    """Return the fields by which `progress` scores compare episodes; empty if the reward is `success`."""
+    robot = config.robot
+    if robot is None or robot.reward.name == "success":
+        return []
+    embedding = settings_at("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings)
+    prefixes = (CLIP,) if embedding.by_steps else (FRAMES, END_FRAMES)
+    return ["states", "end_state", *(prefix + camera for prefix in prefixes for camera in robot.cameras)]
+
+
+def clip_fields(config: RunConfig) -> list[str]:
+    """Return the clip fields, which are dropped after scoring: they take as much memory as all other observations."""
+    return [name for name in compared_fields(config) if name.startswith(CLIP)]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.batch import Batch
-from megarl.robots.data.frames import END_FRAMES, FRAMES
+from megarl.robots.config import END_FRAMES, FRAMES
 from megarl.system.processes import write_atomically
 
 FOLDER = "videos"
@@ -68,15 +68,11 @@ def film(cameras: list[NDArray[np.uint8]], *, success: bool) -> bytes:
     for moment in zip(*cameras, strict=True):
         parts = [Image.fromarray(frame) for frame in moment]
         sizes = [(max(1, round(part.width * height / part.height)), height) for part in parts]
-        whole = Image.new(
-            "RGB", (sum(width for width, _ in sizes) + 2 * _BORDER, height + 2 * _BORDER), _GREEN if success else _RED
-        )
-        left = _BORDER
+        width, left = sum(width for width, _ in sizes), _BORDER
+        whole = Image.new("RGB", (width + 2 * _BORDER, height + 2 * _BORDER), _GREEN if success else _RED)
         for part, size in zip(parts, sizes, strict=True):
-            enlarged = size[1] >= part.height
-            whole.paste(
-                part.resize(size, Image.Resampling.NEAREST if enlarged else Image.Resampling.BILINEAR), (left, _BORDER)
-            )
+            method = Image.Resampling.NEAREST if height >= part.height else Image.Resampling.BILINEAR
+            whole.paste(part.resize(size, method), (left, _BORDER))
             left += size[0]
         pictures.append(whole)
     times = [_FRAME_MS] * (len(pictures) - 1) + [_LAST_MS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role, stage
-from megarl.robots.data.frames import clip_fields, compared_fields
+from megarl.robots.config import clip_fields, compared_fields
 from megarl.runtime.stages.reward import record_groups, record_scores
 
 if TYPE_CHECKING:

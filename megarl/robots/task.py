@@ -12,8 +12,7 @@ from megarl.planning.activations import Passes
 from megarl.planning.shards import BYTES
 from megarl.planning.terms import Term, term
 from megarl.robots.checks.recipe import check_robot
-from megarl.robots.config import robot_of
-from megarl.robots.data.frames import END_FRAMES, FRAMES, clip_fields
+from megarl.robots.config import END_FRAMES, FRAMES, clip_fields, robot_of
 from megarl.robots.envs.settings import SimulatorSettings
 from megarl.robots.planning import call_columns, encoder_bytes, episode_bytes, recorder_bytes, tower_bytes
 from megarl.system.errors import ConfigError

@@ -134,12 +134,14 @@ class Simulation:
     def walk(self, team: SimTeam, groups: Sequence[int], step: int) -> Steps:
         """Walk the nodes of a team; each node begins when the nodes of other teams that it depends on have ended."""
         tokens = self.fullest(groups, team.replicas)
+        # The time of the rollout team's nodes is part of the samples' time.
+        generating = () if self.system.rollout is None else self.system.rollout.nodes
         if team.takes:
             yield from self.call(team.replicas * (1 + team.takes))
             yield self.env.timeout(self.seconds.handover(tokens))
         for id in team.nodes:
             for other in self.system.waits[id]:
-                if other != self.system.rollout_node and not self._is_of_rollout_team(other):
+                if other != self.system.rollout_node and other not in generating:
                     yield self.event("node", other, step)
             seconds = self.seconds.node(id, tokens, team.replicas)
             if team is self.system.train:
@@ -150,10 +152,6 @@ class Simulation:
         if team.gives:
             yield from self.call(team.replicas * team.gives)
         yield self.env.timeout(self.seconds.other(team.name))
-
-    def _is_of_rollout_team(self, id: str) -> bool:
-        """Return whether the node belongs to the rollout's team, whose time is part of the samples' time."""
-        return self.system.rollout is not None and id in self.system.rollout.nodes
 
     # -- teams -------------------------------------------------------------------------------------------------------
 

@@ -158,7 +158,9 @@ class _Replica:
                 self._done.append(heapq.heappop(self._scoring)[1])
             wanted, missing, room = rules._wanted, 0, 0
             if not wanted:
-                self._begin()
+                for _ in range(min(self._room, len(self._waiting))):
+                    number = self._waiting.popleft()
+                    self._replica.add(number, self._s.group(number))
                 room = self._room
                 missing = 0 if self._dry else self._batcher.missing(room, len(self._waiting))
             idle = not self._replica.busy and not self._scoring
@@ -173,11 +175,6 @@ class _Replica:
     @property
     def _room(self) -> int:
         return max(0, self._most - self._replica.load) // self._samples
-
-    def _begin(self) -> None:
-        for _ in range(min(self._room, len(self._waiting))):
-            number = self._waiting.popleft()
-            self._replica.add(number, self._s.group(number))
 
     def _swap(self, missing: int) -> Steps:
         began, done = self._env.now, self._done

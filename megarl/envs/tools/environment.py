@@ -172,7 +172,7 @@ class Tools(Environment):
             self._wrong_with(call) or self.shared.begin(call.name, call.arguments, deadline, self._images)
             for call in calls
         ]
-        answers = []
+        answers: list[Said] = []
         for started in work:
             if isinstance(started, str):
                 answers.append((started, True))

@@ -15,8 +15,7 @@ from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.data.sources import TEXT
 from megarl.robots.checks.policy import check_policy
-from megarl.robots.config import EmbeddingSettings, robot_of
-from megarl.robots.data.frames import SIMULATOR
+from megarl.robots.config import SIMULATOR, EmbeddingSettings, robot_of
 from megarl.robots.envs.settings import SimulatorSettings
 
 if TYPE_CHECKING:

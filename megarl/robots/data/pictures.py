@@ -156,25 +156,23 @@ def policy_normalisation(
     """
     if preprocessor is None:
         return _OF_TOWERS[towers]
-    found = Normalisation.of_checkpoint(preprocessor, where)
+    normalisation = Normalisation.of_checkpoint(preprocessor, where)
     sizes = preprocessor.get("input_sizes")
     wanted = [[3, side, side]] * towers
-    if len(found.means) != towers or (sizes is not None and [list(size) for size in sizes] != wanted):
+    if len(normalisation.means) != towers or (sizes is not None and [list(size) for size in sizes] != wanted):
         raise ConfigError(
             "the image normalisation does not fit the model's vision towers",
             where=where,
-            found={"means": found.means, "input_sizes": sizes},
+            found={"means": normalisation.means, "input_sizes": sizes},
             allowed={"means": f"of {towers} towers", "input_sizes": wanted},
             fix="use config.json and preprocessor_config.json of the same checkpoint",
         )
-    return found
+    return normalisation
 
 
 @dataclass(frozen=True)
 class VideoPipeline:
-    """Turns the frames of an episode into the clip for a video encoder. The defaults are V-JEPA 2's at 384 pixels.
-    pixels.
-    """
+    """Turns the frames of an episode into the clip for a video encoder. The defaults are V-JEPA 2's at 384 pixels."""
 
     frames: int = 64  # length of the clip
     size: int = 384  # height and width; frames are resized until their shorter side is 256/224 of it, and cropped

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from megarl.data.batch import Jagged
 from megarl.data.versions import version_values
-from megarl.robots.data.frames import CLIP, END_FRAMES, FRAMES
+from megarl.robots.config import CLIP, END_FRAMES, FRAMES
 from megarl.robots.rollout.policy import Chunk
 from megarl.robots.simulators.protocol import Observation, TaskSpec
 from megarl.system.machine import find_malloc_trim

@@ -42,16 +42,13 @@ class ExpertCounts:
         >>> ExpertCounts(Counter(push=2), Counter(push=1), Counter(crash=1), 31).describe()
         'experts solved 2 of 4 episodes in 31 environment steps; left out: 1 not solved (push 1), 1 failed (crash 1)'
         """
-        solved, unsolved, failed = (sum(some.values()) for some in (self.solved, self.unsolved, self.failures))
-        text = f"experts solved {solved} of {count(solved + unsolved + failed, 'episode')} in "
-        text += count(self.steps, "environment step")
-        parts = [(unsolved, "not solved", self.unsolved), (failed, "failed", self.failures)]
-        left = [f"{number} {what} ({_listed(some)})" for number, what, some in parts if number]
-        return text + (f"; left out: {', '.join(left)}" if left else "")
-
-
-def _listed(some: Counter[str]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in sorted(some.items()))
+        solved, episodes = self.solved.total(), (self.solved + self.unsolved + self.failures).total()
+        text = f"experts solved {solved} of {count(episodes, 'episode')} in {count(self.steps, 'environment step')}"
+        parts = []
+        for end, counts in (("not solved", self.unsolved), ("failed", self.failures)):
+            listed = ", ".join(f"{name} {number}" for name, number in sorted(counts.items()))
+            parts += [f"{counts.total()} {end} ({listed})"] if counts else []
+        return text + (f"; left out: {', '.join(parts)}" if parts else "")
 
 
 @dataclass
@@ -65,8 +62,8 @@ class _Play:
     actions: list[Numbers] = field(default_factory=list)
 
     def shown(self) -> Demonstration:
-        frames = {camera: np.stack([one.frames[camera] for one in self.seen]) for camera in self.spec.cameras}
-        states = np.stack([one.state for one in self.seen])
+        frames = {camera: np.stack([seen.frames[camera] for seen in self.seen]) for camera in self.spec.cameras}
+        states = np.stack([seen.state for seen in self.seen])
         return Demonstration(self.spec.name, frames, states, np.stack(self.actions))
 
 
@@ -81,40 +78,38 @@ def demonstrate(
 ) -> Iterator[Demonstration]:
     """Yield the demonstrations of the episodes that their expert solved, in the order of `episodes`.
 
-    Nothing is played before the first one is asked for. While the last ones wait for one that takes long, up to 16
-    episodes a slot are held.
+    Playing starts when the first demonstration is requested. While an episode takes long, up to 16 later ones per slot
+    are played and kept in memory.
 
     Args:
-        pool: of which no slot is at work.
-        episodes: task and trial of each.
-        noise: standard deviation of what is added to every number of the executed actions, in the simulator's units.
-        seed: seed of the noise, which for each environment step of an episode depends on this, task and trial only.
-        counts: is told what was done.
+        pool: a pool whose slots are all idle.
+        episodes: task and trial of each episode.
+        noise: standard deviation of the noise on every number of the executed actions, in the simulator's units.
+        seed: seed of the noise, which depends only on the seed, the task, the trial and the environment step.
+        counts: counts of the played episodes, which are increased here.
         advance: `advance(1)` is called when one more episode is over.
     """
     assert noise >= 0, f"a standard deviation of {noise}"
     yield from _Stage(pool, episodes, noise, seed, ExpertCounts() if counts is None else counts, advance).play()
 
 
+@dataclass
 class _Stage:
-    """The state of one call of `demonstrate`."""
+    """The state of one call of `demonstrate`, which explains the first six fields."""
 
-    def __init__(
-        self,
-        pool: SimulatorPool,
-        episodes: Sequence[tuple[str, int]],
-        noise: float,
-        seed: int,
-        counts: ExpertCounts,
-        advance: Callable[[int], None],
-    ) -> None:
-        self._pool, self._episodes, self._noise, self._seed = pool, episodes, noise, seed
-        self._counts, self._advance = counts, advance
-        self._waiting = deque(range(len(episodes)))
-        self._playing: dict[int, _Play] = {}
-        self._kept: dict[int, set[str]] = {slot: set() for slot in pool.slots}  # tasks that a slot has a simulator of
-        self._over: dict[int, Demonstration | None] = {}
-        self._next = 0
+    _pool: SimulatorPool
+    _episodes: Sequence[tuple[str, int]]
+    _noise: float
+    _seed: int
+    _counts: ExpertCounts
+    _advance: Callable[[int], None]
+    _playing: dict[int, _Play] = field(default_factory=dict)
+    _over: dict[int, Demonstration | None] = field(default_factory=dict)
+    _next: int = 0
+
+    def __post_init__(self) -> None:
+        self._waiting = deque(range(len(self._episodes)))
+        self._constructed: dict[int, set[str]] = {slot: set() for slot in self._pool.slots}  # tasks, by slot
 
     def play(self) -> Iterator[Demonstration]:
         try:
@@ -139,13 +134,13 @@ class _Stage:
         if slot in self._playing or not self._waiting or self._waiting[0] >= end:
             return
         near = [number for number in self._waiting if number < end]
-        number = next((one for one in near if self._episodes[one][0] in self._kept[slot]), near[0])
+        number = next((number for number in near if self._episodes[number][0] in self._constructed[slot]), near[0])
         self._waiting.remove(number)
         task, trial = self._episodes[number]
         spec = self._pool.tasks[task]
-        self._kept[slot].add(task)
-        drawn = noises(self._seed, task, trial, spec.max_steps, spec.action_dim)
-        self._playing[slot] = _Play(number, spec, np.float32(self._noise) * drawn)
+        self._constructed[slot].add(task)
+        noise = noises(self._seed, task, trial, spec.max_steps, spec.action_dim)
+        self._playing[slot] = _Play(number, spec, np.float32(self._noise) * noise)
         self._pool.begin(slot, task, trial)
 
     def _take(self, slot: int, answer: Answer) -> None:
@@ -158,7 +153,12 @@ class _Stage:
             self._pool.expert(slot)
         elif isinstance(answer, Advice):
             if answer.action is None:
-                raise self._no_expert(play.spec.name)
+                raise ConfigError(
+                    f"the simulator {self._pool.settings.name!r} has no scripted expert",
+                    where="sft.train_files",
+                    found=f"experts, for the task {play.spec.name}",
+                    fix="list files of demonstrations instead, or start from a trained policy and set sft.steps: 0",
+                )
             self._pool.act(slot, (answer.action + play.noise[len(play.actions)])[None])
             play.actions.append(answer.action)
         elif not answer.over:
@@ -175,14 +175,6 @@ class _Stage:
     def _end(self, slot: int, shown: Demonstration | None) -> None:
         self._over[self._playing.pop(slot).number] = shown
         self._advance(1)
-
-    def _no_expert(self, task: str) -> ConfigError:
-        return ConfigError(
-            f"the simulator {self._pool.settings.name!r} has no scripted expert",
-            where="sft.train_files",
-            found=f"experts, for the task {task}",
-            fix="name files of demonstrations in its place, or start from a policy that acts and set sft.steps: 0",
-        )
 
 
 def noises(seed: int, task: str, trial: int, steps: int, dim: int) -> Numbers:

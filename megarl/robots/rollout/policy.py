@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
-from megarl.robots.data.frames import FRAMES
+from megarl.robots.config import FRAMES
 from megarl.robots.models.vla.actions import ActionCodec
 from megarl.robots.simulators.protocol import Numbers, Observation
 

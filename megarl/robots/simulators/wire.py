@@ -78,7 +78,12 @@ def _arrays(header: dict[str, Any], body: bytes, most: int) -> dict[str, NDArray
         raise Malformed("a message without a table of arrays")
     arrays, at = {}, 0
     for name, entry in shapes.items():
-        kind, shape = _kind_and_shape(name, entry)
+        if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in _KINDS or not isinstance(entry[1], list):
+            raise Malformed(f"an array {plain.short(name)} without a valid type and shape: {plain.short(entry)}")
+        if len(entry[1]) > _MOST_DIMENSIONS:
+            raise Malformed(f"an array {plain.short(name)} of {len(entry[1])} dimensions")
+        field = f"an array {plain.short(name)} with the dimension"
+        kind, shape = entry[0], [plain.whole(size, range(_ANY), field) for size in entry[1]]
         count = math.prod(shape)
         size = count * np.dtype(kind).itemsize
         if size > len(body) - at:
@@ -90,33 +95,23 @@ def _arrays(header: dict[str, Any], body: bytes, most: int) -> dict[str, NDArray
     return arrays
 
 
-def _kind_and_shape(name: str, entry: Any) -> tuple[str, list[int]]:
-    if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in _KINDS or not isinstance(entry[1], list):
-        raise Malformed(f"an array {plain.short(name)} that is none: {plain.short(entry)}")
-    if len(entry[1]) > _MOST_DIMENSIONS:
-        raise Malformed(f"an array {plain.short(name)} of {len(entry[1])} dimensions")
-    what = f"an array {plain.short(name)} with the dimension"
-    return entry[0], [plain.whole(size, range(_ANY), what) for size in entry[1]]
-
-
 def places(spec: TaskSpec) -> tuple[dict[str, tuple[int, tuple[int, int, int]]], int]:
     """Return each camera's place in the shared memory (offset, shape), and the number of bytes."""
-    found, end = {}, 0
+    layout, end = {}, 0
     for camera, (height, width) in spec.cameras.items():
-        found[camera] = (end, (height, width, 3))
+        layout[camera] = (end, (height, width, 3))
         end += height * width * 3
-    return found, end
+    return layout, end
 
 
 def clip_places(spec: TaskSpec, recording: Recording | None) -> tuple[dict[str, int], int]:
     """Return the offset of each camera's clip in the shared memory, after the pictures, and the number of bytes."""
-    end = places(spec)[1]
-    found = {}
-    for camera in () if recording is None else recording.cameras:
-        height, width = spec.cameras[camera]
-        found[camera] = end
-        end += recording.frames * height * width * 3 if recording is not None else 0
-    return found, end
+    offsets, end = {}, places(spec)[1]
+    if recording is not None:
+        for camera in recording.cameras:
+            offsets[camera] = end
+            end += recording.frames * math.prod(spec.cameras[camera]) * 3
+    return offsets, end
 
 
 def plain_spec(spec: TaskSpec) -> dict[str, Any]:

@@ -113,15 +113,18 @@ class _Work:
         wanted = header.get("record")
         self._recording = None if wanted is None else Recording(tuple(wanted["cameras"]), wanted["frames"])
         self._recorder = None if wanted is None else ClipRecorder(wanted["cameras"], wanted["frames"])
-        self._map(clip_places(simulator.spec, self._recording)[1])
+        size = clip_places(simulator.spec, self._recording)[1]
+        if size > (0 if self._memory is None else len(self._memory)):
+            os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
         began = time.perf_counter()
         observation = simulator.reset(header["trial"])
         self._playing, self._chunk = simulator, 0
         if self._recorder is not None:
             _check_frames(places(simulator.spec)[0], observation.frames)
             self._recorder.add(observation.frames)
-        told = {"call": "reset", "instruction": str(observation.instruction)[:_TEXT]}
-        self._observed(told, observation, time.perf_counter() - began)
+        answer = {"call": "reset", "instruction": str(observation.instruction)[:_TEXT]}
+        self._observed(answer, observation, time.perf_counter() - began)
 
     def _construct(self, task: str) -> Simulator:
         while len(self._kept) >= self._limit:
@@ -133,36 +136,30 @@ class _Work:
         self._kept[task] = simulator
         return simulator
 
-    def _map(self, size: int) -> None:
-        """Enlarge the shared memory to at least `size` bytes."""
-        if size > (len(self._memory) if self._memory is not None else 0):
-            os.ftruncate(self._file, size)
-            self._memory = mmap.mmap(self._file, size)
-
     def _step(self, _: Any, arrays: dict[str, NDArray[Any]]) -> None:
         assert self._playing is not None, "an episode begins with a reset"
         actions, began = arrays["actions"], time.perf_counter()
         outcome = self._playing.step(actions) if self._recorder is None else self._step_by_step(self._recorder, actions)
         seconds = time.perf_counter() - began
         _check_outcome(outcome, len(actions))
-        said = {
+        result = {
             "executed": int(outcome.executed),
             "success": bool(outcome.success),
             "over": bool(outcome.over),
             "progress": None if outcome.progress is None else float(outcome.progress),
         }
         parts = {name: float(value) for name, value in outcome.seconds.items()}
-        held = self._hold_clip(self._recorder) if outcome.over and self._recorder is not None else {}
-        self._observed({"call": "step", **said, "parts": parts, **held}, outcome.observation, seconds)
+        clip = self._hold_clip(self._recorder) if outcome.over and self._recorder is not None else {}
+        self._observed({"call": "step", **result, "parts": parts, **clip}, outcome.observation, seconds)
 
     def _step_by_step(self, recorder: ClipRecorder, actions: NDArray[Any]) -> Outcome:
         """Execute a chunk action by action, so that every environment step is seen."""
         assert self._playing is not None
-        found, executed, seconds = places(self._playing.spec)[0], 0, dict[str, float]()
+        layout, executed, seconds = places(self._playing.spec)[0], 0, dict[str, float]()
         while True:
             outcome = self._playing.step(actions[executed : executed + 1])
             _check_outcome(outcome, 1)
-            _check_frames(found, outcome.observation.frames)
+            _check_frames(layout, outcome.observation.frames)
             recorder.add(outcome.observation.frames)
             executed += 1
             for name, spent in outcome.seconds.items():
@@ -194,13 +191,13 @@ class _Work:
         """Send an answer with an observation; pictures go to the shared memory."""
         assert self._playing is not None
         state = _checked_state(self._playing.spec, observation.state)
-        found, size = places(self._playing.spec)
-        _check_frames(found, observation.frames)
+        layout, size = places(self._playing.spec)
+        _check_frames(layout, observation.frames)
         sum_ = zlib.crc32(repr(sorted((key, header[key]) for key in header if key != "parts")).encode())
         sum_ = zlib.crc32(state.tobytes(), sum_)
         if size:
             assert self._memory is not None
-            for camera, (offset, shape) in found.items():
+            for camera, (offset, shape) in layout.items():
                 np.ndarray(shape, np.uint8, self._memory, offset)[...] = observation.frames[camera]
             sum_ = zlib.crc32(memoryview(self._memory)[:size], sum_)
         self._send({**header, "seconds": seconds, "sum": sum_}, {"state": state})
@@ -225,10 +222,10 @@ def _checked_state(spec: TaskSpec, state: Any) -> NDArray[np.float32]:
     return numbers
 
 
-def _check_frames(found: Mapping[str, tuple[int, tuple[int, int, int]]], frames: Mapping[str, Any]) -> None:
-    if set(frames) != set(found):
-        raise _Refused("frames", f"pictures of {sorted(frames)}; allowed: {sorted(found)}")
-    for camera, (_, shape) in found.items():
+def _check_frames(layout: Mapping[str, tuple[int, tuple[int, int, int]]], frames: Mapping[str, Any]) -> None:
+    if set(frames) != set(layout):
+        raise _Refused("frames", f"pictures of {sorted(frames)}; allowed: {sorted(layout)}")
+    for camera, (_, shape) in layout.items():
         frame = np.asarray(frames[camera])
         if frame.dtype.kind == "f" and not np.isfinite(frame).all():
             raise _Refused("frames", f"the picture of camera {camera!r} is not finite")

@@ -25,9 +25,8 @@ from torch.nn import functional as F
 
 from megarl.data.batch import Batch
 from megarl.data.jagged import Jagged
-from megarl.robots.config import EmbeddingSettings
-from megarl.robots.data.frames import END_FRAMES, FRAMES
-from megarl.robots.models.episodes.base import EpisodeEmbedder
+from megarl.robots.config import END_FRAMES, FRAMES, EmbeddingSettings
+from megarl.robots.models.episodes import EpisodeEmbedder
 from megarl.robots.models.episodes.states import valid_episodes
 from megarl.system.comm import WorkerGroup
 from megarl.system.metrics import Metrics

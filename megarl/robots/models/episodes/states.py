@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.data.batch import Batch
 from megarl.data.jagged import Jagged
-from megarl.robots.models.episodes.base import EpisodeEmbedder
+from megarl.robots.models.episodes import EpisodeEmbedder
 
 
 class StateEmbedder(EpisodeEmbedder):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megarl.data.batch import Batch
 from megarl.models.weights.files import resolve_folder
-from megarl.robots.data.frames import CLIP, END_FRAMES, FRAMES
+from megarl.robots.config import CLIP, END_FRAMES, FRAMES
 from megarl.robots.data.pictures import VideoPipeline
-from megarl.robots.models.episodes.base import EpisodeEmbedder
+from megarl.robots.models.episodes import EpisodeEmbedder
 from megarl.robots.models.episodes.states import valid_episodes
 from megarl.robots.simulators.protocol import Recording
 from megarl.system.errors import ConfigError

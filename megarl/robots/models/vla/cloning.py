@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megarl.artifacts.action_statistics import Bounds, DatasetStatistics, StatisticsCollector
 from megarl.data.batch import Batch, Jagged
+from megarl.robots.config import FRAMES
 from megarl.robots.data.demonstrations import OpenDemonstration
-from megarl.robots.data.frames import FRAMES
 from megarl.robots.data.pictures import PicturePipeline
 from megarl.robots.models.vla.actions import ActionCodec, GripperRule
 from megarl.system.errors import DataError, choose, count

@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.architectures.vision import VisionShape
 from megarl.data.batch import Batch, Jagged
 from megarl.data.versions import VERSION_FIELDS
-from megarl.robots.data.frames import CLIP, FRAMES
+from megarl.robots.config import CLIP, FRAMES
 from megarl.robots.data.pictures import Normalisation
 from megarl.robots.models.vla.calls import CallLayout, PolicyFamily
 from megarl.robots.models.vla.vision import Seen

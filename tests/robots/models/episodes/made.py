@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megarl.data.batch import Batch, Jagged
-from megarl.robots.data.frames import END_FRAMES, FRAMES
+from megarl.robots.config import END_FRAMES, FRAMES
 
 
 def moving_squares(lengths: Sequence[int], *, errors: Sequence[str] | None = None) -> Batch:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megarl.data.batch import Batch, Jagged
-from megarl.robots.models.episodes import EmbeddingSettings, build_embedder
+from megarl.robots.config import EmbeddingSettings
+from megarl.robots.models.episodes import build_embedder
 from megarl.robots.models.episodes.states import StateEmbedder, resampled
 from megarl.system.comm import WorkerGroup
 
