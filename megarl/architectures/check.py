@@ -43,7 +43,7 @@ _FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")  # tra
 
 def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Check every value of `read_keys` and return them."""
-    found = architecture(raw.get("model_type"), source)
+    known = architecture(raw.get("model_type"), source)
     values = read_keys(raw)
 
     def refuse(key: str, value: object, allowed: object, what: str | None = None) -> None:
@@ -55,7 +55,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     value: Any
     for key in _SIZES:
         value = values.get(key)
-        left_out = value is None and (key in found.null or key not in raw)
+        left_out = value is None and (key in known.null or key not in raw)
         if key in values and not left_out and not (_whole(value) and value >= 1):
             refuse(key, value, "integer > 0", f"{key} must be a positive integer")
     for key in _FLAGS:
@@ -65,20 +65,20 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         if key in values and not (isinstance(values[key], float) and values[key] >= 0):
             refuse(key, values[key], "number >= 0, with a decimal point")
     dropout = values["attention_dropout"]
-    if not (_number(dropout) and 0 <= dropout <= 1) and not (dropout is None and "attention_dropout" in found.null):
+    if not (_number(dropout) and 0 <= dropout <= 1) and not (dropout is None and "attention_dropout" in known.null):
         refuse("attention_dropout", dropout, "number from 0 to 1")
-    for key, expected in (("attention_bias", found.qkv_bias), ("mlp_bias", False)):
+    for key, expected in (("attention_bias", known.qkv_bias), ("mlp_bias", False)):
         if key in values and values[key] is not expected:
             refuse(key, values[key], str(expected).lower(), "this variant is not supported")
     if values["hidden_act"] not in ("silu", "swish"):  # both names mean the same function
         refuse("hidden_act", values["hidden_act"], "silu", "this variant is not supported")
     if raw.get("per_layer_config"):
         refuse("per_layer_config", raw["per_layer_config"], "null", "layers of different sizes are not supported")
-    _check_heads(values, found, refuse)
-    _check_experts(values, found, refuse)
+    _check_heads(values, known, refuse)
+    _check_experts(values, known, refuse)
     _check_windows(raw, values, refuse)
     _check_rope(raw, values, refuse)
-    for refusal in found.refusals:
+    for refusal in known.refusals:
         refusal(raw, values, refuse)
     return values
 

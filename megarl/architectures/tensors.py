@@ -1,13 +1,14 @@
 """The tensors of an architecture: the Megatron parameter to which each Hugging Face tensor belongs, and its shape.
 
 `{i}` is the layer number, global in Hugging Face names and local to the chunk in Megatron names; `{e}` is the expert.
-One
-Megatron parameter holds the tensors of all experts of a process. An architecture's file composes its table from these
-parts.
+One Megatron parameter holds the tensors of all experts of a process. An architecture's file composes its table from
+these parts. The number of a model's parameters is that of its table.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,10 +43,9 @@ class WeightRule:
     """One Megatron parameter and the tensors from which it is built.
 
     part: the layers and pipeline chunks that have it. split: how tensor parallelism splits it (`copy`: not at all;
-        `stack`:
-    not at all, with sources concatenated by rows; `vocab`: by rows, the last padded; `row`: by columns of the weight;
-    `qkv`: by rows, interleaved by key/value group; `gate_up`: by rows of the gate and of the up projection). For
-    experts, `sources` are those of each expert.
+    `stack`: not at all, with sources concatenated by rows; `vocab`: by rows, the last padded; `row`: by columns of the
+    weight; `qkv`: by rows, interleaved by key/value group; `gate_up`: by rows of the gate and of the up projection).
+    For experts, `sources` are those of each expert.
     """
 
     param: str
@@ -111,3 +111,53 @@ UNTIED_HEAD = WeightRule("output_layer.weight", "head", "vocab", (WeightSource(H
 TIED_HEAD = WeightRule("output_layer.weight", "head", "vocab", (_EMBEDDING,))
 VALUE_HEAD = WeightRule("output_layer.weight", "head", "copy", (WeightSource("score.weight", ("one", "hidden")),))
 VALUE_BIAS = WeightRule("output_layer.bias", "head", "copy", (WeightSource("score.bias", ("one",)),))
+
+#: Parts of a model; `norms` are the norms in layers, including those of queries and keys.
+COMPONENTS = ("embedding", "norms", "attention", "router", "experts", "mlp", "final_norm", "head")
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The number of parameters of one component."""
+
+    matrices: int = 0  # elements of matrices
+    vectors: int = 0  # elements of biases and scales
+
+    @property
+    def all(self) -> int:
+        """Number of parameters."""
+        return self.matrices + self.vectors
+
+
+def elements(table: Iterable[WeightRule], size: Mapping[str, int]) -> dict[str, Elements]:
+    """Return the parameter counts of each component: per layer or per expert for components of layers or experts.
+
+    Args:
+        table: tensors of the architecture, including its head.
+        size: sizes from `megarl.architectures.values.dimensions`.
+    """
+    counts = dict.fromkeys(COMPONENTS, Elements())
+    for rule in table:
+        name = component(rule)
+        for source in rule.sources:
+            count, matrix = math.prod(size[dimension] for dimension in source.shape), len(source.shape) > 1
+            so_far = counts[name]
+            counts[name] = Elements(so_far.matrices + matrix * count, so_far.vectors + (not matrix) * count)
+    return counts
+
+
+_OF_PART: dict[Part, str] = {
+    "embedding": "embedding",
+    "dense": "mlp",
+    "moe": "router",
+    "expert": "experts",
+    "final": "final_norm",
+    "head": "head",
+}
+
+
+def component(rule: WeightRule) -> str:
+    """Return the component to which a tensor belongs."""
+    if rule.part != "layer":
+        return _OF_PART[rule.part]
+    return "norms" if "layernorm" in rule.param else "attention"

@@ -155,15 +155,15 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
     It is `state_dim`, or `use_proprio` and `proprio_dim` as SimpleVLA-RL writes them, where `use_proprio` is false for
     a policy without a state.
     """
-    own, used, size = config.get("state_dim"), config.get("use_proprio"), config.get("proprio_dim")
-    for key, value in (("state_dim", own), ("proprio_dim", size)):
+    state, used, size = config.get("state_dim"), config.get("use_proprio"), config.get("proprio_dim")
+    for key, value in (("state_dim", state), ("proprio_dim", size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ConfigError(
                 "not a size of the policy's state", where=f"{where}.{key}", found=value, allowed="0 or a larger integer"
             )
     if used not in (None, True, False):
         raise ConfigError("neither true nor false", where=f"{where}.use_proprio", found=used, allowed=[True, False])
-    if used and not size and not own:
+    if used and not size and not state:
         raise ConfigError(
             "the policy takes the policy's state, and its size is not said",
             where=f"{where}.proprio_dim",
@@ -171,17 +171,17 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
             allowed="numbers of the state, as 8 for LIBERO and 14 for two arms",
             fix="set proprio_dim",
         )
-    if own is None:
+    if state is None:
         return int(size or 0) if used else 0
-    if used is not None and int(own) != (int(size or own) if used else 0):
+    if used is not None and int(state) != (int(size or state) if used else 0):
         raise ConfigError(
             "two keys give different sizes of the policy's state",
             where=where,
-            found={"state_dim": own, "use_proprio": used, "proprio_dim": size},
+            found={"state_dim": state, "use_proprio": used, "proprio_dim": size},
             allowed="one of state_dim, and use_proprio with proprio_dim",
             fix="remove one of them",
         )
-    return int(own)
+    return int(state)
 
 
 def _tower(sizes: Mapping[str, Any], where: str) -> TowerShape:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.check import check_keys
-from megarl.architectures.sizes import COMPONENTS, Elements, elements
-from megarl.architectures.tensors import UNTIED_HEAD, ModelPart, part_of
+from megarl.architectures.tensors import COMPONENTS, UNTIED_HEAD, Elements, ModelPart, elements, part_of
 from megarl.architectures.values import (
     expert_count,
     expert_width,

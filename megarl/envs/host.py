@@ -225,9 +225,9 @@ class HostSession:
         self._episodes, self._answers = {}, {}
 
     def _take(self, numbers: set[int]) -> dict[int, Reply]:
-        there = {number: answer.result() for number, answer in self._answers.items() if number in numbers}
-        self._answers = {number: answer for number, answer in self._answers.items() if number not in there}
-        return there
+        replies = {number: answer.result() for number, answer in self._answers.items() if number in numbers}
+        self._answers = {number: answer for number, answer in self._answers.items() if number not in replies}
+        return replies
 
     async def _begin(self, number: int, row: dict[str, Any], seed: int, said: Sequence[Action]) -> Reply:
         async def call() -> Reply:
@@ -296,8 +296,8 @@ def _reply_of(value: Any) -> Reply:
     if isinstance(reward, str | bytes) or not hasattr(reward, "__float__") or not math.isfinite(float(reward)):
         raise _Refused(f"returned the reward {reward!r:.80}, which is not a finite number")
     numbers = {str(name): float(number) for name, number in dict(info).items()}
-    if taken := sorted(set(numbers) & set(_TAKEN)):
-        raise _Refused(f"returned the info {taken[0]!r}; allowed: names other than {', '.join(_TAKEN)}")
+    if reserved := sorted(set(numbers) & set(_TAKEN)):
+        raise _Refused(f"returned the info {reserved[0]!r}; allowed: names other than {', '.join(_TAKEN)}")
     if not all(map(math.isfinite, numbers.values())):
         raise _Refused(f"returned the info {numbers}; allowed: finite numbers")
     observation = None if done else _plain_observation(observation)

@@ -33,11 +33,11 @@ def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
     """Return the class that the section `env` names, and its settings. Raise ConfigError if the name is unknown, the
     class cannot be imported or is not an environment, or a key or value is invalid.
     """
-    name, on_error, own = env_section(env)
+    name, on_error, keys = env_section(env)
     if on_error not in ON_ERROR:
         raise ConfigError("an unknown value", where="env.on_error", found=on_error, allowed=ON_ERROR)
     kind = environment_class(name)
-    return kind, _settings(name, kind, own)
+    return kind, _settings(name, kind, keys)
 
 
 def environment_class(name: Any) -> type[Environment]:
@@ -65,7 +65,7 @@ def environment_class(name: Any) -> type[Environment]:
                 found=name,
                 fix=f"derive it from the base class: class {class_name}(megarl.envs.Environment)",
             )
-        there = [
+        environments = [
             key
             for key, value in vars(module).items()
             if inspect.isclass(value) and issubclass(value, Environment) and value.__module__ == module.__name__
@@ -74,7 +74,7 @@ def environment_class(name: Any) -> type[Environment]:
             f"{module_name} does not define an environment {class_name!r}",
             where="env.name",
             found=name,
-            allowed=there or "a class derived from megarl.envs.Environment",
+            allowed=environments or "a class derived from megarl.envs.Environment",
         )
     if kind.step is Environment.step:
         raise ConfigError(

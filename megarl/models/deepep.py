@@ -47,8 +47,8 @@ def dispatch_of(
     if parallel.dispatch == "alltoall" or not facts.is_moe:
         return "alltoall"
     ranks, here = parallel.ep * parallel.expert_tp, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    asked, problem = parallel.dispatch == "deepep", None
-    wanted = asked or (ranks > here and has_deepep())
+    required, problem = parallel.dispatch == "deepep", None
+    wanted = required or (ranks > here and has_deepep())
     if wanted:
         name = next((name for name, kind in device.DTYPES.items() if kind == dtype), str(dtype))
         problem = dispatch_problem("parallel", parallel, facts, name, here) or _package_problem()
@@ -56,16 +56,16 @@ def dispatch_of(
     every = world.all_gather_json([wanted, None if problem is None else problem.what])
     if not any(wants for wants, _ in every):
         return "alltoall"
-    unable = [(rank, what) for rank, (wants, what) in enumerate(every) if what is not None or not wants]
+    unable = [(rank, text) for rank, (wants, text) in enumerate(every) if text is not None or not wants]
     if not unable:
         return "deepep"
-    rank, what = unable[0]
-    what = f"rank {rank}: {what or 'deep_ep is not installed, or all experts are on one machine'}"
-    if not asked:
-        warnings.warn(f"{what}: all-to-alls bring tokens to experts", stacklevel=2)
+    rank, text = unable[0]
+    text = f"rank {rank}: {text or 'deep_ep is not installed, or all experts are on one machine'}"
+    if not required:
+        warnings.warn(f"{text}: all-to-alls bring tokens to experts", stacklevel=2)
         return "alltoall"
     fix = "set parallel.dispatch=alltoall"
-    raise problem or ConfigError(what, where="parallel.dispatch", found="deepep", allowed="alltoall", fix=fix)
+    raise problem or ConfigError(text, where="parallel.dispatch", found="deepep", allowed="alltoall", fix=fix)
 
 
 def has_deepep() -> bool:

@@ -53,11 +53,11 @@ def _show(c: RankState, robots: Robots, folder: Path) -> int:
     """Let experts play training start states, write their demonstrations to `folder`, and return how many there are."""
     robot, seed, counts = robot_of(c.config), c.config.trainer.seed, ExpertCounts()
     assert robots.pool is not None, "the first rank of a replica has the simulators"
-    taken: dict[str, int] = {}
+    counted: dict[str, int] = {}
     pairs = []
     for task, trial in robots.trials["train"].pairs:
-        taken[task] = taken.get(task, 0) + 1
-        if robot.demonstrations is None or taken[task] <= robot.demonstrations:
+        counted[task] = counted.get(task, 0) + 1
+        if robot.demonstrations is None or counted[task] <= robot.demonstrations:
             pairs.append((task, trial))
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)

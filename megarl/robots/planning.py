@@ -117,7 +117,7 @@ def _encoder(path: str | None) -> _Encoder:
 
 def _own_setting(robot: RobotConfig, key: str, default: int) -> int:
     """Return a number from the simulator's own keys, or its default there, or else `default`."""
-    own, name = robot.simulator.get(key), robot.simulator.get("name")
-    if own is None and name in SIMULATORS:
-        own = simulator_class(str(name)).settings.get(key)
-    return own if isinstance(own, int) else default
+    value, name = robot.simulator.get(key), robot.simulator.get("name")
+    if value is None and name in SIMULATORS:
+        value = simulator_class(str(name)).settings.get(key)
+    return value if isinstance(value, int) else default

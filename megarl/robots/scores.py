@@ -89,15 +89,15 @@ class EpisodeScores:
                 metrics.merge(learned)
             self._learned = step
         with phase("embed"):
-            mine = self._embedder.embed(samples)
+            embeddings = self._embedder.embed(samples)
         # Ranks of a replica may round differently on GPUs; the scores of a sample must be the same on all of them.
-        mine = self._layout.mp_group.broadcast(mine.contiguous())
-        told = Batch(
-            {"embedding": mine, "success": samples["success"], "progress": samples["progress"]},
+        embeddings = self._layout.mp_group.broadcast(embeddings.contiguous())
+        rows = Batch(
+            {"embedding": embeddings, "success": samples["success"], "progress": samples["progress"]},
             {"task": samples["task"], "env_error": samples["env_error"], "uid": samples["uid"]},
             size=len(samples),
         )
-        parts = [Batch.from_bytes(data) for data in self._layout.dp_group.all_gather_bytes(told.to_bytes())]
+        parts = [Batch.from_bytes(data) for data in self._layout.dp_group.all_gather_bytes(rows.to_bytes())]
         every = Batch.concat(parts)
         report = self._scorer.score(every["embedding"], every["success"], every["task"], step=step)
         if self._layout.rank == 0:  # `report` is about the episodes of all ranks
@@ -116,19 +116,19 @@ class EpisodeScores:
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
         _flatten(state, "", tensors, plain)
-        told = {"plain": json.dumps(plain), "compared": self._compared}
-        kept = {FILE: save(tensors, told)} if tensors or plain else {}
-        return kept if self._layout.rank == 0 else {}
+        metadata = {"plain": json.dumps(plain), "compared": self._compared}
+        content = {FILE: save(tensors, metadata)} if tensors or plain else {}
+        return content if self._layout.rank == 0 else {}
 
     def load(self, folder: Path) -> None:
         """Restore the state from a checkpoint's folder; without the file there is nothing to restore."""
         if not (folder / FILE).is_file():
             return
         with safe_open(folder / FILE, "pt") as file:
-            found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
-            told = file.metadata()
-        found |= json.loads(told["plain"])
-        before = _with_defaults(json.loads(told["compared"]))
+            values: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
+            metadata = file.metadata()
+        values |= json.loads(metadata["plain"])
+        before = _with_defaults(json.loads(metadata["compared"]))
         if before != self._compared:
             raise ConfigError(
                 "the checkpoint's encoder or bank of successes was made with another embedding",
@@ -138,7 +138,7 @@ class EpisodeScores:
                 fix="set robot.reward.embedding to the checkpoint's value, or start with trainer.resume=never",
             )
         state: dict[str, Any] = {}
-        for path, value in found.items():
+        for path, value in values.items():
             *outer, name = path.split("/")
             place = state
             for key in outer:
@@ -184,8 +184,8 @@ def _record(m: Metrics, report: ProgressReport, progress: Tensor, played: Tensor
         m.mean("srpo/distance/mean", float(shaped.sum()), len(shaped))
         m.min("srpo/distance/min", float(shaped.min()))
         m.max("srpo/distance/max", float(shaped.max()))
-        for number, found in enumerate(report.histogram(_BINS)[0]):
-            m.sum(f"srpo/distance/bin_{number}", found)
+        for number, episodes in enumerate(report.histogram(_BINS)[0]):
+            m.sum(f"srpo/distance/bin_{number}", episodes)
         m.mean("srpo/failure_score/mean", float(report.scores[report.shaped].sum()), len(shaped))
     for name, groups in (("", None), ("/in_group", uid)):
         correlations = report.rank_correlations(progress, groups)

@@ -36,10 +36,9 @@ from megarl.robots.models.vla.calls import FAMILIES, PolicyFamily, prompt_ids
 from megarl.robots.models.vla.cloning import cloning_statistics
 from megarl.robots.models.vla.sequences import VLALayout
 from megarl.robots.rollout.episode import episode_values
-from megarl.robots.rollout.play import EpisodeStart, PlayCounts, Player
+from megarl.robots.rollout.play import EpisodeStart, PlayCounts, Player, View
 from megarl.robots.rollout.policy import SamplingPolicy
 from megarl.robots.rollout.trials import Trials, limited, part_trials, val_sets
-from megarl.robots.rollout.view import View
 from megarl.robots.scores import EpisodeScores
 from megarl.robots.simulators.wire import plain_spec, spec_of
 from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_dim, refuse_other_state

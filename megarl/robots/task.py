@@ -70,12 +70,12 @@ class RobotTask(Task):
 
     def score_terms(self, config: RunConfig, *, gpu: bool) -> list[Term]:
         """Return the device memory of the video encoder's parameters and of a batch of clips; empty without one."""
-        held, passing = encoder_bytes(config, gpu=gpu)
-        if not held:
+        parameters, passing = encoder_bytes(config, gpu=gpu)
+        if not parameters:
             return []
         keys = "robot.reward.embedding.path"
         return [
-            term("an encoder of videos", held, keys, rough=True),
+            term("an encoder of videos", parameters, keys, rough=True),
             term("clips in the encoder of videos", passing, "robot.reward.embedding.batch_size", rough=True),
         ]
 

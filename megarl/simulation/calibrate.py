@@ -81,8 +81,8 @@ def calibrate(run_dir: Path) -> Calibration:
 
 
 def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
-    found = [line[name] for line in lines if line.get(name) is not None]
-    return statistics.fmean(found) if found else 0.0
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return statistics.fmean(values) if values else 0.0
 
 
 def _generation(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[float]:

@@ -109,8 +109,8 @@ class Planned:
         """
         if replicas == 1:
             return 0.0
-        mine = self.facts.parameters / self.model_parallel
-        sent = mine * (4 + _BF16) * (replicas - 1) / replicas
+        parameters = self.facts.parameters / self.model_parallel
+        sent = parameters * (4 + _BF16) * (replicas - 1) / replicas
         return sent / self._link + 2 * replicas * self.given.hop_us / 1e6
 
     def push(self, replicas: int) -> float:

@@ -57,7 +57,7 @@ class ReplicaClock:
         once."""
         self._left[group] = len(tokens)
         self._debt += self._prompt_s
-        self._queue.extend((group, one) for one in tokens)
+        self._queue.extend((group, length) for length in tokens)
         self._fill()
 
     def reread(self) -> None:

@@ -73,11 +73,11 @@ class Study:
         """Return a warning if the measured run had another model than the recipe; None if it had the same."""
         if self.run_dir is None:
             return None
-        here, there = (
+        recipe_model, measured_model = (
             load_config(file, keys, components=COMPONENTS, check_own=False).model
             for file, keys in ((_file(self.recipe), self.overrides), (str(self.run_dir / "config.yaml"), ()))
         )
-        same = (here.path, here.hf_config) == (there.path, there.hf_config)
+        same = (recipe_model.path, recipe_model.hf_config) == (measured_model.path, measured_model.hf_config)
         return None if same else "the seconds come from a run with another model than the recipe's"
 
     def as_measured(self) -> str | None:
@@ -85,17 +85,17 @@ class Study:
         if self.measured is None or len(self.devices) < 2:
             return None
         nodes, step = self.measured.seconds.nodes, self.measured.step_s
-        said = [
+        nodes_shown = [
             f"{id} ({line.fixed / step:.0%} of its step)"
             for id, line in nodes.items()
             if not line.per_token and line.fixed >= 0.01 * step
         ]
-        return ", ".join(["a decoding step", *said])
+        return ", ".join(["a decoding step", *nodes_shown])
 
     def _of(self, changed: Sequence[str], measured: Calibration | None) -> list[StudyRow]:
         sections = fields_of(RunConfig)
-        keys = [one for one in changed if "." in (name := one.partition("=")[0]) or name in sections]
-        named = [one for one in changed if one not in keys]
+        keys = [change for change in changed if "." in (name := change.partition("=")[0]) or name in sections]
+        named = [change for change in changed if change not in keys]
         assumed, more = pairs(self.assumed), pairs(named, WHAT_IF)
         given = assume(assume(Assumptions(), assumed), more, WHAT_IF)
         config = load_config(_file(self.recipe), [*self.overrides, *keys], components=COMPONENTS)

@@ -159,8 +159,8 @@ class Tools(Environment):
         if rest > 0:
             most = f"error: a turn has at most {count(len(made), 'call')}; {rest} more were not made"
             answers.append((most, True))
-        messages = [{"role": "tool", "content": _shown(said, self.settings.max_chars)} for said, _ in answers]
-        parts = [part for said, _ in answers if not isinstance(said, str) for part in said]
+        messages = [{"role": "tool", "content": _shown(result, self.settings.max_chars)} for result, _ in answers]
+        parts = [part for result, _ in answers if not isinstance(result, str) for part in result]
         self._images += [part["image"].partition(",")[2] for part in parts if "image" in part]
         failed = sum(bad for _, bad in answers) + max(0, rest - 1)
         return Step(messages, info={"tool_calls": float(len(calls)), "tool_errors": float(failed)})

@@ -51,12 +51,12 @@ def _read_answer(max_chars: int, value: Any) -> Result:
     """
     if not isinstance(value, dict) or value.keys() != {"said", "failed"}:
         raise Malformed(f"an invalid result of a tool: {short(value)}")
-    said = value["said"]
-    if isinstance(said, list):
-        said = [_read_part(part, max_chars) for part in said]
+    result = value["said"]
+    if isinstance(result, list):
+        result = [_read_part(part, max_chars) for part in result]
     else:
-        said = text(said, max_chars, "a result")
-    return {"said": said, "failed": flag(value["failed"], "the failure of a call")}
+        result = text(result, max_chars, "a result")
+    return {"said": result, "failed": flag(value["failed"], "the failure of a call")}
 
 
 def _read_part(part: Any, max_chars: int) -> dict[str, str]:

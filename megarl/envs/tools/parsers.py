@@ -55,7 +55,10 @@ def parse_qwen(text: str) -> list[Call]:
                 calls.append(Call(error="a <tool_call> has no </tool_call>"))
                 place = other
             else:
-                calls.append(_from_json(text[place:end]))
+                try:
+                    calls.append(_checked(json.loads(text[place:end]), "arguments"))
+                except _UNREADABLE as error:
+                    calls.append(Call(error=f"the call is not valid JSON ({error})"))
                 place = end + len("</tool_call>")
     return calls
 
@@ -66,8 +69,8 @@ def _next(text: str, tag: str, place: int, last: int) -> int:
     """
     if last >= place:
         return last
-    found = text.find(tag, place)
-    return len(text) if found < 0 else found
+    start = text.find(tag, place)
+    return len(text) if start < 0 else start
 
 
 def parse_llama3(text: str) -> list[Call]:
@@ -114,13 +117,6 @@ def system_text(parser: str, schemas: Sequence[dict[str, Any]]) -> str:
     """Return the description of the tools, and of a call in the form that `parser` reads."""
     listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return f"You may call these functions, given as JSON schemas:\n<tools>\n{listed}\n</tools>\n{_HOW_TO_CALL[parser]}"
-
-
-def _from_json(body: str) -> Call:
-    try:
-        return _checked(json.loads(body), "arguments")
-    except _UNREADABLE as error:
-        return Call(error=f"the call is not valid JSON ({error})")
 
 
 def _checked(value: Any, key: str) -> Call:

@@ -30,8 +30,8 @@ def _tools(setup: dict[str, Any]) -> tuple[Work, bool]:
 
     def work(calls: list[dict[str, Any]], stop_at_failure: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         for index, call in enumerate(with_images(calls)):
-            said, failed = _answer(tools[call["name"]], call["arguments"], call.get(IMAGES, ()))
-            yield index, {"said": _cut(said, most), "failed": failed}
+            result, failed = _answer(tools[call["name"]], call["arguments"], call.get(IMAGES, ()))
+            yield index, {"said": _cut(result, most), "failed": failed}
 
     return work, any(tool.asks_images for tool in tools.values())
 
@@ -40,13 +40,13 @@ def _cut(said: Any, most: int) -> Any:
     """Return a result whose text, or texts together, have at most `most` characters."""
     if isinstance(said, str):
         return said[:most]
-    left, found = most, []
+    left, parts = most, []
     for part in said:
         if "text" in part:
             part = {**part, "text": part["text"][:left]}
             left -= len(part["text"])
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def _answer(tool: Any, arguments: dict[str, Any], images: Sequence[Any]) -> tuple[Any, bool]:

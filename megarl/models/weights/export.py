@@ -89,12 +89,12 @@ def iter_adapter_tensors(
     """Yield every adapter tensor (`adapter_tensors`), gathered as by `iter_hf_tensors`."""
     hf = chunks[0].hf_config
     params = {(i, name): p.detach() for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
-    mine = coordinate(chunks)
+    here = coordinate(chunks)
     read: dict[_Key, Reader] = {
         (shard.chunk, shard.param): functools.partial(read_region, params[shard.chunk, shard.param], None)
-        for shard in adapter_slices(hf, mine, lora)
+        for shard in adapter_slices(hf, here, lora)
     }
-    owners = _owners(layout_of_all(mine, world), lambda at: adapter_slices(hf, at, lora))
+    owners = _owners(layout_of_all(here, world), lambda at: adapter_slices(hf, at, lora))
     yield from _gathered(adapter_tensors(hf, lora), owners, read, chunks[0].config.params_dtype, world)
 
 
@@ -132,10 +132,9 @@ def iter_on_all_ranks(
     """Yield every Hugging Face tensor in export order, whole, on `device` of every rank; it may be a parameter's
     memory.
 
-    Collective over `world`, all ranks that hold the model, by broadcasts, which unlike messages to one rank do not
-    open a
-    connection for each pair of ranks. One tensor at a time is gathered. Values are exactly those of the parameters,
-    with adapters merged in.
+    Collective over `world`, all ranks that hold the model. Broadcasts do not open a connection for each pair of ranks,
+    as messages to one rank would. One tensor at a time is gathered. Values are exactly those of the parameters, with
+    adapters merged in.
 
     Args:
         device: device of the parameters, or the CPU.
@@ -148,8 +147,8 @@ def iter_on_all_ranks(
         for rank, pieces in owners[name].items():
             sizes = [region_numel(piece.source_region) for _, piece in pieces]
             if rank == world.rank:
-                mine = [read[key](piece.target_region).to(device) for key, piece in pieces]
-                flat = torch.cat([part.flatten() for part in mine]) if len(mine) > 1 else mine[0].contiguous().view(-1)
+                local = [read[key](piece.target_region).to(device) for key, piece in pieces]
+                flat = torch.cat([x.flatten() for x in local]) if len(local) > 1 else local[0].contiguous().view(-1)
             else:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=device)
             world.broadcast(flat, src=rank)

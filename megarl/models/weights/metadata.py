@@ -147,8 +147,13 @@ def _name_classifier(
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
     ends = list(hf_config.eos_token_id) if isinstance(hf_config.eos_token_id, list) else [hf_config.eos_token_id]
-    ends += [] if tokenizer is None else [tokenizer.eos_token_id]
-    known = [hf_config.pad_token_id, *(() if tokenizer is None else _padding_tokens(tokenizer))]
+    known: list[int | None] = [hf_config.pad_token_id]
+    if tokenizer is not None:
+        ends.append(tokenizer.eos_token_id)
+        # Texts do not end with padding, begin, or special tokens that the chat template does not use.
+        template, text_of = str(tokenizer.chat_template or ""), tokenizer.convert_ids_to_tokens
+        known += [tokenizer.pad_token_id, tokenizer.bos_token_id]
+        known += [token for token in tokenizer.all_special_ids if str(text_of(token)) not in template]
     padding = next((token for token in known if token is not None and token not in ends), None)
     if padding is None and tokenizer is not None:
         warnings.warn(
@@ -162,15 +167,6 @@ def _name_classifier(
     written.pop("token_classification_bias", None)
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return padding
-
-
-def _padding_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int | None]:
-    """Return tokens with which texts do not end: padding, begin, and special tokens that the chat template does not
-    use."""
-    template = str(tokenizer.chat_template or "")
-    special = [(token, str(tokenizer.convert_ids_to_tokens(token))) for token in tokenizer.all_special_ids]
-    unwritten = [token for token, text in special if text not in template]
-    return [tokenizer.pad_token_id, tokenizer.bos_token_id, *unwritten]
 
 
 def _name_padding(folder: Path, token: str) -> None:

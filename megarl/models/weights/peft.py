@@ -112,9 +112,9 @@ class AdapterReader:
         wrong = [f"no {name}" for name in shapes if name not in self.names]
         wrong += [f"{name} is not targeted here" for name in self.names if name not in shapes]
         wrong += [
-            f"{name} has shape {found}, expected {list(shape)}"
+            f"{name} has shape {stored}, expected {list(shape)}"
             for name, shape in shapes.items()
-            if name in self.names and (found := self._file.get_slice(self.names[name]).get_shape()) != list(shape)
+            if name in self.names and (stored := self._file.get_slice(self.names[name]).get_shape()) != list(shape)
         ]
         if wrong:
             raise ConfigError(

@@ -94,7 +94,9 @@ class SimulatorPool:
         try:
             for _ in range(settings.workers):
                 self._slots.append(_Slot(self._start()))
-            self.tasks = self._chosen(self._first_answer())
+            known = {spec.name: spec for spec in self._first_answer()}
+            what, key = f"unknown task of simulator {settings.name!r}", f"{where}.tasks"
+            self.tasks = {name: choose(known, name, what, where=key) for name in settings.tasks or known}
         except BaseException:
             self.close()
             raise
@@ -349,11 +351,6 @@ class SimulatorPool:
         fix = f"did you mean {near[0]!r}?" if near else None
         what = f"simulator {self.settings.name!r}: {header['text']}"
         return ConfigError(what, where=f"{self._where}.{key}", found=header["found"], allowed=allowed, fix=fix)
-
-    def _chosen(self, specs: list[TaskSpec]) -> dict[str, TaskSpec]:
-        known = {spec.name: spec for spec in specs}
-        what, where = f"unknown task of simulator {self.settings.name!r}", f"{self._where}.tasks"
-        return {name: choose(known, name, what, where=where) for name in self.settings.tasks or known}
 
 
 def _readable(sockets: Sequence[socket.socket], wait_s: float) -> list[socket.socket]:

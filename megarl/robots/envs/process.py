@@ -94,23 +94,23 @@ class SimulatorProcess:
             EOFError: the process is gone.
             Malformed: an answer is invalid, or was not requested.
         """
-        found: list[Message] = []
+        answers: list[Message] = []
         while True:
             try:
                 data = self.socket.recv(1 << 16)
             except BlockingIOError:
-                return found
+                return answers
             except ConnectionError:
                 data = b""
-            if not data and not found:
+            if not data and not answers:
                 raise EOFError
             if not data:
-                return found  # the next call raises EOFError
+                return answers  # the next call raises EOFError
             self._inbox.feed(data)
             while (message := self._inbox.take()) is not None:
-                if len(found) == len(self.waiting):
+                if len(answers) == len(self.waiting):
                     raise Malformed("an answer that was not requested")
-                found.append(message)
+                answers.append(message)
                 self.since = time.monotonic()
 
     def frames(self, spec: TaskSpec) -> dict[str, Frame]:
@@ -119,9 +119,9 @@ class SimulatorProcess:
         Raises:
             Malformed: the shared memory is too small for them.
         """
-        found, size = places(spec)
+        layout, size = places(spec)
         memory = self._mapped(size)
-        return {camera: np.ndarray(shape, np.uint8, memory, at).copy() for camera, (at, shape) in found.items()}
+        return {camera: np.ndarray(shape, np.uint8, memory, at).copy() for camera, (at, shape) in layout.items()}
 
     def clip(self, spec: TaskSpec, recording: Recording, counts: Any) -> dict[str, NDArray[np.uint8]]:
         """Return a copy of the clip of the last answer: uint8 [n, H, W, 3] by camera, with n from `counts`.
@@ -129,15 +129,15 @@ class SimulatorProcess:
         Raises:
             Malformed: the clip has other cameras or more frames than requested, or the shared memory is too small.
         """
-        found, size = clip_places(spec, recording)
-        if not isinstance(counts, Mapping) or set(counts) != set(found):
-            raise Malformed(f"a clip with frames {short(counts)}; requested: frames of {list(found)}")
+        offsets, size = clip_places(spec, recording)
+        if not isinstance(counts, Mapping) or set(counts) != set(offsets):
+            raise Malformed(f"a clip with frames {short(counts)}; requested: frames of {list(offsets)}")
         for number in counts.values():
             whole(number, range(1, recording.frames + 1), "a clip of which the number of frames is")
         memory = self._mapped(size)
         return {
             camera: np.ndarray((counts[camera], *spec.cameras[camera], 3), np.uint8, memory, at).copy()
-            for camera, at in found.items()
+            for camera, at in offsets.items()
         }
 
     def _mapped(self, size: int) -> mmap.mmap | None:

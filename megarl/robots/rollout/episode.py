@@ -166,13 +166,13 @@ def _state_values(episodes: Sequence[Episode], final: Sequence[Observation]) -> 
 
 def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> torch.Tensor:
     """Move a camera's pictures out of `seen` into one tensor, uint8 [N, H, W, 3]."""
-    found = np.empty((len(seen), *size, 3), np.uint8)
+    pictures = np.empty((len(seen), *size, 3), np.uint8)
     trim = find_malloc_trim()
     every = max(1, _TRIM_BYTES // max(1, size[0] * size[1] * 3))
-    for number, (place, one) in enumerate(zip(found, seen, strict=True), 1):
-        frames = dict(one.frames)
+    for number, (place, observation) in enumerate(zip(pictures, seen, strict=True), 1):
+        frames = dict(observation.frames)
         place[:] = frames.pop(camera)
-        object.__setattr__(one, "frames", frames)  # the episode's pictures are not used after this
+        object.__setattr__(observation, "frames", frames)  # the episode's pictures are not used after this
         if number % every == 0:
             trim(0)
-    return torch.from_numpy(found)
+    return torch.from_numpy(pictures)

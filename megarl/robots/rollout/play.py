@@ -16,19 +16,21 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from megarl.artifacts.action_statistics import ActionStatistics
+from megarl.robots.data.pictures import PicturePipeline
 from megarl.robots.envs import Answer, Failure, SimulatorPool
 from megarl.robots.rollout.episode import Episode
 from megarl.robots.rollout.policy import ActingPolicy, PolicyCall
-from megarl.robots.rollout.view import View
 from megarl.robots.simulators.protocol import Observation, Outcome, Recording, TaskSpec
 from megarl.robots.simulators.wire import Inbox, pack, plain_spec, spec_of
-from megarl.system.errors import MegarlError
+from megarl.system.errors import ConfigError, MegarlError, choose
 
 if TYPE_CHECKING:
     from megarl.system.comm import WorkerGroup
@@ -39,6 +41,47 @@ _OF_CLIP = "#"  # separates slot and camera in the names of clips; `/` does so i
 
 class PlayError(MegarlError):
     """A simulator failed, and `robot.on_error` is `fail`; the message names the episode."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Converts a simulator's observations for the policy once, where they arrive; batches hold the converted ones."""
+
+    cameras: Sequence[str]  # names, in the policy's order
+    pictures: PicturePipeline  # from a frame to a picture
+    states: ActionStatistics | None = None  # scaling of the robot's own state; None: it is seen as it is
+
+    def __call__(self, seen: Observation) -> Observation:
+        """Convert a simulator's observation for the policy."""
+        frames = {name: self.pictures(torch.from_numpy(seen.frames[name])).numpy() for name in self.cameras}
+        state = seen.state if self.states is None else self.states.normalise(seen.state)
+        return replace(seen, frames=frames, state=state)
+
+    def of_answer(self, answer: Answer) -> Answer:
+        """Return a simulator's answer with its observation converted for the policy."""
+        if isinstance(answer, Observation):
+            return self(answer)
+        if isinstance(answer, Outcome):
+            clip = {camera: self.upright(frames) for camera, frames in answer.clip.items()}
+            return replace(answer, observation=self(answer.observation), clip=clip)
+        return answer
+
+    def upright(self, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Turn frames [..., H, W, 3] by 180 degrees, if the simulator renders upside down."""
+        return np.ascontiguousarray(frames[..., ::-1, ::-1, :]) if self.pictures.rotate else frames
+
+    def of_task(self, spec: TaskSpec) -> TaskSpec:
+        """Return the task as it is seen."""
+        for camera in self.cameras:
+            choose(spec.cameras, camera, "the simulator has no such camera", where="robot.cameras")
+        if self.states is not None and self.states.dim != spec.state_dim:
+            raise ConfigError(
+                "the statistics are for a robot state of another size",
+                where="robot.unnorm_key",
+                found=f"{self.states.dim} numbers, and {spec.name} has {spec.state_dim}",
+            )
+        size = self.pictures.size
+        return replace(spec, cameras=dict.fromkeys(self.cameras, (size, size)))
 
 
 @dataclass(frozen=True)
@@ -86,9 +129,9 @@ class Player:
     ) -> None:
         self.pool, self.policy, self.group, self.view, self.on_error = pool, policy, group, view, on_error
         self.prompt_ids = prompt_ids
-        told = None if pool is None else [len(pool.slots), [plain_spec(task) for task in pool.tasks.values()]]
-        count, plain = group.broadcast_json(told)
-        self.rendered: dict[str, TaskSpec] = {one["name"]: spec_of(one) for one in plain}
+        simulators = None if pool is None else [len(pool.slots), [plain_spec(task) for task in pool.tasks.values()]]
+        count, plain = group.broadcast_json(simulators)
+        self.rendered: dict[str, TaskSpec] = {task_facts["name"]: spec_of(task_facts) for task_facts in plain}
         self.tasks: dict[str, TaskSpec] = {name: view.of_task(spec) for name, spec in self.rendered.items()}
         slots = list(range(count))
         self.halves = [slots[0::2], slots[1::2]] if halves and count > 1 else [slots]
@@ -158,11 +201,11 @@ class _Game:
         """Begin the slot's next episode, preferably of a task that it has a simulator of."""
         if not self._waiting:
             return
-        kept = self._kept.setdefault(slot, set())
-        number = next((n for n in self._waiting if self._starts[n].task in kept), self._waiting[0])
+        played = self._kept.setdefault(slot, set())
+        number = next((n for n in self._waiting if self._starts[n].task in played), self._waiting[0])
         self._waiting.remove(number)
         start = self._starts[number]
-        kept.add(start.task)
+        played.add(start.task)
         self._playing[slot] = number
         if self._p.pool is not None:
             self._p.pool.begin(slot, start.task, start.trial, self._record)
@@ -220,12 +263,12 @@ class _Game:
                 assert set(missing) <= set(pool.busy), "what is waited for was asked for"
                 come = pool.answers(_LOOK_S)
                 self._come |= {slot: self._p.view.of_answer(answer) for slot, answer in come.items()}
-        found = {slot: self._come.pop(slot) for slot in slots if slot in self._come}
+        answers = {slot: self._come.pop(slot) for slot in slots if slot in self._come}
         if self._p.group.size > 1:
-            data = self._p.group.broadcast_bytes(None if pool is None else _packed(found))
-            found = _unpacked(data) if pool is None else found
+            data = self._p.group.broadcast_bytes(None if pool is None else _packed(answers))
+            answers = _unpacked(data) if pool is None else answers
         self.counts.wait_s += time.monotonic() - began
-        return found
+        return answers
 
 
 def _packed(answers: Mapping[int, Answer]) -> bytes:
@@ -236,8 +279,8 @@ def _packed(answers: Mapping[int, Answer]) -> bytes:
         if isinstance(answer, Failure):
             header[str(slot)] = ["failure", vars(answer)]
         elif isinstance(answer, Outcome):
-            said = {"executed": answer.executed, "success": answer.success, "over": answer.over}
-            header[str(slot)] = ["outcome", said | {"progress": answer.progress}]
+            facts = {"executed": answer.executed, "success": answer.success, "over": answer.over}
+            header[str(slot)] = ["outcome", facts | {"progress": answer.progress}]
             seen = answer.observation
             arrays |= {f"{slot}{_OF_CLIP}{camera}": frames for camera, frames in answer.clip.items()}
         elif isinstance(answer, Observation):
@@ -255,21 +298,21 @@ def _unpacked(data: bytes) -> dict[int, Answer]:
     message = inbox.take()
     assert message is not None, "it came as a whole"
     header, arrays = message
-    found: dict[int, Answer] = {}
-    for slot, (kind, said) in header["answers"].items():
+    answers: dict[int, Answer] = {}
+    for slot, (kind, facts) in header["answers"].items():
         if kind == "failure":
-            found[int(slot)] = Failure(**said)
+            answers[int(slot)] = Failure(**facts)
             continue
         prefix = f"{slot}/"
         frames = _beginning(arrays, prefix)
-        seen = Observation(frames, arrays[prefix], said.pop("instruction", ""))
+        seen = Observation(frames, arrays[prefix], facts.pop("instruction", ""))
         clip = _beginning(arrays, f"{slot}{_OF_CLIP}")
-        found[int(slot)] = seen if kind == "observation" else Outcome(seen, **said, clip=clip)
-    return found
+        answers[int(slot)] = seen if kind == "observation" else Outcome(seen, **facts, clip=clip)
+    return answers
 
 
 def _beginning(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
     """Return the arrays whose names start with `prefix`, by the rest of the name."""
     return {
-        name.removeprefix(prefix): one for name, one in arrays.items() if name.startswith(prefix) and name != prefix
+        name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix) and name != prefix
     }

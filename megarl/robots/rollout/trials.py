@@ -34,8 +34,8 @@ class Trials:
     fingerprint: str = field(init=False)  # hash of tasks, prompts and start states
 
     def __post_init__(self) -> None:
-        told = repr((self.pairs, sorted(self.prompts.items()))).encode()
-        self.fingerprint = hashlib.blake2b(told, digest_size=16).hexdigest()
+        content = repr((self.pairs, sorted(self.prompts.items()))).encode()
+        self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -80,13 +80,13 @@ def part_trials(
         val_trained: of these, such that are measured, too.
         val_evaluation: measured ones of the simulator's list for evaluation; None: all of it.
     """
-    found: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
+    pairs: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
     for task in tasks:
-        own = task.trials - task.evaluation  # may be trained on
-        if own < held_out + (trained or 1):
-            raise _too_few(task, "held_out", f"{held_out} held out, {trained or 'the others'} trained on", own)
+        available = task.trials - task.evaluation  # may be trained on
+        if available < held_out + (trained or 1):
+            raise _too_few(task, "held_out", f"{held_out} held out, {trained or 'the others'} trained on", available)
         generator = np.random.Generator(np.random.PCG64([seed % 2**64, zlib.crc32(task.name.encode())]))
-        order = generator.permutation(own)
+        order = generator.permutation(available)
         rest = order[held_out:] if trained is None else order[held_out : held_out + trained]
         measured = task.evaluation if val_evaluation is None else val_evaluation
         if val_trained > len(rest):
@@ -94,11 +94,11 @@ def part_trials(
         if measured > task.evaluation:
             raise _too_few(task, "val_evaluation", measured, task.evaluation)
         if not held_out + val_trained + measured:
-            raise _too_few(task, "held_out", "no start state is measured", own - 1)
-        chosen = (order[:held_out], rest[:val_trained], np.arange(own, own + measured))
-        found["val"] += [(task.name, int(trial)) for part in chosen for trial in np.sort(part)]
-        found["train"] += [(task.name, int(trial)) for trial in np.sort(rest)]
-    return found
+            raise _too_few(task, "held_out", "no start state is measured", available - 1)
+        chosen = (order[:held_out], rest[:val_trained], np.arange(available, available + measured))
+        pairs["val"] += [(task.name, int(trial)) for part in chosen for trial in np.sort(part)]
+        pairs["train"] += [(task.name, int(trial)) for trial in np.sort(rest)]
+    return pairs
 
 
 def val_sets(

@@ -38,7 +38,7 @@ class ClipRecorder:
         self._count += 1
         if len(self._held) > _HELD * self._frames + 1:
             self._stride *= 2
-            self._held = {place: held for place, held in self._held.items() if place % self._stride == 0}
+            self._held = {place: frames for place, frames in self._held.items() if place % self._stride == 0}
 
     def places(self) -> list[int]:
         """Return the environment steps that `clip` shows; 0 is the reset."""
@@ -55,7 +55,7 @@ class ClipRecorder:
         away.
         """
         chosen = [self._held.get(place, self._last) for place in self.places()]
-        return {camera: np.stack([one[camera] for one in chosen]) for camera in self._cameras}
+        return {camera: np.stack([frames[camera] for frames in chosen]) for camera in self._cameras}
 
     def _nearest(self, place: int) -> int:
         return min(round(place / self._stride), max(self._held) // self._stride) * self._stride

@@ -144,7 +144,9 @@ class Libero(Simulator):
         self._over = bool(success) or self._steps >= self.spec.max_steps
         render = self._render_seconds() - before
         seconds = {"physics": time.perf_counter() - began - render, "render": render}
-        return Outcome(self._observation(raw), executed, bool(success), self._over, self._progress(), seconds)
+        goals = self._env.env.parsed_problem["goal_state"]
+        progress = sum(bool(self._env.env._eval_predicate(goal)) for goal in goals) / len(goals)
+        return Outcome(self._observation(raw), executed, bool(success), self._over, progress, seconds)
 
     def _render(self, wanted: bool) -> None:
         for sensor in self._sensors.values():
@@ -157,11 +159,6 @@ class Libero(Simulator):
         frames = {name: np.asarray(raw[f"{CAMERAS[name]}_image"], np.uint8) for name in self.spec.cameras}
         parts = raw["robot0_eef_pos"], axis_angle(raw["robot0_eef_quat"]), raw["robot0_gripper_qpos"]
         return Observation(frames, np.concatenate(parts).astype(np.float32))
-
-    def _progress(self) -> float:
-        """Return the share of the task's goals that are met now."""
-        goals = self._env.env.parsed_problem["goal_state"]
-        return sum(bool(self._env.env._eval_predicate(goal)) for goal in goals) / len(goals)
 
     def close(self) -> None:
         """Free the renderer and the model."""
@@ -265,8 +262,8 @@ def _prepare() -> Path:
         ) from error
     root = Path(libero.__file__).parent / "libero"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
-    mine = cache / "libero-config" / hashlib.sha256(str(root).encode()).hexdigest()[:12]
-    folder = Path(os.environ.setdefault("LIBERO_CONFIG_PATH", str(mine)))
+    default = cache / "libero-config" / hashlib.sha256(str(root).encode()).hexdigest()[:12]
+    folder = Path(os.environ.setdefault("LIBERO_CONFIG_PATH", str(default)))
     if not (folder / "config.yaml").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         names = {"bddl_files": "bddl_files", "init_states": "init_files", "datasets": "datasets", "assets": "assets"}

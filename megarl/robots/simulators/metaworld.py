@@ -139,7 +139,10 @@ class MetaWorld(Simulator):
     def reset(self, trial: int) -> Observation:
         """Begin an episode in start state `trial`."""
         self.begin(trial)
-        self._env.set_task(self._start_state(trial))
+        block, place = divmod(trial, BLOCK)
+        if block not in self._blocks:
+            self._blocks[block] = _import().MT1(self.spec.name, seed=self._seed + block).train_tasks
+        self._env.set_task(self._blocks[block][place])
         self._env._did_see_sim_exception = False
         self._seen, _ = self._env.reset()
         self._policy = self._policy_class()
@@ -163,12 +166,6 @@ class MetaWorld(Simulator):
         """Free the renderer and the model."""
         self._renderer.close()
         self._env.close()
-
-    def _start_state(self, trial: int) -> Any:
-        block = trial // BLOCK
-        if block not in self._blocks:
-            self._blocks[block] = _import().MT1(self.spec.name, seed=self._seed + block).train_tasks
-        return self._blocks[block][trial % BLOCK]
 
     def _observation(self) -> Observation:
         frames: dict[str, Frame] = {}

@@ -44,12 +44,12 @@ def simulator_class(name: str) -> type[Simulator]:
         module = _import_named(module_name)
     kind = getattr(module, class_name, None)
     if not (inspect.isclass(kind) and issubclass(kind, Simulator)):
-        there = [
+        simulators = [
             key
             for key, value in vars(module).items()
             if inspect.isclass(value) and issubclass(value, Simulator) and value.__module__ == module.__name__
         ]
-        raise LookupError(f"{module_name} has no simulator {class_name!r}; allowed: {', '.join(there) or 'none'}")
+        raise LookupError(f"{module_name} has no simulator {class_name!r}; allowed: {', '.join(simulators) or 'none'}")
     return kind
 
 

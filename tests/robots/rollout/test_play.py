@@ -16,9 +16,8 @@ from megarl.data.batch import Batch
 from megarl.robots.data.pictures import PIPELINES
 from megarl.robots.envs import SimulatorPool, SimulatorSettings
 from megarl.robots.rollout.episode import Episode, episode_values
-from megarl.robots.rollout.play import EpisodeStart, Player, PlayError
+from megarl.robots.rollout.play import EpisodeStart, Player, PlayError, View
 from megarl.robots.rollout.policy import Chunk, PolicyCall
-from megarl.robots.rollout.view import View
 from megarl.robots.simulators.protocol import Observation, Outcome, Recording, TaskSpec
 from megarl.system.comm import WorkerGroup
 

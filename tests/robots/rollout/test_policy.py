@@ -12,9 +12,9 @@ from megarl.data.batch import Batch, Jagged
 from megarl.robots.data.pictures import PicturePipeline
 from megarl.robots.envs import Failure
 from megarl.robots.models.vla.actions import ActionCodec, ActionTokens
+from megarl.robots.rollout.play import View
 from megarl.robots.rollout.policy import PolicyCall, SamplingPolicy
 from megarl.robots.rollout.trials import Trials, limited, part_trials, val_sets
-from megarl.robots.rollout.view import View
 from megarl.robots.simulators.protocol import Observation, Outcome, TaskSpec
 from megarl.system.errors import ConfigError
 

@@ -33,22 +33,22 @@ def cloning_statistics(
 ) -> DatasetStatistics:
     """Return the statistics of the demonstrations' actions and states, with which the policy's are normalised."""
     collector, wide = StatisticsCollector(), 0
-    for one in demonstrations:
-        if len(one):
-            wide = one.actions.shape[1]
-            collector.add(gripper.to_policy(one.actions), one.states if one.states.shape[1] else None)
-    found = collector.finish(gripper.mask(wide), bounds)
-    low, high = found.action.range
-    flat = found.action.mask & (low == high) & (found.action.min != found.action.max)
+    for shown in demonstrations:
+        if len(shown):
+            wide = shown.actions.shape[1]
+            collector.add(gripper.to_policy(shown.actions), shown.states if shown.states.shape[1] else None)
+    statistics = collector.finish(gripper.mask(wide), bounds)
+    low, high = statistics.action.range
+    flat = statistics.action.mask & (low == high) & (statistics.action.min != statistics.action.max)
     if flat.any():
         number = int(np.flatnonzero(flat)[0])
         raise DataError(
             f"number {number} of an action is {low[number]:g} in nearly all environment steps: its quantiles are equal",
             where="demonstrations",
-            found=f"{found.action.min[number]:g} to {found.action.max[number]:g}",
+            found=f"{statistics.action.min[number]:g} to {statistics.action.max[number]:g}",
             fix="set robot.bounds=minmax, or remove steps in which nothing happens",
         )
-    return found
+    return statistics
 
 
 class CloningExamples:
@@ -84,14 +84,14 @@ class CloningExamples:
         keep: int = 4 << 30,
     ) -> None:
         assert chunk >= 1, f"{chunk} actions of a policy call"
-        self._shown = [one for one in demonstrations if len(one)]
+        self._shown = [shown for shown in demonstrations if len(shown)]
         self._pictures, self._cameras, self._chunk, self._dim = pictures, list(cameras), chunk, codec.dim
         self._check(prompts)
-        self._prompts = {task: list(prompts[task]) for task in {one.task for one in self._shown}}
+        self._prompts = {task: list(prompts[task]) for task in {shown.task for shown in self._shown}}
         self._starts = np.cumsum([0, *map(len, self._shown)])
-        actions = np.concatenate([one.actions for one in self._shown])
+        actions = np.concatenate([shown.actions for shown in self._shown])
         self._tokens = codec.to_tokens(actions[:, None])  # [N, D], of each environment step
-        self._states = np.ascontiguousarray(states(np.concatenate([one.states for one in self._shown])), np.float32)
+        self._states = np.ascontiguousarray(states(np.concatenate([shown.states for shown in self._shown])), np.float32)
         self._kept: dict[int, Tensor] = {}
         self._room = keep // (len(self._cameras) * pictures.size**2 * 3)
         self.fingerprint = self._digest(codec)
@@ -101,11 +101,11 @@ class CloningExamples:
 
     def describe(self) -> str:
         """Return one line for the log: the examples, and the memory that their pictures take."""
-        tasks = Counter(one.task for one in self._shown)
+        tasks = Counter(shown.task for shown in self._shown)
         listed = ", ".join(f"{task} {number}" for task, number in tasks.items())
-        examples, held = len(self), min(len(self), self._room)
-        size = len(self._cameras) * self._pictures.size**2 * 3 * held / 1e6
-        rest = "" if held == examples else f", those of {examples - held} examples are processed each time"
+        examples, in_memory = len(self), min(len(self), self._room)
+        size = len(self._cameras) * self._pictures.size**2 * 3 * in_memory / 1e6
+        rest = "" if in_memory == examples else f", those of {examples - in_memory} examples are processed each time"
         return (
             f"sft: {count(examples, 'policy call')} of {count(len(self._shown), 'demonstration')} ({listed}); "
             f"pictures take up to {size:.0f} MB{rest}"
@@ -122,9 +122,9 @@ class CloningExamples:
         steps = places[:, None] + np.arange(self._chunk)  # [B, K]
         last = self._starts[owner + 1][:, None] - 1
         tokens = self._tokens[np.minimum(steps, last)].reshape(-1)
-        said = np.repeat(steps <= last, self._dim)
+        executed = np.repeat(steps <= last, self._dim)
         size = self._chunk * self._dim
-        tasks = [self._shown[one].task for one in owner]
+        tasks = [self._shown[number].task for number in owner]
         uids = [f"train-{epoch}-{index}" for index in indices]
 
         def each(values: NDArray[np.generic] | Tensor, length: int) -> Jagged:
@@ -133,7 +133,7 @@ class CloningExamples:
         fields = {
             "prompt_ids": Jagged.from_list([self._prompts[task] for task in tasks], dtype=torch.int64),
             "response_ids": each(tokens, size),
-            "response_mask": each(said, size),
+            "response_mask": each(executed, size),
             "turn_starts": each(np.zeros(len(places), np.int64), 1),
             "turn_ends": each(np.full(len(places), size, np.int64), 1),
             "states": each(self._states[places], 1),
@@ -146,17 +146,17 @@ class CloningExamples:
     def _seen(self, owner: NDArray[np.int64], places: NDArray[np.int64]) -> Tensor:
         """Return the pictures uint8 [B, cameras, size, size, 3]."""
         side = self._pictures.size
-        found = torch.empty(len(places), len(self._cameras), side, side, 3, dtype=torch.uint8)
-        for number, (one, place) in enumerate(zip(owner.tolist(), places.tolist(), strict=True)):
-            kept = self._kept.get(place)
-            if kept is None:
-                shown, step = self._shown[one], place - int(self._starts[one])
+        pictures = torch.empty(len(places), len(self._cameras), side, side, 3, dtype=torch.uint8)
+        for number, (demonstration, place) in enumerate(zip(owner.tolist(), places.tolist(), strict=True)):
+            views = self._kept.get(place)
+            if views is None:
+                shown, step = self._shown[demonstration], place - int(self._starts[demonstration])
                 frames = [torch.from_numpy(np.array(shown.frame(camera, step))) for camera in self._cameras]
-                kept = torch.stack([self._pictures(frame) for frame in frames])
+                views = torch.stack([self._pictures(frame) for frame in frames])
                 if len(self._kept) < self._room:
-                    self._kept[place] = kept
-            found[number] = kept
-        return found
+                    self._kept[place] = views
+            pictures[number] = views
+        return pictures
 
     def _check(self, prompts: Mapping[str, Sequence[int]]) -> None:
         if not self._shown:
@@ -164,20 +164,21 @@ class CloningExamples:
                 "there is nothing to learn: no demonstration has an environment step", where="demonstrations"
             )
         wide = self._shown[0].states.shape[1]
-        for one in self._shown:
-            choose(prompts, one.task, "the policy has no prompt for the task of this demonstration", where=one.where)
-            sizes = (one.actions.shape[1], one.states.shape[1])
+        for shown in self._shown:
+            what = "the policy has no prompt for the task of this demonstration"
+            choose(prompts, shown.task, what, where=shown.where)
+            sizes = (shown.actions.shape[1], shown.states.shape[1])
             if sizes != (self._dim, wide):
                 what = "the sizes of this demonstration's actions and states differ from the others'"
-                raise DataError(what, where=one.where, found=sizes, allowed=f"{(self._dim, wide)}")
+                raise DataError(what, where=shown.where, found=sizes, allowed=f"{(self._dim, wide)}")
             for camera in self._cameras:
-                if camera not in one.cameras:
+                if camera not in shown.cameras:
                     what = "this demonstration has no pictures of a camera of the policy"
-                    raise DataError(what, where=one.where, found=camera, allowed=one.cameras)
+                    raise DataError(what, where=shown.where, found=camera, allowed=shown.cameras)
 
     def _digest(self, codec: ActionCodec) -> str:
         settings = [self._prompts, self._cameras, self._chunk, repr(self._pictures), repr(codec.tokens)]
-        shown = [[one.task, len(one)] for one in self._shown]
-        digest = hashlib.blake2b(json.dumps([settings, shown], sort_keys=True).encode(), digest_size=16)
+        lengths = [[shown.task, len(shown)] for shown in self._shown]
+        digest = hashlib.blake2b(json.dumps([settings, lengths], sort_keys=True).encode(), digest_size=16)
         digest.update(self._tokens.tobytes() + self._states.tobytes())
         return digest.hexdigest()

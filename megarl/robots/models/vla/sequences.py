@@ -93,8 +93,8 @@ class VLALayout:
         """Implement `SequenceLayout.lengths`."""
         wrong = (batch["response_ids"].lengths.cpu() != self.dim * self.chunk).nonzero()
         if len(wrong):
-            found = int(batch["response_ids"].lengths[int(wrong[0])])
-            raise ValueError(f"call {int(wrong[0])} has {found} tokens for {self.chunk} actions of {self.dim} numbers")
+            count = int(batch["response_ids"].lengths[int(wrong[0])])
+            raise ValueError(f"call {int(wrong[0])} has {count} tokens for {self.chunk} actions of {self.dim} numbers")
         return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
@@ -126,28 +126,28 @@ class VLALayout:
 
     def _pack(self, prompts: Sequence[Tensor], targets: Tensor, pictures: Tensor, states: Tensor) -> PackedRows:
         layouts = [self._layout(len(prompt)) for prompt in prompts]
-        tokens = torch.zeros(sum(one.length for one in layouts), dtype=torch.int64)
+        tokens = torch.zeros(sum(call.length for call in layouts), dtype=torch.int64)
         predicts = torch.full_like(tokens, -1)
         places, state_places, blank = list[Tensor](), list[int](), list[Tensor]()
         start, slots = 0, self.dim * self.chunk
-        for number, (prompt, one) in enumerate(zip(prompts, layouts, strict=True)):
-            columns = torch.arange(start, start + one.length)
+        for number, (prompt, call) in enumerate(zip(prompts, layouts, strict=True)):
+            columns = torch.arange(start, start + call.length)
             tokens[start] = prompt[0]
-            tokens[columns[one.text]] = prompt[1:]
-            own = torch.arange(number * slots, (number + 1) * slots)
-            predicts[columns[one.predictors]] = own
-            if one.stop is None:
-                tokens[columns[one.slots]] = targets[own]
+            tokens[columns[call.text]] = prompt[1:]
+            targets_here = torch.arange(number * slots, (number + 1) * slots)
+            predicts[columns[call.predictors]] = targets_here
+            if call.stop is None:
+                tokens[columns[call.slots]] = targets[targets_here]
             else:
-                tokens[start + one.stop] = self.family.stop_token
-                blank.append(columns[one.slots])
-            places.append(columns[one.visual])
-            if one.state_at is not None:
-                state_places.append(start + one.state_at)
-            start += one.length
+                tokens[start + call.stop] = self.family.stop_token
+                blank.append(columns[call.slots])
+            places.append(columns[call.visual])
+            if call.state_at is not None:
+                state_places.append(start + call.state_at)
+            start += call.length
         opens: list[int] = []
         if self.family.parallel:
-            opens = [one.slots.start if self.block_only else 0 for one in layouts]
+            opens = [call.slots.start if self.block_only else 0 for call in layouts]
         seen = Seen(
             self.normalise(pictures),
             torch.cat(places),
@@ -155,4 +155,4 @@ class VLALayout:
             torch.tensor(state_places, dtype=torch.int64),
             torch.cat([*blank, torch.zeros(0, dtype=torch.int64)]),
         )
-        return PackedRows([one.length for one in layouts], tokens, predicts, targets, opens, seen)
+        return PackedRows([call.length for call in layouts], tokens, predicts, targets, opens, seen)

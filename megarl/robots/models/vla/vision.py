@@ -59,7 +59,7 @@ class Tower(nn.Module):
         """Return the embeddings [n, patches, width] of pictures [n, 3, side, side]."""
         count = len(pixels)
         hidden = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2) + self.pos_embed
-        first = [one.expand(count, -1, -1) for one in (self.cls_token, self.reg_token) if one is not None]
+        first = [token.expand(count, -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         hidden = torch.cat([*first, hidden], 1)
         for block in self.blocks:
             hidden = block(hidden)
@@ -135,11 +135,11 @@ class Vision(nn.Module):
 
     def insert(self, hidden: Tensor, seen: Seen, columns: slice) -> Tensor:
         """Write the embeddings of pictures and states into `hidden` [t, 1, hidden], the stream's columns `columns`."""
-        found = [(self.see(seen.pixels.to(hidden.dtype)), seen.places)]
+        inserted = [(self.see(seen.pixels.to(hidden.dtype)), seen.places)]
         if len(seen.state_places):
             states = self._project("proprio_projector", seen.states.to(hidden.dtype))
-            found.append((states, seen.state_places))
-        for embeddings, places in found:
+            inserted.append((states, seen.state_places))
+        for embeddings, places in inserted:
             here = (places >= columns.start) & (places < columns.stop)
             hidden = hidden.index_copy(0, places[here] - columns.start, embeddings[here].unsqueeze(1))
         blank = seen.blank[(seen.blank >= columns.start) & (seen.blank < columns.stop)] - columns.start
