@@ -272,13 +272,13 @@ def _joined(every: Sequence[Parts]) -> Batch:
     fields: dict[str, Tensor | Jagged] = {}
     shared: dict[tuple[int, ...], Jagged] = {}
     for name, value in first.items():
-        parts: list[Any] = [some[name] for some, _, _ in every]
+        parts: list[Any] = [tensors[name] for tensors, _, _ in every]
         if isinstance(value, Jagged):
             joined = Jagged.concat(parts)
             fields[name] = shared.setdefault(tuple(id(p.offsets) for p in parts), joined).like(joined.values)
         else:
             fields[name] = torch.cat(parts)
-    chained = {name: list(itertools.chain.from_iterable(some[name] for _, some, _ in every)) for name in columns}
+    chained = {name: list(itertools.chain.from_iterable(lists[name] for _, lists, _ in every)) for name in columns}
     return Batch(fields, chained, size=sum(size for _, _, size in every))
 
 

@@ -58,4 +58,4 @@ def tokens_of(batch: Batch) -> Sequence[int]:
 
     parts = [batch[name] for name in ("prompt_ids", "response_ids") if name in batch]
     lengths = [part.lengths.tolist() for part in parts if isinstance(part, Jagged)]
-    return [sum(some) for some in zip(*lengths, strict=True)] if lengths else [0] * len(batch)
+    return [sum(pair) for pair in zip(*lengths, strict=True)] if lengths else [0] * len(batch)

@@ -76,11 +76,11 @@ class PromptLoader:
 
     def __next__(self) -> Batch:
         parts, place, order = [], 0, list[int]()
-        for epoch, some in self._pieces():
-            order += some.tolist()
+        for epoch, indices in self._pieces():
+            order += indices.tolist()
             first = (self.dp_rank - place) % self.dp_size
-            parts.append(self.dataset.batch(some[first :: self.dp_size].tolist(), epoch))
-            place += len(some)
+            parts.append(self.dataset.batch(indices[first :: self.dp_size].tolist(), epoch))
+            place += len(indices)
         more, self._position = divmod(self._position + self.batch_size, len(self.dataset))
         self._epoch += more
         batch = Batch.concat(parts)
@@ -133,9 +133,9 @@ class PromptLoader:
         """Yield (epoch, dataset indices) of the next global batch, one part for each epoch in it."""
         epoch, first, left = self._epoch, self._position, self.batch_size
         while left > 0:
-            some = self._indices(epoch)[first : first + left]
-            yield epoch, some
-            left -= len(some)
+            indices = self._indices(epoch)[first : first + left]
+            yield epoch, indices
+            left -= len(indices)
             epoch, first = epoch + 1, 0
 
     def _indices(self, epoch: int) -> np.ndarray:

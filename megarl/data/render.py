@@ -125,8 +125,8 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
         check_text(text, "the text", row)  # templates may have added text that the row does not have
     ids: list[list[int]] = []
     for start in range(0, len(texts), _TOKENISE_AT_ONCE):
-        some = list(texts[start : start + _TOKENISE_AT_ONCE])
-        ids += tokenizer(some, add_special_tokens=special, return_attention_mask=False)["input_ids"]
+        part = list(texts[start : start + _TOKENISE_AT_ONCE])
+        ids += tokenizer(part, add_special_tokens=special, return_attention_mask=False)["input_ids"]
     if special:
         ids = to_continue(tokenizer, ids)
     for text, row, tokens in zip(texts, rows, ids, strict=True):

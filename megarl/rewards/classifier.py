@@ -79,13 +79,13 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
     pad = model.config.pad_token_id
     size = 1 if pad is None else options.batch_size
     for start in range(0, len(places), size):
-        some = places[start : start + size]
-        rows = [torch.tensor(tokens[i], dtype=torch.int64) for i in some]
+        batch = places[start : start + size]
+        rows = [torch.tensor(tokens[i], dtype=torch.int64) for i in batch]
         ids = pad_sequence(rows, batch_first=True, padding_value=pad or 0).to(model.device)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(model.device)
         with torch.inference_mode():
             logits = model(input_ids=ids, attention_mask=mask).logits
-        for i, score in zip(some, logits[:, options.label].float().tolist(), strict=True):
+        for i, score in zip(batch, logits[:, options.label].float().tolist(), strict=True):
             results[i] = score
     return results
 

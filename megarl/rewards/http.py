@@ -56,12 +56,12 @@ def http(samples: list[Sample], **settings: Any) -> list[Any]:
     size = options.batch_size
     parts = [samples[start : start + size] for start in range(0, len(samples), size)]
 
-    def ask(some: list[Sample]) -> list[Any]:
+    def ask(part: list[Sample]) -> list[Any]:
         if options.protocol == "sglang":
-            texts = [f"{sample['prompt']}{sample['response']}{options.end}" for sample in some]
-            return server.ask({"text": texts}, lambda answer: _sglang(answer, len(some)), deadline)
-        body = {"samples": [{name: _field(sample, name) for name in options.fields} for sample in some]}
-        return server.ask(body, lambda answer: _scores(answer, len(some)), deadline)
+            texts = [f"{sample['prompt']}{sample['response']}{options.end}" for sample in part]
+            return server.ask({"text": texts}, lambda answer: _sglang(answer, len(part)), deadline)
+        body = {"samples": [{name: _field(sample, name) for name in options.fields} for sample in part]}
+        return server.ask(body, lambda answer: _scores(answer, len(part)), deadline)
 
     return ask_all(parts, ask, len, options.concurrency)
 
