@@ -40,10 +40,11 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
                 found=f"{settings.chosen_key}: {chosen!r:.60}, {settings.rejected_key}: {rejected!r:.60}",
                 fix="write both as text, or both as chat messages",
             )
-        margin = 0.0 if (key := settings.margin_key) is None else row.column(key, "preference.margin_key")
+        margin_key = settings.margin_key
+        margin = 0.0 if margin_key is None else row.column(margin_key, "preference.margin_key")
         if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
             raise DataError(
-                f"column {key!r} is not a number",
+                f"column {margin_key!r} is not a number",
                 where=row.where,
                 found=margin,
                 allowed="a finite number",

@@ -87,7 +87,7 @@ def given_prompts(
     prompts: list[str | list[Message]] = []
     for row in rows:
         content = row.column(config.prompt_key, "data.prompt_key")
-        refuse_media(row, [name for name in texts if isinstance(row.get(name), str)], config.image_key)
+        refuse_media(row, [name for name in texts if name and isinstance(row.get(name), str)], config.image_key)
         if isinstance(content, str) and not chat:
             text = render(content, row)
             prompts.append(text if mark is None else mark(text, row))
