@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "cases"
 
 
 def case_file(case: str) -> Path:
-    """Return the recipe of a case of this folder (S, M, ...), a shipped recipe, or a recipe file of one's own."""
+    """Return the recipe of a case of this folder (S, M, ...), a shipped recipe, or a recipe file."""
     path = FOLDER / f"{case}.yaml" if case in case_names() else Path(case)
     if not path.is_file() and case in recipe_names():
         return find_recipe(case)

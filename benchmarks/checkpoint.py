@@ -114,7 +114,7 @@ def _round(engine: MegatronEngine) -> dict[str, Any]:
                 meta = checkpoint.verify(folder, world)
             with _seconds(row, world, "loading"):
                 checkpoint.load(folder, {"actor": engine}, meta)
-        world.barrier()  # nobody reads any more
+        world.barrier()  # all ranks have read
     return row
 
 

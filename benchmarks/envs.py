@@ -123,7 +123,7 @@ def _answers(pool: SimulatorPool) -> dict[int, tuple[int, bool]]:
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the simulator's section, as the command line says it."""
+    """Return the simulator's section from the command line."""
     import yaml
 
     if arguments.simulator is None:

@@ -39,7 +39,7 @@ Entry: TypeAlias = dict[str, Any]
 #: (folder of a package, what to measure) -> the result of `megarl bench`.
 Measure: TypeAlias = Callable[[Path | None, Sequence[str]], Mapping[str, Any]]
 _ROUNDS, _LEAST = 5, 3
-_FLOOR_S = 900.0  # for what a round does before and after its run, so that the run's own limit is the one that is told
+_FLOOR_S = 900.0  # for the rest of a round, so that a run reaches its own limit first, whose message names the run
 _SAME = ("case", "dtype", "overrides", "layout", "host", "metric")
 
 
@@ -120,7 +120,7 @@ def _found(
 ) -> list[tuple[Entry, dict[str, Judged]]]:
     """Return a line of each cell that was measured, and how it compares; they are appended to the history.
 
-    One that failed in a later round keeps the rounds before it. Its line says so, and nothing is held against it.
+    A cell that failed in a later round keeps its earlier rounds; its line has the message, and is not compared.
     """
     lines = []
     with contextlib.closing(JsonlWriter(arguments.history)) as writer:
@@ -262,7 +262,7 @@ def entry(results: Sequence[Mapping[str, Any]], *, baseline: bool) -> Entry:
         "floor_s": statistics.median(result["summary"]["floor_s"] for result in results),
         "others_share": max(result["others_share"] for result in results),
         "tokens_per_s": statistics.median(result["summary"]["tokens_per_s"] for result in results),
-        "gpus": first.get("gpus", 0),  # the code of a base may not tell
+        "gpus": first.get("gpus", 0),  # older code does not write it
         "rounds": [
             {
                 "wall_s": result["summary"]["wall_s"],

@@ -156,7 +156,7 @@ def gpus_of(config: RunConfig) -> int:
     """Return the GPUs of a run: one per worker, and those of servers that share none with the workers.
 
     Servers use the devices of the teams that only generate, if there are any, and need others for what is beyond them.
-    Servers that run already are taken for such, with as many GPUs as `tp_size` and `dp_size` say: nothing else tells.
+    Servers that run already count with `tp_size` * `dp_size` GPUs each, since nothing else shows their number.
     """
     servers = config.rollout.servers
     if servers is None or servers.colocated:

@@ -6,9 +6,9 @@
 
 `answers.txt` beside this file holds answers of all kinds, and for each the forms that equal it, listed by hand. A
 mutant is a reference with one character changed: every character in turn, but white space, becomes two others of its
-class (digits, small and capital letters, signs, relations, brackets, marks). It is a wrong answer unless the list says
-that it is equal, as an equal form of that reference or as an equal mutant (white space aside, and `;` separates as `,`
-does); nothing of the reward takes part in that. Seconds are CPU time of one process. Growth is that of the time of
+class (digits, small and capital letters, signs, relations, brackets, marks). It is a wrong answer unless the list has
+it as an equal form of that reference or as an equal mutant (white space aside, and `;` separates as `,` does); the
+reward has no part in that. Seconds are CPU time of one process. Growth is that of the time of
 answers of twice the length, which are compared with another of their kind.
 """
 

@@ -1,4 +1,4 @@
-"""`megarl bench plan`: what the formulas of the planner say, and what a run of `megarl train` takes, side by side.
+"""`megarl bench plan`: the planner's estimates beside the measurements of runs of `megarl train`.
 
     megarl bench plan                                 # 12 layouts of 3 sizes on CPU processes of one thread
     megarl bench plan --sizes 10M --layouts tp2,pp2

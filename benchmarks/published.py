@@ -15,7 +15,7 @@ from megarl.config.yamlio import read_yaml
 
 FILE = Path(__file__).parent / "published.yaml"
 NOT_MEASURED = "not measured"
-#: Keys that say how the work is done, and neither what it is nor in which precision (rollout.dtype, sync.fp8, and what
+#: Keys of how the work is done, not of what it is or in which precision (rollout.dtype, sync.fp8, and what
 #: rollout.sglang.extra_args may hold). One that ends in a dot stands for all keys below it.
 _HOW = (
     *("actor.parallel.", "actor.engine.", "reference.parallel.", "rollout.parallel.", "cluster.", "launch."),
@@ -37,7 +37,7 @@ class Figure:
         policy: `on`, or off by how many steps.
         gpu: a part of the GPUs' name.
         gpus: GPUs of the run, those of generation included.
-        mean_tokens: mean tokens of a sample, as the page says.
+        mean_tokens: mean tokens of a sample, from the page.
         case: ours, with the same work.
     """
 
@@ -85,7 +85,7 @@ def per_gpu(line: Mapping[str, Any]) -> float:
 
 
 def figures() -> list[Figure]:
-    """Return all published figures that we know."""
+    """Return the figures of published.yaml."""
     data = read_yaml(FILE).data
     made = []
     for given in data["figures"]:

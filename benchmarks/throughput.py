@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, metavar="N", help="worker processes (default: one per core or GPU)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each (default: cores, shared out)")
     parser.add_argument("--steps", type=int, metavar="N", help="counted steps (default: 10 in S, 3 in M, 500 of envs)")
-    limit = "seconds after which a run is stopped (default: six hours, or what the matrix says)"
+    limit = "seconds after which a run is stopped (default: six hours, or the matrix's)"
     parser.add_argument("--limit-s", type=float, metavar="S", help=limit)
     runs = "folder for the run folders, which all machines of a run share (default: a temporary one)"
     parser.add_argument("--runs", type=Path, metavar="FOLDER", help=runs)
@@ -79,7 +79,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     matrices = f"combinations of settings: {', '.join(matrix_names())}, or a file"
     parser.add_argument("--matrix", metavar="MATRIX", help=matrices)
     parser.add_argument("--dry-run", action="store_true", help="with --matrix: list the combinations; run nothing")
-    rounds = "of --compare and --matrix (default: 5, or what the matrix says)"
+    rounds = "of --compare and --matrix (default: 5, or the matrix's)"
     parser.add_argument("--rounds", type=int, metavar="N", help=rounds)
     parser.add_argument("--base", metavar="COMMIT", help="with --compare: measure this commit in turn with the tree")
     parser.add_argument("--set-baseline", action="store_true", help="later comparisons are held against this one")

@@ -22,7 +22,7 @@ PARAMETERS = 7
 #: A private function that is called once and has fewer lines than this sends its reader away for little.
 LINES = 5
 
-#: Engines of `rollout.engine`; what differs between them is asked of their family (megarl/rollout/family.py).
+#: Engines of `rollout.engine`; their differences belong in their family (megarl/rollout/family.py).
 ENGINES = {"embedded", "sglang"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -54,7 +54,7 @@ def functions(nodes: list[ast.AST]) -> Iterator[Function]:
 
 
 def vague_locals(files: Files) -> Iterator[str]:
-    """Yield each assignment to a local variable with a name that says nothing."""
+    """Yield each assignment to a local variable with a vague name."""
     for place, nodes in files.items():
         for node in nodes:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:

@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-#: Settings of pip to those of uv that say where packages come from. uv reads no setting of pip.
+#: pip's settings of package sources -> uv's: uv reads no setting of pip.
 SETTINGS = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
@@ -25,7 +25,7 @@ SETTINGS = {
     "client-cert": "SSL_CLIENT_CERT",
     "proxy": "ALL_PROXY",
 }
-#: What says the same, and has no variable of uv: where it is set, pip installs.
+#: Settings of package sources without a variable of uv: if one is set, pip installs.
 NO_INDEX = "no-index"
 FALSE = ("", "0", "f", "false", "n", "no", "off")
 

@@ -31,7 +31,7 @@ def convert(packages: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
     config = read.config
-    del config.quantization_config  # it says GGUF, and the weights are quantised no more
+    del config.quantization_config  # it names GGUF, but the weights are no longer quantised
     model = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
     model.to(torch.bfloat16).save_pretrained(target)

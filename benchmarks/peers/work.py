@@ -179,7 +179,7 @@ def main(peer: Peer, doc: str | None, argv: Sequence[str] | None = None) -> int:
 
 
 def _print(work: Work, command: list[str], python: str) -> None:
-    """Print the command as text; an interpreter that nobody has named is the reader's own `python`."""
+    """Print the command as text, with `python` for this interpreter."""
     named = "python" if python == sys.executable else python
     print(shlex.join(named if part == sys.executable else part for part in command))
     if not work.rows.is_file():

@@ -2,7 +2,7 @@
 
     python -m megarl.benchmarks.sync.receiver PORT_FILE
 
-It knows nothing of models: names, shapes and bytes are kept as they come. The bench measures transports against it, and
+It has no model: names, shapes and bytes are kept as they come. The bench measures transports against it, and
 tests use it where a server that takes a minute to start would add nothing.
 """
 

@@ -104,4 +104,4 @@ def _beyond_formula(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if value not in _STARTS:
                 yield key, ", ".join(map(str, _STARTS))
         elif key not in _HARMLESS and value:
-            yield key, "no value: megarl does not know this setting"
+            yield key, "no value: megarl does not have this setting"

@@ -5,7 +5,7 @@
     megarl doctor gpu --skip steps --again           # all others, also those that have passed
     megarl doctor gpu --out /shared/certificate      # where results are kept (default: runs/certificate)
 
-Exit code 1: a section has failed. docs/gpu.md says what each section does, and what its figures should be.
+Exit code 1: a section has failed. docs/gpu.md describes each section and the figures to expect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sections run one after the other, each in a process of its own with a deadline; results stay in a folder.
 
     FOLDER/certificate.json   all results               FOLDER/NAME/result.json   of one section
-    FOLDER/certificate.html   the same as a page        FOLDER/NAME/log.txt       what its processes said
+    FOLDER/certificate.html   the same as a page        FOLDER/NAME/log.txt       output of its processes
                                                         FOLDER/NAME/bug.txt       of one that failed, for a report
 
 A section that has passed is not repeated while commit, versions and devices are the same, unless `--again` is given.

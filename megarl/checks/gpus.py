@@ -50,7 +50,7 @@ def _more_machines(config: RunConfig, placement: Placement, workers: int, beside
     settings, servers = [], config.rollout.sglang
     if beside and placement.asking:  # on several machines servers run only on GPUs that workers lend
         team = placement.of_role(Role.ROLLOUT)
-        assert team is not None, "it asks"
+        assert team is not None, "workers of the rollout team send the requests"
         settings = [f"{devices_key(config, team)}={team.devices + beside}", f"cluster.nproc={workers + beside}"]
         workers, beside = workers + beside, 0
     even = [

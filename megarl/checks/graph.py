@@ -77,10 +77,10 @@ def _is_users_mistake(config: RunConfig, missing: MissingFieldError, checks: Che
         function = registry.get(name)
         known = [*OFFERED, *registry.spec(name).settings.model_fields] if registry is ADVANTAGES else FIELDS
         near = [name for name in known if field in name] or close_matches(field, known)
-        asks = "has a parameter" if registry is ADVANTAGES else "names in `reads` the field"
+        reads = "has a parameter" if registry is ADVANTAGES else "names in `reads` the field"
         checks.of(registry.kind).fail(
             registry.key,
-            f"the {registry.kind} {name_of(function)} {asks} {field!r}, which is not a field of the "
+            f"the {registry.kind} {name_of(function)} {reads} {field!r}, which is not a field of the "
             f"samples{' or one of its settings' if registry is ADVANTAGES else ''}, and no node writes it",
             found=place_of(function),
             allowed=missing.allowed,
@@ -194,7 +194,7 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
         "placement": (config.placement.asks_for_teams, False, "one team has the policy and its reference"),
         KEY: (config.rollout.engine, DEFAULT, "nothing is generated"),
         "algorithm.kl.use": (config.algorithm.kl.use, "none", "the loss holds the policy near its reference"),
-        "algorithm.distillation.coef": (config.algorithm.distillation.coef, 0.0, "no teacher is asked"),
+        "algorithm.distillation.coef": (config.algorithm.distillation.coef, 0.0, "no teacher is used"),
         "algorithm.advantage.name": (config.algorithm.advantage.name, "grpo", "nothing estimates advantages"),
         "algorithm.loss.name": (config.algorithm.loss.name, "ppo", "the loss is that of the section preference"),
     }

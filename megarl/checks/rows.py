@@ -69,7 +69,7 @@ def check_rows(
     """
     data = config.data
     if not config.task.writes_text:
-        return False  # the simulator tells them
+        return False  # rows are the simulator's trials, which are known when it runs
     prompt_formatter(data.format_prompt)
     tokenizer = light_tokenizer(config.model)
     chats = uses_chat(data, tokenizer is None or tokenizer.has_chat_template)
@@ -110,7 +110,7 @@ class _Rows:
 
     Attributes:
         tokenizer: None if no text is certain.
-        counter: counts the tokens that a prompt has at least; None if only the workers know the tokenizer.
+        counter: counts the least number of tokens of a prompt; None if only the workers can load the tokenizer.
         sizes: number of training samples in sources that were read whole.
     """
 
@@ -415,7 +415,7 @@ class _Rows:
             _warn(problem, ", ".join(readers), None, "read them there, or rename the columns")
 
     def _response(self, row: Row, key: str) -> str:
-        """Return a response to train on as text, with everything that it says."""
+        """Return the whole text of a response to train on."""
         data = self.config.data
         talk = response_of(row, data.prompt_key, key, images=data.image_key is not None)
         return "".join(message["content"] for message in talk)
@@ -451,7 +451,7 @@ def _warn(what: str, where: str, found: object, fix: str) -> None:
 
 def _contents(messages: Sequence[Message], row: Row) -> str:
     """Join the text that every chat template writes of the messages, whose form and least length are checked. A
-    template may drop what the assistant said and its thoughts, and trim any content.
+    template may drop the assistant's messages and thoughts, and trim any content.
     """
     others = (message["content"] for message in messages if message["role"] != ASSISTANT)
     return "".join(content.rpartition("</think>")[2].strip() for content in others)

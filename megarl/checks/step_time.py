@@ -30,9 +30,7 @@ def check_time(
     checks: Checklist,
     job: str = "train",
 ) -> float | None:
-    """Estimate the seconds of a step and return them (None where no formula knows them); record them and those of the
-    run, and warn when a step takes over an hour.
-    """
+    """Estimate, record and return the seconds of a step (None without a formula), with a warning above an hour."""
     checks = checks.of("time")
     hardware = _hardware(config, machine)
     failed = any(check.status == "fail" for check in checks.items)
@@ -69,7 +67,7 @@ def check_time(
 def _check_supervised(
     config: RunConfig, placement: Placement, facts: ModelFacts | None, hardware: Hardware, checks: Checklist
 ) -> float | None:
-    """Record the seconds of a step of `megarl sft` and of the run, and return the former; None: no formula knows."""
+    """Record the seconds of a step of `megarl sft` and of the run, and return the former; None: it has no formula."""
     if not config.task.writes_text or facts is None:
         checks.skip("no formulas for simulators" if facts is not None else "the model's sizes are not known here")
         return None

@@ -65,7 +65,7 @@ class DynamicSamplingConfig(Section):
     enabled: bool = Field(False, description="turn the filter on")
     max_rounds: PositiveInt = Field(
         10,
-        description="most generation rounds of a step; `short` says what happens after them. With "
+        description="most generation rounds of a step; `short` decides what happens after them. With "
         "async.order=as_ready the run ends when a replica drops all groups of this many rounds in a row (also groups "
         "that algorithm.filter empties)",
     )

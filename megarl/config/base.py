@@ -41,7 +41,7 @@ class Section(BaseModel):
 class ComponentSection(Section):
     """A section that names a component and also holds that component's own keys.
 
-    This class keeps those keys as plain values. `megarl.algorithms` knows which keys each component has and which
+    This class keeps those keys as plain values. `megarl.algorithms` lists which keys each component has and which
     values they take, and `megarl.config.components` validates the values against that.
     """
 

@@ -1,6 +1,6 @@
 """Validation of the keys that belong to a component named in a section, against the model of the component's settings.
 
-This layer does not know which components exist: the caller passes a `Components` registry.
+This layer names no component: the caller passes a `Components` registry.
 """
 
 from __future__ import annotations

@@ -106,8 +106,9 @@ def iter_keys(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[Ke
 
 
 def find_key(path: tuple[str, ...]) -> Key | None:
-    """Return the key at `path`. Below a free-form mapping return the mapping's key, for an unknown path None. These
-    models do not know keys below a plain value, or the own keys of a component.
+    """Return the key at `path`; below a free-form mapping the mapping's key; None for an unknown path.
+
+    Keys below a plain value, and the own keys of a component, are not in the models.
     """
     model: type[Section] = RunConfig
     entries: type[Section] | None = None  # section of the entries of the mapping that the previous part named

@@ -238,7 +238,7 @@ class PreferenceConfig(Section):
         description="column of the response of a kto example: text or chat messages; rows without it are pairs, and "
         "each pair gives two examples",
     )
-    label_key: str = Field("label", description="column that says whether the response of an example is desirable")
+    label_key: str = Field("label", description="column with whether the response of an example is desirable")
     max_tokens: PositiveInt | None = Field(
         None,
         description="most tokens of a pair's or example's sequence (prompt and response); longer ones are overlong "

@@ -37,14 +37,14 @@ def run(found: Findings, folder: Path) -> None:
     found.part("driver", lambda: _driver(found))
     found.part("compiler", lambda: _compiler(found))
     found.part("NCCL", lambda: nccl(found))
-    found.part("topology", lambda: found.fact("topology", "\n" + said(["nvidia-smi", "topo", "-m"])))
+    found.part("topology", lambda: found.fact("topology", "\n" + output_of(["nvidia-smi", "topo", "-m"])))
     found.part("peers", lambda: _peers(found))
     devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())] if has_cuda() else []
     for owner, user in [(a, b) for a in devices[:2] for b in devices[:2]] or [(torch.device("cpu"),) * 2]:
         _shared_memory(found, owner, user, hand_overs=1000 if has_cuda() else 50)
 
 
-def said(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
     """Return the output of a program. Raise Skipped if the program is missing, or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=False)
