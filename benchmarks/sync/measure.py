@@ -125,16 +125,19 @@ class _Update:
 
     def __call__(self) -> None:
         from megarl.sync.protocol import ReceiverUpdate, version_tag
+        from megarl.sync.receiver import UpdateStep
+        from megarl.sync.sender import SyncReport
 
         self.receiver.server.version = self.version or None
         self.version += 1
         tag = version_tag(self.version, _RUN)
-        update = ReceiverUpdate(self.receiver, tag, "abort", self.transport.session, DEADLINE_S)
+        step, report = UpdateStep(f"update to version {tag}", DEADLINE_S), SyncReport(self.version, "bench")
+        update = ReceiverUpdate(self.receiver, tag, "abort", self.transport.session, step)
         update.open()
         self.transport.start(self.version, [self.receiver])
-        failed = self.sender.run([0], [self.receiver]).failed
-        if failed:
-            raise RuntimeError(failed[0])
+        self.sender.run([0], [self.receiver], report)
+        if report.failed:
+            raise RuntimeError(report.failed[0])
         self.transport.publish()
         update.load(self.transport.commit)
         update.reopen()

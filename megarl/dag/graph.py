@@ -19,7 +19,7 @@ class TaskGraph:
     """
 
     def __init__(self, id: str, description: str, nodes: Iterable[Node], entry: Iterable[str] = LOADER_FIELDS) -> None:
-        self.id, self.description = id, description
+        self.id, self.description, self._where = id, description, f"pipeline {id!r}"
         self.nodes: dict[str, Node] = {}
         for node in nodes:
             if node.id in self.nodes:
@@ -31,10 +31,6 @@ class TaskGraph:
         self._inputs = derive(list(self), self.entry, self._where)
         self._parents = {id: inputs.waits for id, inputs in self._inputs.items()}
         self._order = self._sorted()
-
-    @property
-    def _where(self) -> str:
-        return f"pipeline {self.id!r}"
 
     @property
     def roles(self) -> set[Role]:

@@ -33,34 +33,30 @@ class ReceiverUpdate:
     version: str  # name of the new version (`version_tag`)
     mode: PauseMode
     session: bool  # whether tensors come in buckets between begin and end; False: the receiver loads them in one call
-    deadline_s: float  # seconds for each step
-
-    @property
-    def _step(self) -> UpdateStep:
-        return UpdateStep(f"update to version {self.version}", self.deadline_s)
+    step: UpdateStep  # name in errors, and deadline of each step
 
     def open(self) -> None:
         """Pause generation, and open the receiver for tensors."""
-        self.receiver.pause(self.mode, self._step)
+        self.receiver.pause(self.mode, self.step)
         if self.session:
-            self.receiver.loading(self.version, self._step)
-            self.receiver.begin(self._step)
+            self.receiver.loading(self.version, self.step)
+            self.receiver.begin(self.step)
 
     def load(self, commit: Callable[[Receiver], None]) -> None:
         """Complete the new weights with `commit`, name them, and check that the receiver returns this name."""
-        self.receiver.loading(self.version, self._step)
+        self.receiver.loading(self.version, self.step)
         commit(self.receiver)
         if self.session:
-            self.receiver.end(self._step)
-        self.receiver.set_version(self.version, self._step)
-        reported = self.receiver.held_version(self._step)
+            self.receiver.end(self.step)
+        self.receiver.set_version(self.version, self.step)
+        reported = self.receiver.held_version(self.step)
         if reported != self.version:
-            raise failure(self.receiver, self._step.phase, f"the server reports version {reported!r}")
+            raise failure(self.receiver, self.step.phase, f"the server reports version {reported!r}")
 
     def reopen(self, folder: Path | None = None) -> None:
         """Drop the cache of the old weights and resume generation; `folder` holds the new weights, if any does."""
-        self.receiver.flush(self.mode, self._step)
-        self.receiver.resume(self._step)
+        self.receiver.flush(self.mode, self.step)
+        self.receiver.resume(self.step)
         self.receiver.done(self.version, folder)
 
 

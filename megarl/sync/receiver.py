@@ -65,15 +65,14 @@ class ReceiverLayout(Protocol):
         """Return whether `rank` holds any part of this Hugging Face tensor."""
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield the parts of a Hugging Face tensor that `rank` holds, in its parameters' dtype.
+        """Yield the parts of a Hugging Face tensor that `rank` holds, in the dtype of its parameters.
 
         Args:
             tensor: whole tensor, in the dtype in which it is sent.
 
-        Returns:
+        Yields:
             (parameter, the part of `tensor` that is stored next in it, elements of the whole parameter), in the order
-            in which
-                a checkpoint's tensors are written.
+            in which a checkpoint's tensors are written.
         """
 
     def make_checksum(self, nbytes: int) -> Checksum:
@@ -90,8 +89,8 @@ class Receiver(Protocol):
         number: number in the list of receivers and in the plan.
         name: name in messages.
         url: its address, which includes its host.
-        version: the last weight version that it is known to hold; None: none yet.
-        answers: whether it can be updated, as far as this rank knows.
+        version: the last weight version that it acknowledged; None: none yet.
+        answers: whether it can be updated: it has not failed on this rank.
         gpus: names of its ranks' GPUs on its host, as in CUDA_VISIBLE_DEVICES; empty: unknown, or a CPU.
     """
 
@@ -114,46 +113,45 @@ class Receiver(Protocol):
         """Pause generation; by `mode`, running requests end, are put back, or continue later (`sync.pause`)."""
 
     def loading(self, version: str, step: UpdateStep) -> None:
-        """Note that from now on it may hold tensors of its old version and of `version`."""
+        """Record that from now on the engine may hold tensors of its old version and of `version`."""
 
     def begin(self, step: UpdateStep) -> None:
-        """Open it for tensors; an update that a dead trainer left open is closed first."""
+        """Open the engine for tensors; an update that a dead trainer left open is closed first."""
 
     def end(self, step: UpdateStep) -> None:
         """Recompute the values that the receiver derives from tensors; called after all tensors have arrived."""
 
     def set_version(self, version: str, step: UpdateStep) -> None:
-        """Set the name of the weights that it holds."""
+        """Set the name of the weights that the engine holds."""
 
     def held_version(self, step: UpdateStep) -> str:
-        """Return the name of the weights that it holds; another trainer may have set it."""
+        """Return the name of the weights that the engine holds; another trainer may have set it."""
 
     def flush(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Drop the prefix cache that was computed with the old weights; with `in_place`, running requests keep
-        theirs."""
+        """Drop the prefix cache of the old weights; with `in_place`, running requests keep their cache."""
 
     def resume(self, step: UpdateStep) -> None:
         """Resume generation."""
 
     def done(self, version: str, folder: Path | None) -> None:
-        """Note that it generates with `version`; `folder`: where it can read these weights again, if anywhere."""
+        """Record that the engine generates with `version`, and the `folder` that holds these weights, if any."""
 
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
-        """Copy tensors from a shared buffer on its host; the buffer is free again on return.
+        """Make the engine copy tensors from a shared buffer on its host; the buffer is free again on return.
 
         Args:
             handles: one handle of the buffer for each rank.
             entries: the tensors that each rank copies.
-            use: how long the buffer may stay mapped; None: until this returns.
+            use: how long the buffer may stay mapped; None: until this method returns.
         """
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """Return whether it can write single changed elements into its parameters."""
+        """Return whether the engine can write single changed elements into its parameters."""
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
-        """Write changed elements; return False if it cannot, and then needs whole tensors from now on.
+        """Make the engine write changed elements; return False if it cannot, and needs whole tensors from now on.
 
         Args:
             handles: for each rank, one handle of a buffer with distances and values from `megarl.sync.delta`.
@@ -161,16 +159,16 @@ class Receiver(Protocol):
         """
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
-        """Make the receiver's ranks join the process group of a sender."""
+        """Make the engine's ranks join the process group of a sender."""
 
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
-        """Receive these tensors as one flat buffer, by a broadcast from rank 0 of the named group."""
+        """Make the engine receive these tensors as one flat buffer, broadcast from rank 0 of the named group."""
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
-        """Load a folder of safetensors files."""
+        """Make the engine load a folder of safetensors files."""
 
     def checksums(self, step: UpdateStep) -> Checksums:
-        """Return the checksums of its parameters, by rank."""
+        """Return the checksums of the engine's parameters, by rank."""
 
     def forget(self) -> None:
         """Drop cached facts about a receiver that failed: another engine may appear at its address."""

@@ -24,13 +24,26 @@ from megarl.system.errors import ServerError
 
 
 @dataclass
-class Sent:
-    """The result of a synchronisation on this rank; `failed` maps a receiver's number to the reason."""
+class SyncReport:
+    """Result of one synchronisation; when it is over, equal on every rank: seconds of the slowest, bytes of all ranks.
 
+    Attributes:
+        updated: numbers of the receivers that got the version.
+        failed: why each other receiver failed, by its number.
+        verified: number of parameters whose checksums were compared.
+        to_probe: updated receivers that `sync.verify` selects; their outputs can be compared when they generate again.
+    """
+
+    version: int
+    transport: str
+    updated: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
     nbytes: int = 0
+    seconds: float = 0.0
     gather_s: float = 0.0
     send_s: float = 0.0
-    failed: dict[int, str] = field(default_factory=dict)
+    verified: int = 0
+    to_probe: list[int] = field(default_factory=list)
 
 
 class BucketSender:
@@ -45,13 +58,16 @@ class BucketSender:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def run(self, routes: Sequence[int], receivers: Sequence[Receiver], *, whole: bool = True) -> Sent:
+    def run(
+        self, routes: Sequence[int], receivers: Sequence[Receiver], report: SyncReport, *, whole: bool = True
+    ) -> None:
         """Fill this rank's buckets on `routes` and send them; frozen buckets only if `whole`. Collective.
 
         Args:
             receivers: the receivers to which this rank sends, all on its route.
+            report: gets the bytes, seconds and failures of this rank.
         """
-        sent, in_flight = Sent(), deque[Future[None]]()
+        in_flight = deque[Future[None]]()
         source, transport = self.source, self.transport
         buckets = source.buckets if source.route in routes else ()
         self._allocate(buckets)
@@ -60,17 +76,17 @@ class BucketSender:
             """Deliver a bucket to all receivers that have not failed, when the transport has prepared it."""
             start = time.perf_counter()
             put.result()
-            healthy = [receiver for receiver in receivers if receiver.number not in sent.failed]
+            healthy = [receiver for receiver in receivers if receiver.number not in report.failed]
             deliveries = [threads.submit(transport.deliver, receiver, number, bucket, flat) for receiver in healthy]
             wait(deliveries)
             for receiver, delivery in zip(healthy, deliveries, strict=True):
                 try:
                     delivery.result()
                 except ServerError as error:
-                    sent.failed[receiver.number] = str(error)
+                    report.failed[receiver.number] = str(error)
                     transport.drop(receiver)
-            sent.nbytes += bucket.nbytes * (len(healthy) or 1)
-            sent.send_s += time.perf_counter() - start
+            report.nbytes += bucket.nbytes * (len(healthy) or 1)
+            report.send_s += time.perf_counter() - start
 
         with (
             ThreadPoolExecutor(1, "put") as putting,
@@ -86,15 +102,14 @@ class BucketSender:
                 flat = None if bucket is None else self._buffers[number % 2][: bucket.nbytes]
                 start = time.perf_counter()
                 source.fill(number, routes, flat, whole=whole)
-                sent.gather_s += time.perf_counter() - start
+                report.gather_s += time.perf_counter() - start
                 if bucket is not None and flat is not None:
                     put = putting.submit(transport.put, number, bucket, source.parts(bucket, flat))
                     in_flight.append(sending.submit(send, number, bucket, flat, put))
             while in_flight:
                 in_flight.popleft().result()
         if receivers and transport.sent_bytes is not None:
-            sent.nbytes = transport.sent_bytes
-        return sent
+            report.nbytes = transport.sent_bytes
 
     def release(self) -> None:
         """Free the buffers."""

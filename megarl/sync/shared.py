@@ -64,7 +64,7 @@ def _share_on_device(flat: Tensor) -> Handle:
 
 
 def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
-    """Return the arguments of torch's `rebuild_cuda_tensor`, with the device as its UUID."""
+    """Return the arguments of torch's `rebuild_cuda_tensor`, with the handle's device, which is a UUID."""
     values = handle | {key: base64.b64decode(handle[key]) for key in _BINARY}
     offset, device, memory, nbytes, start, *counting = (values[key] for key in _CUDA)
     size = torch.Size((handle["length"],))
@@ -75,16 +75,10 @@ def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
 def open_handle(handle: Handle) -> Tensor:
     """Map the buffer of a handle, uint8 [length]; it stays mapped while the result exists."""
     if "device" in handle:
-        *before, device, memory, nbytes, start, grad, counter, counter_offset, event, wait = cuda_arguments(handle)
-        shared = memory, nbytes, start, grad, counter, counter_offset, event, wait
-        arguments = (*before, _device_number(device), *shared)
-        return reductions.rebuild_cuda_tensor(*arguments)
+        uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+        number = uuids.index(handle["device"])
+        return reductions.rebuild_cuda_tensor(*cuda_arguments(handle | {"device": number}))
     storage = reductions.rebuild_storage_filename(
         torch.UntypedStorage, handle["manager"].encode(), handle["name"].encode(), handle["bytes"]
     )
     return torch.empty(0, dtype=torch.uint8).set_(storage, handle["offset"], (handle["length"],), (1,))
-
-
-def _device_number(uuid: str) -> int:
-    numbers = range(torch.cuda.device_count())
-    return next(number for number in numbers if str(torch.cuda.get_device_properties(number).uuid) == uuid)

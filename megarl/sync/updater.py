@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +32,7 @@ from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receive
 from megarl.sync.plan import TrainerRank, holdings, make_plan
 from megarl.sync.protocol import ReceiverUpdate, failure, holds_last_version, version_tag
 from megarl.sync.receiver import Checksums, Receiver, Receivers, UpdateStep
-from megarl.sync.sender import BucketSender, Sent
+from megarl.sync.sender import BucketSender, SyncReport
 from megarl.sync.source import Pieces, Source
 from megarl.sync.transports.base import Transport
 from megarl.sync.transports.delta import DeltaTransport, relays_of_all
@@ -46,25 +45,6 @@ from megarl.system.errors import ServerError, WorkerError
 from megarl.system.tracing import phase
 
 T = TypeVar("T")
-
-
-@dataclass
-class SyncReport:
-    """Result of one synchronisation, equal on every rank. Seconds are of the slowest rank, bytes of all together.
-
-    `to_probe`: updated receivers that `sync.verify` selects; their outputs can be compared when they generate again.
-    """
-
-    version: int
-    transport: str
-    updated: list[int] = field(default_factory=list)
-    failed: dict[int, str] = field(default_factory=dict)
-    nbytes: int = 0
-    seconds: float = 0.0
-    gather_s: float = 0.0
-    send_s: float = 0.0
-    verified: int = 0
-    to_probe: list[int] = field(default_factory=list)
 
 
 class WeightSync:
@@ -174,16 +154,12 @@ class WeightSync:
             return report
         with phase("weight_sync"):
             whole = self._must_send_frozen(agreed)
+            tag = version_tag(self.version, self.run)
+            step = UpdateStep(f"update to version {tag}", self.config.timeout_s)
             updates = {
-                number: ReceiverUpdate(
-                    self.receivers.all[number],
-                    version_tag(self.version, self.run),
-                    self.config.pause,
-                    self.transport.session,
-                    self.config.timeout_s,
-                )
-                for number in agreed
-                if number in self._led
+                n: ReceiverUpdate(self.receivers.all[n], tag, self.config.pause, self.transport.session, step)
+                for n in agreed
+                if n in self._led
             }
             self._each(updates, ReceiverUpdate.open, report)
             ready = self._agree(agreed, report)
@@ -193,11 +169,11 @@ class WeightSync:
             receivers = [self.receivers.all[number] for number in ready if number in served]
             if receivers:
                 self.transport.start(report.version, receivers)
-            sent = self.sender.run(routes, receivers, whole=whole)
-            report.failed |= sent.failed
+            self.sender.run(routes, receivers, report, whole=whole)
             self._agree(ready, report)
             self._finish(updates, [n for n in ready if n not in report.failed], report)
-        self._close_report(report, sent, time.perf_counter() - start, agreed)
+        report.seconds = time.perf_counter() - start
+        self._close_report(report, agreed)
         return report
 
     def _must_send_frozen(self, numbers: list[int]) -> bool:
@@ -283,10 +259,10 @@ class WeightSync:
                 report.failed.setdefault(number, why)
         return [number for number in numbers if number not in report.failed]
 
-    def _close_report(self, report: SyncReport, sent: Sent, seconds: float, agreed: list[int]) -> None:
+    def _close_report(self, report: SyncReport, agreed: list[int]) -> None:
         """Make the report equal on every rank, and update the receivers' states."""
         self._agree(agreed, report)
-        numbers = [sent.nbytes, seconds, sent.gather_s, sent.send_s, report.verified]
+        numbers = [report.nbytes, report.seconds, report.gather_s, report.send_s, report.verified]
         everyone = self.world.all_gather_json(numbers)
         report.nbytes = sum(part[0] for part in everyone)
         report.seconds, report.gather_s, report.send_s = (max(part[i] for part in everyone) for i in (1, 2, 3))

@@ -15,7 +15,7 @@ from megarl.rollout.sglang.layout import ServerLayout
 from megarl.sync import shared
 from megarl.sync.plan import SLAB_BYTES, holdings, make_plan
 from megarl.sync.receiver import SharedUse
-from megarl.sync.sender import BucketSender
+from megarl.sync.sender import BucketSender, SyncReport
 from megarl.sync.source import Source
 from megarl.sync.transports.tensor import TensorTransport
 from megarl.system.comm import WorkerGroup
@@ -74,7 +74,7 @@ def test_each_buffer_is_shared_once_however_often_it_is_handed_over(shares, monk
     taking = [Taking(0), Taking(1)]
     for version in range(3):
         transport.start(version, [])
-        sender.run([0], taking)  # type: ignore[arg-type]
+        sender.run([0], taking, SyncReport(version, "tensor"))  # type: ignore[arg-type]
     buckets = plan.routes[0].senders[0]
     assert len(buckets) > 4
     assert len(shares) == len(set(shares)) == 2

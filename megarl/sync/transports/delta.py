@@ -45,12 +45,11 @@ _WORTH = 0.5  # if a delta exceeds this part of the bucket, the whole bucket is 
 
 @dataclass(frozen=True)
 class _Put:
-    """A bucket's bytes, the version it was compared with (-1: none), and the changes since, if these are small
-    enough."""
+    """A bucket's bytes, and what has changed in them since the version `base`."""
 
     parts: Sequence[Tensor]
-    base: int = -1
-    delta: Delta | None = None
+    base: int = -1  # -1: there is no earlier version
+    delta: Delta | None = None  # None: too much has changed
 
 
 class DeltaTransport(Transport):
@@ -178,7 +177,7 @@ class DeltaTransport(Transport):
             raise failure(receiver, f"relay on {host}", reason) from error
 
     def _relay(self, receiver: Receiver, number: int, bucket: Bucket) -> bool:
-        """Bring the relay's bucket to this version; return True if by the delta, False if as a whole."""
+        """Send the relay this version of the bucket; return True if as a delta, False if whole."""
         put = self._put[number]
         if put.delta is not None:
             header = {"op": "delta", "base": put.base, "version": self._version}

@@ -44,18 +44,18 @@ class DiskTransport(Transport):
 
     def __init__(self, folder: Path, rank: int, hf: PretrainedConfig, deadline_s: float) -> None:
         self.folder, self.rank, self.hf, self.deadline_s = folder, rank, hf, deadline_s
-        self._version, self._files = 0, 0
+        self._version, self._files, self._partial = 0, 0, folder
         if rank == 0:  # no rank writes before the first update
             remove_partial(folder)
 
     def start(self, version: int, receivers: Sequence[Receiver]) -> None:
         """Create the partial folder into which every sender writes."""
-        self._version, self._files = version, 0
-        self._partial().mkdir(parents=True, exist_ok=True)
+        self._version, self._files, self._partial = version, 0, self.folder / f".{_name(version)}.partial"
+        self._partial.mkdir(parents=True, exist_ok=True)
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Write the bucket to a file and flush it to disk."""
-        path = self._partial() / f"model-{self.rank:05d}-{self._files:05d}.safetensors"
+        path = self._partial / f"model-{self.rank:05d}-{self._files:05d}.safetensors"
         try:
             with path.open("wb") as file:
                 file.write(_header(bucket))
@@ -69,7 +69,7 @@ class DiskTransport(Transport):
 
     def publish(self) -> None:
         """Write index and configuration, rename the folder, and remove older versions."""
-        partial = self._partial()
+        partial = self._partial
         files = sorted(partial.glob("model-*.safetensors"))
         names = {name: file.name for file in files for name in _names(file)}
         total = sum(file.stat().st_size for file in files)
@@ -85,9 +85,6 @@ class DiskTransport(Transport):
     def folder_held(self) -> Path:
         """Return the folder of this version."""
         return (self.folder / _name(self._version)).resolve()
-
-    def _partial(self) -> Path:
-        return self.folder / f".{_name(self._version)}.partial"
 
 
 def _name(version: int) -> str:
