@@ -70,6 +70,7 @@ class BucketSender:
         in_flight = deque[Future[None]]()
         source, transport = self.source, self.transport
         buckets = source.buckets if source.route in routes else ()
+        senders = [sent for route in routes for sent in source.plan.routes[route].senders.values()]
         self._allocate(buckets)
 
         def send(number: int, bucket: Bucket, flat: Tensor, put: Future[None]) -> None:
@@ -93,7 +94,7 @@ class BucketSender:
             ThreadPoolExecutor(1, "send") as sending,
             ThreadPoolExecutor(max(len(receivers), 1)) as threads,
         ):
-            for number in range(source.rounds(routes)):
+            for number in range(max(map(len, senders), default=0)):  # equal on every rank
                 bucket = buckets[number] if number < len(buckets) else None
                 if bucket is not None and bucket.frozen and not whole:
                     bucket = None

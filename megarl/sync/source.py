@@ -97,10 +97,6 @@ class Source:
         # tensors of the route of which no other rank has a part
         self._whole_here = {name for name, regions in givers.items() if {giver for _, giver in regions} == {rank}}
 
-    def rounds(self, routes: Sequence[int]) -> int:
-        """Return the number of rounds of a synchronisation over `routes`, equal on every rank."""
-        return max((len(b) for i in routes for b in self.plan.routes[i].senders.values()), default=0)
-
     def parts(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
         """Return the bytes (uint8) of each entry of a filled bucket, in `flat` or in the parameter itself."""
         return [

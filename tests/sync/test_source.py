@@ -32,8 +32,8 @@ def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tenso
     source = Source(Pieces(chunks), plan, world(), getattr(torch, settings["dtype"]))
     routes = list(range(len(plan.routes)))
     found: dict[str, torch.Tensor] = {}
-    buckets = source.buckets()
-    for number in range(source.rounds(routes)):
+    buckets = source.buckets
+    for number in range(max(len(sent) for route in routes for sent in plan.routes[route].senders.values())):
         bucket = buckets[number] if number < len(buckets) else None
         out = None if bucket is None else torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
         source.fill(number, routes, out)
