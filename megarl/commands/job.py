@@ -46,7 +46,7 @@ def add_job(parser: argparse.ArgumentParser, job: str) -> None:
         "recipe",
         metavar="RECIPE",
         help="a recipe file or the name of a shipped one"
-        + ("or a run folder, to use the model of that run" if job in ("eval", "generate") else ""),
+        + (", or a run folder, to use the model of that run" if job in ("eval", "generate") else ""),
     )
     parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="overrides of the recipe's values")
     parser.add_argument("--launcher", choices=LAUNCHERS, help="how worker processes start (default: launch.launcher)")
@@ -100,12 +100,9 @@ def _refuse_steps_of_rl(overrides: Sequence[str]) -> None:
     for text in overrides:
         key, _, value = text.partition("=")
         if key.strip() in ("trainer.steps", "trainer.epochs"):
-            key_here = key.strip().replace("trainer", "sft")
-            raise ConfigError(
-                f"megarl sft does not use {key.strip()}, which is the length of megarl train",
-                where=f"override {text!r}",
-                fix=f"write {key_here}={value}",
-            )
+            problem = f"megarl sft does not use {key.strip()}, which is the length of megarl train"
+            fix = f"write {key.strip().replace('trainer', 'sft')}={value}"
+            raise ConfigError(problem, where=f"override {text!r}", fix=fix)
 
 
 def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
@@ -122,8 +119,7 @@ def _with_prompts(config: RunConfig, texts: list[str]) -> RunConfig:
             text = f"system message: none; the training data {why}: set data.system_prompt if the model expects one"
             print(text, file=config.tracking.messages)
     if data.system_prompt is not None:
-        text = f"system message of the training data: {data.system_prompt}"
-        print(text, file=config.tracking.messages, flush=True)
+        print(f"system message of the training data: {data.system_prompt}", file=config.tracking.messages, flush=True)
     return config.model_copy(update={"data": as_prompts(data, texts)})
 
 
@@ -241,8 +237,9 @@ def _use_run(arguments: argparse.Namespace) -> str:
     _stand_at_start(arguments, run_dir)
     if not any(text.startswith("tracking.dir=") for text in arguments.overrides):
         arguments.results = run_dir
-    checkpoint = _named_checkpoint(arguments.overrides)
-    if checkpoint is not None:  # its weights fit the model with which the run began, not the exported one
+    resumed = [text.partition("=")[2] for text in arguments.overrides if text.startswith("trainer.resume=")]
+    checkpoint = resumed[-1] if resumed else "auto"
+    if checkpoint not in ("auto", "never"):  # its weights fit the model with which the run began, not the exported one
         check_holds_run(run_dir)
         if arguments.weights is not None:
             raise UserError(
@@ -270,21 +267,13 @@ def _stand_at_start(arguments: argparse.Namespace, run_dir: Path) -> None:
     if start is None or start == os.getcwd():
         return
     if not os.path.isdir(start):
-        text = (
-            f"the run was started in {start}, which does not exist here; its relative paths now start at {os.getcwd()}"
-        )
-        print(f"megarl: warning: {text}", file=sys.stderr)
+        text = f"the run was started in {start}, which does not exist here; its relative paths now start at"
+        print(f"megarl: warning: {text} {os.getcwd()}", file=sys.stderr)
         return
     arguments.overrides = with_absolute_paths(arguments.overrides)
     if arguments.run_dir is not None:
         arguments.run_dir = arguments.run_dir.resolve()
     os.chdir(start)
-
-
-def _named_checkpoint(overrides: Sequence[str]) -> str | None:
-    """Return the checkpoint folder that `trainer.resume` names in the overrides, or None."""
-    named = [text.partition("=")[2] for text in overrides if text.startswith("trainer.resume=")]
-    return named[-1] if named and named[-1] not in ("auto", "never") else None
 
 
 def refuse_trained(run_dir: Path, command: str) -> None:

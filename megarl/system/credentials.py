@@ -193,11 +193,11 @@ def put_back(uri: str, environment: Mapping[str, str]) -> str:
     reads the variables for http and https if both are set; a database, or a server that needs only a user name, gets
     them in the address. Raise KeyError if a variable is not set.
     """
-    found = _WHOLE.match(uri)
-    if found is None or found["userinfo"] != MASK:
+    address = _WHOLE.match(uri)
+    if address is None or address["userinfo"] != MASK:
         return uri
     user, password = quote(environment[USER], safe=""), quote(environment[PASSWORD], safe="")
     known = f"{user}@"
     if password:
         known = "" if urlsplit(uri).scheme in ("http", "https") else f"{user}:{password}@"
-    return found["scheme"] + known + uri[found.end() :]
+    return address["scheme"] + known + uri[address.end() :]

@@ -161,8 +161,6 @@ def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float =
 
     One wrong, missing or swapped letter in four is close. A wrong guess costs the reader more than none.
 
-    One wrong, missing or swapped letter in four is close. A wrong guess costs the reader more than none.
-
     >>> close_matches("gpro", ["grpo", "ppo"]), close_matches("mean", ["max", "min"])
     (['grpo'], [])
     """
@@ -216,16 +214,8 @@ def duration(seconds: float) -> str:
 
 
 def choose(table: Mapping[str, T], name: str, what: str, *, where: str) -> T:
-    """Return the entry called `name`.
-
-    Args:
-        table: entries by name.
-        name: the one to choose.
-        what: the problem in one sentence, if there is none.
-        where: dotted configuration key, for that error.
-
-    Raises:
-        ConfigError: there is none.
+    """Return the entry of `table` called `name`. Raise ConfigError with the problem `what` at the dotted key `where` if
+    the table does not have it.
 
     >>> choose({"half": 0.5}, "half", "there is no such number", where="a.b")
     0.5
@@ -248,11 +238,7 @@ def close_files(name: str, siblings: Iterable[str]) -> list[str]:
 
 
 def encoding_fix(content: bytes, name: str) -> str:
-    """Return the fix for a file that is not UTF-8.
-
-    Args:
-        content: its first bytes, or the invalid ones.
-        name: its path.
+    """Return the fix for the file `name`, which is not UTF-8; `content` has its first or its invalid bytes.
 
     >>> encoding_fix("a".encode("utf-16"), "t.csv")
     'it looks like UTF-16: iconv -f UTF-16 -t UTF-8 t.csv > t.utf8.csv, or save it as UTF-8'

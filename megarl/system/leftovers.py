@@ -38,11 +38,9 @@ def ray_parents() -> list[Path]:
 def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
     """Return the files and folders that no process needs any more."""
     folders = [temporary] if temporary is not None else [Path(tempfile.gettempdir()), *ray_parents()]
-    found = [path for path in _candidates(list(dict.fromkeys(folders)), shared or SHARED) if _is_old(path)]
-    if not found:
-        return []
-    named = b"\0".join(_named_by_processes())
-    return [path for path in found if path.name.encode() not in named]
+    old = [path for path in _candidates(list(dict.fromkeys(folders)), shared or SHARED) if _is_old(path)]
+    named = b"\0".join(_named_by_processes()) if old else b""
+    return [path for path in old if path.name.encode() not in named]
 
 
 def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:

@@ -77,11 +77,11 @@ def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
     if (ROLE in row) != (role is not None) or (role is not None and role not in MODELS):
         allowed = f"one of {', '.join(MODELS)}" if ROLE in row else "none"
         raise ValueError(f"phase {phase!r} was entered for the role {role!r}; allowed: {allowed}")
-    found = dict(ALWAYS)
+    needs = dict(ALWAYS)
     for holder, parts in row.items():
         name = role if holder == ROLE and role is not None else holder
-        found[name] = tuple(dict.fromkeys((*found.get(name, ()), *parts)))
-    return found
+        needs[name] = tuple(dict.fromkeys((*needs.get(name, ()), *parts)))
+    return needs
 
 
 class Holder(Protocol):
@@ -174,17 +174,17 @@ class OffloadSchedule:
         servers = frozenset(wanted.get(SERVERS, ()))
         if name not in (_PUBLISHES, *_GENERATES):
             servers &= self._granted or frozenset()
-        told = self._servers is None or servers == self._granted
-        if told and name != _STARTS and all(parts[role] == model.held for role, model in self._models.items()):
+        settled = self._servers is None or servers == self._granted
+        if settled and name != _STARTS and all(parts[role] == model.held for role, model in self._models.items()):
             return
         with tracing.phase(MOVES):
             for role, model in self._models.items():
                 model.hold(*(parts[role] & model.held))
-            if name == _STARTS or (not told and servers - (self._granted or frozenset())):
+            if name == _STARTS or (not settled and servers - (self._granted or frozenset())):
                 with tracing.phase(MEETING):
                     self._meet()
             # A restarted server keeps its weights and its cache on the device until `hold` requests their release.
-            if self._servers is not None and not told:
+            if self._servers is not None and not settled:
                 self._servers.hold(*sorted(servers))
                 self._granted = servers
                 self._published &= WEIGHTS in servers

@@ -43,28 +43,28 @@ def as_parent(above: str | None = None) -> dict[str, str]:
 
 def parents() -> list[Parent]:
     """Return the parents that the environment names, or else the current parent."""
-    told = os.environ.get(PARENTS)
-    if told is None:
+    named = os.environ.get(PARENTS)
+    if named is None:
         return [(os.getppid(), began(os.getppid()) or 0)]
-    return [(int(pid), int(when)) for pid, _, when in (one.partition(":") for one in told.split(","))]
+    return [(int(pid), int(when)) for pid, _, when in (parent.partition(":") for parent in named.split(","))]
 
 
-def any_parent_ended(of: list[Parent]) -> bool:
-    """Return whether a process in `of` is certainly gone."""
+def any_parent_ended(watched: list[Parent]) -> bool:
+    """Return whether a process in `watched` has certainly ended."""
     with contextlib.suppress(OSError):
-        return any(began(pid) != when for pid, when in of)
+        return any(began(pid) != when for pid, when in watched)
     return False
 
 
 def end_with_parents(poll_s: float = 1.0) -> None:
     """Kill this process within `poll_s` of the end of one of its `parents`."""
-    of = parents()
+    watched = parents()
 
     def watch() -> None:
-        while not any_parent_ended(of):
+        while not any_parent_ended(watched):
             time.sleep(poll_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if any_parent_ended(of):
+    if any_parent_ended(watched):
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=watch, name="watch-parents", daemon=True).start()

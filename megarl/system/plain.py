@@ -9,6 +9,7 @@ of a message, for usual types by the functions below.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -104,11 +105,9 @@ def nested_deeper(value: Any, depth: int) -> bool:
 def number(value: Any, what: str) -> float:
     """Return `value` as a finite number, or raise Malformed; `what` names the field."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            if math.isfinite(found := float(value)):
-                return found
-        except OverflowError:  # an integer too large for a float
-            pass
+        with contextlib.suppress(OverflowError):  # an integer too large for a float
+            if math.isfinite(converted := float(value)):
+                return converted
     raise Malformed(f"{what} {short(value)}; allowed: a finite number")
 
 
@@ -129,8 +128,8 @@ def flag(value: Any, what: str) -> bool:
 def text(value: Any, limit: int, what: str) -> str:
     """Return `value` as text of at most `limit` characters, or raise Malformed; `what` names the field."""
     if not isinstance(value, str) or len(value) > limit:
-        found = f"of {len(value)} characters" if isinstance(value, str) else short(value)
-        raise Malformed(f"{what} {found}; allowed: text of at most {limit} characters")
+        shown = f"of {len(value)} characters" if isinstance(value, str) else short(value)
+        raise Malformed(f"{what} {shown}; allowed: text of at most {limit} characters")
     return value
 
 

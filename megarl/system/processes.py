@@ -287,7 +287,7 @@ def signals_raise() -> Iterator[Signals]:
         yield signals
         return
     # SIGHUP stays ignored where it was ignored (nohup), so that the run outlives the terminal.
-    caught = [one for one in CAUGHT if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    caught = [number for number in CAUGHT if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, signals.stop) for number in caught}
     try:
         with signals.raised():

@@ -87,13 +87,12 @@ def _end_all() -> None:
 
 
 def _children() -> list[int]:
-    own, found = os.getpid(), []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
-                if int(file.read().rpartition(b")")[2].split()[1]) == own:
-                    found.append(int(name))
-    return found
+    guardian, children = os.getpid(), []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == guardian:
+                children.append(int(name))
+    return children
 
 
 def _end_as(status: int | None) -> None:

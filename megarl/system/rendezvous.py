@@ -162,13 +162,8 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
     prefix = f"ranks/{attempt}" if token is None else f"{run_key(run_dir, 'store')}/{attempt}"
     if token is not None:
         meet(dist.PrefixStore(f"{prefix}/meet", store), rank, world, timeout_s)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(prefix, store),
-        rank=rank,
-        world_size=world,
-        timeout=timeout,
-    )
+    prefixed = dist.PrefixStore(prefix, store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=timeout)
 
 
 def meet(store: Store, rank: int, world: int, timeout_s: float) -> None:

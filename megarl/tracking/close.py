@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _PROCESS: Needs = {"host": str, "pid": int, "began": (int, float)}
 _MLFLOW = "mlflow.*.json"  # pattern of the files that hold the MLflow run of each stage
+_BUDGET_S, _TRACE_S = 10.0, 60.0
 
 
 def close_if_killed(run_dir: Path) -> None:
@@ -37,7 +38,7 @@ def close_if_killed(run_dir: Path) -> None:
         close_run(run_dir, "killed", ended=last.stat().st_mtime if last.is_file() else run.get("started", 0.0))
 
 
-def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: float | None = None) -> None:
+def close_run(run_dir: Path, status: Status, budget_s: float = _BUDGET_S, *, ended: float | None = None) -> None:
     """Complete the record of a run that did not finish: status in run.json and MLflow, trace.json, report.html.
 
     Stops after `budget_s` seconds and raises no errors; does nothing if no run is recorded. `ended` is the unix time of
@@ -48,48 +49,48 @@ def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: f
     _try_all(parts, budget_s)
 
 
-def show_end(run_dir: Path, budget_s: float = 10.0) -> None:
+def show_end(run_dir: Path) -> None:
     """Print the final table of a failed run that is not restarted, and the place of its report. Workers leave this to
-    their launcher. Stops after `budget_s` seconds and raises no errors.
+    their launcher. Stops after 10 seconds and raises no errors.
     """
-    _try_all([functools.partial(_show_end, run_dir)], budget_s)
+
+    def show() -> None:
+        from megarl.tracking.console import ConsoleView
+        from megarl.tracking.tracker import end_text
+
+        run = read_run(run_dir)
+        stage = run.get("stage", "train")
+        lines = [line for line in read_jsonl(run_dir / "metrics.jsonl", needs=STEP) if line["stage"] == stage]
+        mode = run.get("config", {}).get("tracking", {}).get("console", "auto")
+        view, report = ConsoleView(None, mode=mode), run_dir / "report.html"
+        view.final(end_text(run.get("name", run_dir.name), stage, "failed"), lines)
+        if report.is_file():
+            view.note(f"report: {report}")
+
+    _try_all([show], _BUDGET_S)
 
 
-def _show_end(run_dir: Path) -> None:
-    from megarl.tracking.console import ConsoleView
-    from megarl.tracking.tracker import end_text
-
-    run = read_run(run_dir)
-    stage = run.get("stage", "train")
-    lines = [line for line in read_jsonl(run_dir / "metrics.jsonl", needs=STEP) if line["stage"] == stage]
-    mode = run.get("config", {}).get("tracking", {}).get("console", "auto")
-    view, report = ConsoleView(None, mode=mode), run_dir / "report.html"
-    view.final(end_text(run.get("name", run_dir.name), stage, "failed"), lines)
-    if report.is_file():
-        view.note(f"report: {report}")
-
-
-def close_mlflow(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:
+def close_mlflow(run_dir: Path, status: Status) -> None:
     """Close only the MLflow run, as `close_run` does, for a run that is about to be restarted."""
     if any(run_dir.glob(_MLFLOW)):
-        _try_all([functools.partial(_close_mlflow, run_dir, status)], budget_s)
+        _try_all([functools.partial(_close_mlflow, run_dir, status)], _BUDGET_S)
 
 
-def complete_trace(run_dir: Path, budget_s: float = 60.0) -> None:
+def complete_trace(run_dir: Path) -> None:
     """Write trace.json of a run of several teams if it is missing, and upload it to MLflow. It is missing when teams
-    outlived the team that keeps the record. Stops after `budget_s` seconds and raises no errors.
+    outlived the team that keeps the record. Stops after a minute and raises no errors.
     """
+
+    def write() -> None:
+        from megarl.tracking.mlflow_log import add_artifact
+        from megarl.tracking.trace import merge_trace
+
+        trace, id_file = merge_trace(run_dir), run_dir / "mlflow.train.json"
+        if trace is not None and id_file.is_file():
+            add_artifact(id_file, trace)
+
     if not (run_dir / "trace.json").is_file():
-        _try_all([functools.partial(_close_trace, run_dir)], budget_s)
-
-
-def _close_trace(run_dir: Path) -> None:
-    from megarl.tracking.mlflow_log import add_artifact
-    from megarl.tracking.trace import merge_trace
-
-    trace, id_file = merge_trace(run_dir), run_dir / "mlflow.train.json"
-    if trace is not None and id_file.is_file():
-        add_artifact(id_file, trace)
+        _try_all([write], _TRACE_S)
 
 
 def _try_all(parts: Iterable[Callable[[], None]], budget_s: float) -> None:

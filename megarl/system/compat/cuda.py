@@ -67,8 +67,8 @@ def driver_version(root: Path = Path("/")) -> str | None:
         text = (root / "proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    found = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)", text, re.MULTILINE)
-    return found.group(1) if found else None
+    match = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)", text, re.MULTILINE)
+    return match.group(1) if match else None
 
 
 def driver_problem(major: int = MAJOR, root: Path = Path("/")) -> ConfigError | None:

@@ -25,13 +25,13 @@ def untraced() -> Iterator[None]:
     if _TRACER in sys.modules:
         yield
         return
-    told = {name: getattr(torch.compiler, name) for name in ("allow_in_graph", "assume_constant_result")}
-    for name in told:
+    registering = {name: getattr(torch.compiler, name) for name in ("allow_in_graph", "assume_constant_result")}
+    for name in registering:
         setattr(torch.compiler, name, lambda function: function)
     try:
         yield
     finally:
-        for name, function in told.items():
+        for name, function in registering.items():
             setattr(torch.compiler, name, function)
 
 

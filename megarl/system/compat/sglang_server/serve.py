@@ -122,8 +122,6 @@ def refuse_instead_of_dying() -> None:
     """Reply to a failed update with the message of the failing rank, also for a tensor update that raised. Unpatched
     SGLang ends when a tensor update raises, and reports only rank 0's result.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     elsewhere = "another rank of this server failed; see its log"
 
     def update(call: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -144,16 +142,15 @@ def refuse_instead_of_dying() -> None:
         return answer
 
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-    HookRegistry.register(f"{updater}.update_weights_from_tensor", update, HookType.AROUND)
+    hook(f"{updater}.update_weights_from_tensor", update)
     # These updates take more than one step each, so all ranks wait for each other after the last step.
     manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for way in ("disk", "distributed"):
-        HookRegistry.register(f"{manager}.update_weights_from_{way}", handle, HookType.AROUND)
+        hook(f"{manager}.update_weights_from_{way}", handle)
 
 
 def name_shared_memory() -> None:
     """Name the server's shared memory INSTANCE. SGLang's own names cannot be recognised after the server was killed."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def name_loads(ports: Any, *args: Any, **kwargs: Any) -> None:
         ports.instance_id = INSTANCE
@@ -161,9 +158,16 @@ def name_shared_memory() -> None:
     def name_queue(call: Any, *args: Any, **kwargs: Any) -> str:
         return str(call(*args, **kwargs)).replace("sgl_shm_", f"sgl_shm_{INSTANCE}_", 1)
 
-    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", name_loads, HookType.AFTER)
+    hook("sglang.srt.server_args.PortArgs.init_new", name_loads, "AFTER")
     queue = "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name"  # queues between ranks
-    HookRegistry.register(queue, name_queue, HookType.AROUND)
+    hook(queue, name_queue)
+
+
+def hook(target: str, function: Any, when: str = "AROUND") -> None:
+    """Make SGLang call `function` around the function `target` (a dotted name), or after it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, function, HookType[when])
 
 
 def insist_on_hooks() -> None:
@@ -183,7 +187,6 @@ def insist_on_hooks() -> None:
 
 def honour_seeds() -> None:
     """Give every batch the `sampling_seed` of its requests, through SGLang's registry of hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def add_seeds(info: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
         import torch
@@ -194,7 +197,7 @@ def honour_seeds() -> None:
         return info
 
     target = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
-    HookRegistry.register(target, add_seeds, HookType.AFTER)
+    hook(target, add_seeds, "AFTER")
 
 
 def sample_by_token() -> None:
@@ -203,7 +206,6 @@ def sample_by_token() -> None:
     SGLang filters (top_k, top_p) a whole batch if one of its requests needs it, as health checks do, and then applies
     the noise to the ranks of the sorted tokens.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def sample(call: Any, probs: Any, *filters: Any, **options: Any) -> Any:
         import torch
@@ -217,33 +219,31 @@ def sample_by_token() -> None:
         return sampling_from_probs_torch(filtered, seed, positions)
 
     target = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
-    HookRegistry.register(target, sample, HookType.AROUND)
+    hook(target, sample)
 
 
 def fork_processes() -> None:
     """Fork the server's processes from this one: new processes would import for ten seconds each. Without CUDA nothing
     here prevents a fork; OpenMP has started no threads yet.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def fork(*args: Any, **kwargs: Any) -> None:
         multiprocessing.set_start_method("fork", force=True)
 
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork, HookType.AFTER)
+    hook("sglang.srt.entrypoints.engine._set_envs_and_config", fork, "AFTER")
 
 
 def rest_while_paused() -> None:
     """Let a paused scheduler wait for messages, as `--sleep-on-idle` does for one without requests. SGLang's own loop
     polls, which would keep a core busy for the duration of an update.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def rest(call: Any, scheduler: Any) -> None:
         call(scheduler)
         scheduler.maybe_sleep_on_idle()
 
     paused = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
-    HookRegistry.register(paused, rest, HookType.AROUND)
+    hook(paused, rest)
 
 
 if KEY:
