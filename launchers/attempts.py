@@ -23,8 +23,7 @@ from megarl.launchers.interrupt import save_first
 from megarl.launchers.supervise import End, supervise
 from megarl.runtime.health import forget, keep_attempt, old_errors
 from megarl.system.errors import MegarlError
-from megarl.tracking.close import close_mlflow, show_end
-from megarl.tracking.restarts import note_restart
+from megarl.tracking.close import close_mlflow, note_restart, show_end
 
 RETRY_S = 5.0  # seconds between attempts to restart: a machine may come back
 

@@ -125,7 +125,7 @@ class RayWorkers:
         self._ended: dict[int, int] = {}
         self._causes: dict[int, str] = {}
         self._group: Any = None
-        self._held: Reservation
+        self._reservation: Reservation
         self._apart: list[str] = []  # teams with their own nodes
         self._places: list[Place] = []
         self._server_places: list[Place] = []
@@ -135,7 +135,8 @@ class RayWorkers:
         self._ray: OwnRay | ClusterRay | None = None
         self._buffer_name = f"buffer-{secrets.token_hex(8)}"  # a unique name, since the cluster may run other jobs
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
-        self._deadline = time.monotonic() + job.config.cluster.start_timeout_s
+        self._limit_s = job.config.cluster.start_timeout_s
+        self._deadline = time.monotonic() + self._limit_s
 
     def launch(self) -> None:
         """Start Ray, the actors and their work; return when all ranks run."""
@@ -159,10 +160,8 @@ class RayWorkers:
             for team in job.teams:
                 self._run(team)
         except ray.exceptions.GetTimeoutError as error:
-            limit_s = job.config.cluster.start_timeout_s
-            raise WorkerError(
-                f"processes that Ray started did not reply within cluster.start_timeout_s = {limit_s:g} s"
-            ) from error
+            limit = f"cluster.start_timeout_s = {self._limit_s:g} s"
+            raise WorkerError(f"processes that Ray started did not reply within {limit}") from error
 
     def _within_shared_memory(self, wanted: int) -> int:
         """Return `wanted` bytes, or less with less shared memory: Ray refuses more, or silently uses slow files."""
@@ -180,28 +179,27 @@ class RayWorkers:
     def _reserve(self) -> None:
         import ray
 
-        cluster = self._job.config.cluster
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        held = self._held = reserve(self._job.config, self._job.teams, nodes)
+        reservation = self._reservation = reserve(self._job.config, self._job.teams, nodes)
         self._apart = apart(self._job.config, nodes)
-        self._group = ray.util.placement_group(held.bundles, strategy=held.strategy)
+        self._group = ray.util.placement_group(reservation.bundles, strategy=reservation.strategy)
         if not self._group.wait(self._seconds_left()):
             raise WorkerError(
-                f"Ray did not free {len(held.bundles)} x {held.bundles[0]} within cluster.start_timeout_s = "
-                f"{cluster.start_timeout_s:g} s; available are {ray.available_resources()}"
+                f"Ray did not free {len(reservation.bundles)} x {reservation.bundles[0]} within "
+                f"cluster.start_timeout_s = {self._limit_s:g} s; available are {ray.available_resources()}"
             )
-        self._bundles = list(held.places)
+        self._bundles = list(reservation.places)
         self._actors = [self._new_actor(bundle) for bundle in self._bundles]
 
     def _new_actor(self, bundle: int) -> Any:
         import ray
 
-        cluster, held = self._job.config.cluster, self._held
+        cluster, worker = self._job.config.cluster, self._reservation.worker
         environment = process_environment(self._job.config, cluster.nproc // cluster.nnodes) | _missing_variables()
         environment[JOB_BEGAN] = self._job.began
         make = ray.remote(max_restarts=0, max_task_retries=0)(Actor).options(
-            num_cpus=held.worker["CPU"],
-            num_gpus=held.worker.get("GPU", 0),
+            num_cpus=worker["CPU"],
+            num_gpus=worker.get("GPU", 0),
             runtime_env={"env_vars": environment},
             scheduling_strategy=self._in_bundle(bundle),
         )
@@ -224,14 +222,12 @@ class RayWorkers:
         self._actors = [self._actors[i] for i in order]
         self._bundles = [self._bundles[i] for i in order]
         self._places = [places[i] for i in order]
-        if self._held.servers:
-            ask = ray.remote(num_cpus=0, num_gpus=self._held.servers, max_retries=0)(own_place).options
+        if self._reservation.servers:
+            task = ray.remote(num_cpus=0, num_gpus=self._reservation.servers, max_retries=0)(own_place)
             environment = {"env_vars": _missing_variables()}
-            bundles = range(len(self._held.bundles))
-            asked = [
-                ask(scheduling_strategy=self._in_bundle(bundle), runtime_env=environment).remote() for bundle in bundles
-            ]
-            self._server_places = ray.get(asked, timeout=self._seconds_left())
+            bundles = map(self._in_bundle, range(len(self._reservation.bundles)))
+            calls = [task.options(scheduling_strategy=b, runtime_env=environment).remote() for b in bundles]
+            self._server_places = ray.get(calls, timeout=self._seconds_left())
 
     def _start_buffer(self) -> None:
         from megarl.disaggregated.buffer.actor import start_buffer
@@ -258,8 +254,8 @@ class RayWorkers:
         shared |= own_command() | {name: os.environ[name] for name in secrets}
         shared |= own_environment(job) if self._address is None else {ATTEMPT: job.attempt}
         environments = ranks_of(team, self._places, lends=lends(job.config, team), servers=self._left_to_servers(team))
-        for number, own in enumerate(environments, first):
-            environment = shared | own
+        for number, of_worker in enumerate(environments, first):
+            environment = shared | of_worker
             if job.separate:
                 environment |= {TEAM: team.name, WORKER: str(number), BUFFER: self._buffer_name}
             paths = str(job.config_path), str(job.log_dir)
@@ -269,13 +265,13 @@ class RayWorkers:
         """End the workers of a team; see `megarl.launchers.restarts.TeamWorkers`."""
         import ray
 
-        self._deadline = time.monotonic() + self._job.config.cluster.start_timeout_s
-        mine = range(team.first, team.first + team.devices)
-        for rank in mine:
+        self._deadline = time.monotonic() + self._limit_s
+        ranks = range(team.first, team.first + team.devices)
+        for rank in ranks:
             if rank not in self._ended:
                 signal_rank(self._job, rank, signal.SIGKILL)  # a hanging process may not react to Ray
             ray.kill(self._actors[rank])
-        results = [self._results[rank] for rank in mine]
+        results = [self._results[rank] for rank in ranks]
         if ray.wait(results, num_returns=len(results), timeout=self._seconds_left())[1]:
             raise self._no_restart(team, "its processes do not end")
 
@@ -283,17 +279,16 @@ class RayWorkers:
         """Restart a team; see `megarl.launchers.restarts.TeamWorkers`."""
         import ray
 
-        mine = range(team.first, team.first + team.devices)
-        self._deadline = time.monotonic() + self._job.config.cluster.start_timeout_s
+        ranks = range(team.first, team.first + team.devices)
+        self._deadline = time.monotonic() + self._limit_s
         try:
-            limit_s = self._job.config.cluster.start_timeout_s
-            call = self._buffer.restart_team.remote(team.name, number, limit_s)
+            call = self._buffer.restart_team.remote(team.name, number, self._limit_s)
             finished: int | None = ray.get(call, timeout=self._seconds_left())
-            for rank in mine:
+            for rank in ranks:
                 self._actors[rank] = self._new_actor(self._bundles[rank])
-            places = ray.get([self._actors[rank].place.remote() for rank in mine], timeout=self._seconds_left())
-            self._seat_again(mine, places)
-            for rank in mine:
+            places = ray.get([self._actors[rank].place.remote() for rank in ranks], timeout=self._seconds_left())
+            self._seat_again(ranks, places)
+            for rank in ranks:
                 self._ended.pop(rank, None)
                 self._causes.pop(rank, None)
             self._run(team, {RESTARTS: str(number), FINISHED: str(finished or 0)})
@@ -301,30 +296,28 @@ class RayWorkers:
             raise self._no_restart(team, str(error)) from error
         return finished
 
-    def _seat_again(self, mine: range, places: list[Place]) -> None:
-        """Give new actors of a team's workers (their numbers are `mine`) the places of their predecessors, or other
+    def _seat_again(self, ranks: range, places: list[Place]) -> None:
+        """Give new actors of a team's workers (their numbers are `ranks`) the places of their predecessors, or other
         places on the same machine if Ray has assigned the GPUs differently.
         """
-        actors, left = [self._actors[rank] for rank in mine], list(range(len(places)))
-        for rank in mine:
+        actors, left = [self._actors[rank] for rank in ranks], list(range(len(places)))
+        for rank in ranks:
             host, gpus = self._places[rank]
             chosen = min(left, key=lambda i: (places[i][0] != host, places[i][1] != gpus))
             left.remove(chosen)
             self._actors[rank], self._places[rank] = actors[chosen], places[chosen]
 
     def _no_restart(self, team: TeamPlan, why: str) -> WorkerError:
-        limit_s = self._job.config.cluster.start_timeout_s
-        return WorkerError(
-            f"team {team.name!r} did not start again within cluster.start_timeout_s = {limit_s:g} s: {why}"
-        )
+        limit = f"cluster.start_timeout_s = {self._limit_s:g} s"
+        return WorkerError(f"team {team.name!r} did not start again within {limit}: {why}")
 
     def _left_to_servers(self, team: TeamPlan) -> list[Place] | None:
         """Return the places of the GPUs of this team's servers; None without servers or management by Ray."""
         config = self._job.config
-        if Role.ROLLOUT not in team.roles or not chooses_gpus(config) or "GPU" not in self._held.worker:
+        if Role.ROLLOUT not in team.roles or not chooses_gpus(config) or "GPU" not in self._reservation.worker:
             return None
-        own = self._places[team.first : team.first + team.devices] if lends(config, team) else []
-        return [*own, *self._server_places]
+        lent = self._places[team.first : team.first + team.devices] if lends(config, team) else []
+        return [*lent, *self._server_places]
 
     def _seconds_left(self) -> float:
         return max(1.0, self._deadline - time.monotonic())
@@ -417,11 +410,10 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
 
     folder = make_ray_folder()
     with for_one_run():
-        ray.init(  # must run in the main thread: processes that Ray starts here end with the thread that started them
+        # must run in the main thread: processes that Ray starts here end with the thread that started them
+        ray.init(
             address="local",
-            num_cpus=max(
-                config.cluster.nproc, available_cores()
-            ),  # a small machine may have more CPU workers than cores
+            num_cpus=max(config.cluster.nproc, available_cores()),  # there may be more CPU workers than cores
             include_dashboard=False,
             object_store_memory=store_bytes,
             _system_config=OWN_RAY | ({} if config.placement.spill else NO_SPILLING),

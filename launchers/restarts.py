@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from megarl.dag.placement import begins_again
 from megarl.runtime.health import RankFailure, set_aside
 from megarl.system.errors import count
-from megarl.tracking.restarts import note_restart
+from megarl.tracking.close import note_restart
 
 if TYPE_CHECKING:
     from megarl.dag.placement import TeamPlan

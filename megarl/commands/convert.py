@@ -66,11 +66,8 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
 
     recipe = folder.resolve().parents[1] / "config.yaml"
     if not recipe.is_file():
-        raise ConfigError(
-            "the run's config.yaml is missing",
-            where=str(recipe),
-            fix="keep the checkpoint at RUN_DIR/checkpoints/step_N",
-        )
+        fix = "keep the checkpoint at RUN_DIR/checkpoints/step_N"
+        raise ConfigError("the run's config.yaml is missing", where=str(recipe), fix=fix)
     config = load_config(recipe)
     whole = config.actor.model_copy(update={"parallel": ParallelConfig()})
     config = config.model_copy(update={"actor": whole})

@@ -33,12 +33,8 @@ def check_push(name: str) -> None:
         fix = "name it USER/MODEL or ORGANISATION/MODEL"
         raise ConfigError(f"invalid repository name: {error}", where=_WHERE, found=name, fix=fix) from error
     if constants.is_offline_mode():
-        raise ConfigError(
-            "uploads are impossible because the hub is switched off",
-            where=_WHERE,
-            found="HF_HUB_OFFLINE",
-            fix="unset the variable",
-        )
+        problem = "uploads are impossible because the hub is switched off"
+        raise ConfigError(problem, where=_WHERE, found="HF_HUB_OFFLINE", fix="unset the variable")
     if get_token() is None:
         fix = "run `hf auth login`, or set HF_TOKEN in the environment (never in a recipe)"
         raise ConfigError("the hub's token is missing", where=_WHERE, found=name, fix=fix)

@@ -82,6 +82,11 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
         target: Any = import_file(module_name) if is_file else import_module(module_name)
         target = of_user(target) if component else target
     except Exception as error:
+        fix = "install the module, put its folder on PYTHONPATH, or correct the name"
+        if isinstance(error, ModuleNotFoundError) and error.name in _MOVED:
+            fix = f"import {_MOVED[error.name]}, which was called {error.name}"
+        elif is_file:
+            fix = "correct the file"
         line = location(error, str(Path(module_name).expanduser().resolve()) if is_file else "")
         raise UserError(
             f"{'file' if is_file else 'module'} {module_name!r} does not import: {describe(error)}"
@@ -89,7 +94,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
             where=where,
             found=path,
             allowed=_FORMS,
-            fix=_import_fix(error, is_file),
+            fix=fix,
         ) from error
     holder = module_name
     for part in qualname.split("."):
@@ -107,12 +112,6 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
     if not callable(target):
         raise UserError("this name is not callable", where=where, found=path, allowed=_FORMS)
     return target
-
-
-def _import_fix(error: Exception, is_file: bool) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name in _MOVED:
-        return f"import {_MOVED[error.name]}, which was called {error.name}"
-    return "correct the file" if is_file else "install the module, put its folder on PYTHONPATH, or correct the name"
 
 
 def location(error: BaseException, file: str) -> str | None:

@@ -55,14 +55,10 @@ def on_change(callback: Callable[[str], None]) -> None:
     _on_change.append(callback)
 
 
-def _notify() -> None:
-    for callback in _on_change:
-        callback(current())
-
-
 def beat() -> None:
     """Report to the launcher that long work inside a phase makes progress. Takes microseconds, from any thread."""
-    _notify()
+    for callback in _on_change:
+        callback(current())
 
 
 @contextlib.contextmanager
@@ -91,7 +87,7 @@ def phase(name: str, waits_for: str = "") -> Iterator[None]:
     """
     global _failed_at
     _stack.append(name)
-    _notify()
+    beat()
     start = time.time_ns()
     try:
         yield
@@ -102,7 +98,7 @@ def phase(name: str, waits_for: str = "") -> Iterator[None]:
     finally:
         _events.append(PhaseEvent(current(), start, time.time_ns(), step_now, waits_for))
         _stack.pop()
-        _notify()
+        beat()
 
 
 def failed_at(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Completes the record of a run whose process was killed, stopped, or hung."""
+"""Records kept by launchers: the end of a run whose process was killed, stopped or hung, and automatic restarts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megarl.artifacts.jsonl import STEP, read_jsonl
+from megarl.artifacts.jsonl import STEP, JsonlWriter, read_jsonl
 from megarl.artifacts.lock import is_held
 from megarl.artifacts.records import RUN, Needs, has_fields, read_run, setting, write_record
 from megarl.system.credentials import mask
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megarl.tracking.tracker import Status
 
 log = logging.getLogger(__name__)
+RESTARTS = "restarts.jsonl"  # in the run folder: automatic restarts of a run or team, with their reasons
+_RESTART: Needs = {"restart": int, "time": (int, float), "why": str}
 _PROCESS: Needs = {"host": str, "pid": int, "began": (int, float)}
 _MLFLOW = "mlflow.*.json"  # pattern of the files that hold the MLflow run of each stage
 _BUDGET_S, _TRACE_S = 10.0, 60.0
@@ -127,3 +129,16 @@ def _close_files(run_dir: Path, status: Status, ended: float) -> None:
     merge_trace(run_dir)
     if setting(run, "tracking", "report"):
         write_report(run_dir)
+
+
+def note_restart(run_dir: Path, why: str, start: str) -> None:
+    """Record a restart that happens now, with the failed worker's error and its place, and the checkpoint `start`."""
+    number = len(read_restarts(run_dir)) + 1
+    writer = JsonlWriter(run_dir / RESTARTS)
+    writer.write({"restart": number, "time": time.time(), "why": why, "start": start})
+    writer.close()
+
+
+def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
+    """Return all restarts of the run, oldest first."""
+    return read_jsonl(run_dir / RESTARTS, needs=_RESTART)

@@ -151,20 +151,14 @@ def _unwritable(path: Path) -> str | None:
         return f"the file {path} is read-only"
     if path.is_file() and (why := _unusable(path)) is not None:
         return why
-    # Excludes /proc and the like, where root may write but no file can be stored.
-    if not os.access(path.parent, os.W_OK) or (not path.exists() and not _can_make_files(path.parent)):
-        return f"the folder {path.parent} is read-only"
-    return None
-
-
-def _can_make_files(folder: Path) -> bool:
     try:
-        handle, name = tempfile.mkstemp(dir=folder)
+        if os.access(path.parent, os.W_OK):
+            if not path.exists():  # /proc and the like, where root may write, can store no file
+                tempfile.NamedTemporaryFile(dir=path.parent).close()
+            return None
     except OSError:
-        return False
-    os.close(handle)
-    os.unlink(name)
-    return True
+        pass
+    return f"the folder {path.parent} is read-only"
 
 
 _GATEWAY_ERRORS = (502, 503, 504)  # status codes with which proxies report that a server is down

@@ -19,11 +19,18 @@ from megarl.artifacts.trained import exported
 from megarl.config.yamlio import flatten
 from megarl.system.errors import duration
 from megarl.tracking import teams
+from megarl.tracking.close import read_restarts
 from megarl.tracking.names import number
 from megarl.tracking.report_charts import groups, shown
-from megarl.tracking.report_runs import Points, Run, distinct_labels, load_run
-from megarl.tracking.report_samples import held_out_samples, sample_columns, training_groups
-from megarl.tracking.restarts import read_restarts
+from megarl.tracking.report_runs import (
+    Points,
+    Run,
+    distinct_labels,
+    held_out_samples,
+    load_run,
+    sample_columns,
+    training_groups,
+)
 from megarl.tracking.sample_images import data_uri
 
 

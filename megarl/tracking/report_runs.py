@@ -1,7 +1,8 @@
-"""Run folders as report.html shows them: run.json, and each metric as a series of points."""
+"""Run folders as report.html shows them: each metric as a series of points, and tables of samples."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,16 @@ from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.records import read_run
 from megarl.artifacts.trained import run_folder_fix
 from megarl.system.errors import DataError
+from megarl.tracking.sample_images import data_uri, embedded
 
 MAX_POINTS = 1500  # most points per line; more are averaged in bins
+MAX_SAMPLE_STEPS = 12
+MAX_SAMPLES_PER_STEP = 40
+MAX_TEXT = 4000
+MAX_GROUP_STEPS = 8
+_MAX_GROUP_ROWS = 64  # most rows in the table of prompt groups, per step
+_OF_TOKENS = ("pieces", "advantages", "ratios", "ages")
+_FILM_BYTES = 8 << 20  # largest total size of a run's films in a report, in bytes; others stay in the run folder
 _NOT_METRICS = ("step", "stage", "time")
 Points = tuple[list[int], list[float | None]]
 
@@ -88,3 +97,83 @@ def _thin(points: list[tuple[int, float | None]]) -> Points:
         x.append(part[-1][0])
         y.append(float(f"{sum(values) / len(values):.6g}") if values else None)
     return x, y
+
+
+def held_out_samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], dict[str, str], str]:
+    """Return rows of held-out samples for the table, images by name, and a note on omissions. With many steps, evenly
+    spaced ones are shown.
+    """
+    rows = [
+        row for row in read_jsonl(folder / "samples.jsonl", needs={"step": int}) if row.get("stage", stage) == stage
+    ]
+    shown = []
+    for step in _some_steps(rows, MAX_SAMPLE_STEPS):
+        shown += [row for row in rows if row["step"] == step][:MAX_SAMPLES_PER_STEP]
+    notes = [f"{len(shown)} of {len(rows)} samples; samples.jsonl has all"] if len(shown) < len(rows) else []
+    films, (pictures, images) = _embed_films(folder, shown), embedded(folder, shown)
+    text = "this page; the column {} names their files in the run folder"
+    notes += [f"{films} films are too large for {text.format('video')}"] if films else []
+    notes += [f"{images} images do not fit into {text.format('images')}"] if images else []
+    as_they_are = ("film", "images")
+    cells = [{key: value if key in as_they_are else _cell(value) for key, value in row.items()} for row in shown]
+    return cells, pictures, "; ".join(notes)
+
+
+def training_groups(folder: Path) -> list[dict[str, Any]]:
+    """Return the training samples kept by the run (`megarl.runtime.training_samples`), of evenly spaced steps."""
+    rows = read_jsonl(folder / "training_samples.jsonl", needs={"step": int, "pieces": list})
+    groups = []
+    for step in _some_steps(rows, MAX_GROUP_STEPS):
+        for row in [row for row in rows if row["step"] == step][:_MAX_GROUP_ROWS]:
+            of_tokens = {name: row[name] for name in _OF_TOKENS if isinstance(row.get(name), list)}
+            groups.append({key: of_tokens.get(key) or _cell(value) for key, value in row.items()})
+    return groups
+
+
+def _some_steps(rows: list[dict[str, Any]], most: int) -> list[int]:
+    """Return the steps of the rows, at most `most`: the first, the last, and evenly spaced steps between."""
+    steps = sorted({row["step"] for row in rows})
+    if len(steps) <= most:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
+    """Put films into their rows as data URIs in `film`, latest steps first; return the number of omitted films."""
+    left, without = _FILM_BYTES, 0
+    for row in sorted(rows, key=lambda row: row["step"], reverse=True):
+        row.pop("film", None)  # a `film` in samples.jsonl is untrusted and not shown
+        path = _film(folder, row.get("video"))
+        if path is None:
+            continue
+        size = path.stat().st_size
+        if size > left:
+            without += 1
+            continue
+        left -= size
+        row["film"] = data_uri(path)
+    return without
+
+
+def _film(folder: Path, name: Any) -> Path | None:
+    """Return the file of a film, or None if `name` is not a path inside `folder`."""
+    if not isinstance(name, str):
+        return None
+    path = (folder / name).resolve()
+    return path if path.suffix == ".png" and folder.resolve() in path.parents and path.is_file() else None
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, (int, float)):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " ..."
+
+
+def sample_columns(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the columns of the table of samples: known columns first, then all others in the rows."""
+    first = ["film", "images", "prompt", "response", "answer", "score"]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return [n for n in first if n in names] + [
+        n for n in names if n not in (*first, "step", "stage", "run", "uid", "sample_id")
+    ]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megarl.artifacts.jsonl import JsonlWriter
 from megarl.artifacts.records import Needs, parse_object, warn_once
 from megarl.system.tracing import PhaseEvent
-from megarl.tracking.restarts import read_restarts
+from megarl.tracking.close import read_restarts
 
 #: Largest total size of the ranks' files that trace.json uses: about 300,000 phases, some seconds and 200 MB of memory.
 MOST_BYTES = 64 << 20

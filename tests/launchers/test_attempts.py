@@ -14,7 +14,7 @@ from megarl.launchers.common import Job, run_workers
 from megarl.runtime.health import Heartbeat, RankFailure, read_beat, read_errors, write_error
 from megarl.system.errors import ConfigError, UnavailableError, WorkerError
 from megarl.system.processes import Stopped
-from megarl.tracking.restarts import read_restarts
+from megarl.tracking.close import read_restarts
 
 Attempt = Callable[[Path], dict[int, int] | Stopped]
 

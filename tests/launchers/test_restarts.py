@@ -17,7 +17,7 @@ from megarl.launchers.ray import RayWorkers
 from megarl.launchers.restarts import Restarts
 from megarl.launchers.supervise import supervise
 from megarl.runtime.health import Heartbeat, RankFailure, Watch, read_beat, read_errors, write_error
-from megarl.tracking.restarts import read_restarts
+from megarl.tracking.close import read_restarts
 from tests.launchers.drive import teams
 
 WHY = "worker 2 (reference, rank 0) died on x"

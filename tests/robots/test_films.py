@@ -90,7 +90,7 @@ def test_films_of_the_latest_steps_are_in_the_report_and_it_says_how_many_are_no
         for row in film_rows(tmp_path, step, episodes(), 2):
             table.write({"stage": "train", "step": step, **row})
     sizes = [path.stat().st_size for path in tmp_path.glob("videos/step_10/*.png")]
-    monkeypatch.setattr("megarl.tracking.report_samples._FILM_BYTES", sum(sizes))
+    monkeypatch.setattr("megarl.tracking.report_runs._FILM_BYTES", sum(sizes))
     data = page_data(write_report(tmp_path).read_text())
     filmed = [(row["step"], "film" in row) for row in data["samples"] if "video" in row]
     assert filmed == [(5, False), (5, False), (10, True), (10, True)]

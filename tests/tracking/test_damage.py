@@ -18,10 +18,9 @@ from megarl.config.run import TrackingConfig
 from megarl.launchers.common import process_of
 from megarl.runtime.health import failure_of, forget, read_errors, write_error
 from megarl.system.tracing import PhaseEvent
-from megarl.tracking.close import close_if_killed, close_run
+from megarl.tracking.close import close_if_killed, close_run, note_restart, read_restarts
 from megarl.tracking.mlflow_log import close_open_run
 from megarl.tracking.report import write_report
-from megarl.tracking.restarts import note_restart, read_restarts
 from megarl.tracking.trace import TraceWriter
 from megarl.tracking.tracker import Tracker
 
