@@ -133,7 +133,7 @@ class VisionShape:
         if not 1 <= len(towers) <= len(_TOWER_NAMES) or len({(one.patches, one.image) for one in towers}) > 1:
             found = [(one.image, one.patches) for one in towers]
             allowed = "one or two towers that take pictures of one size and make equally many patches of them"
-            raise ConfigError("vision towers that do not fit together", where=where, found=found, allowed=allowed)
+            raise ConfigError("the vision towers do not fit together", where=where, found=found, allowed=allowed)
         return cls(towers, hidden, state_size(config, where))
 
     def passed_over(self, name: str) -> bool:
@@ -150,22 +150,24 @@ class VisionShape:
 
 
 def state_size(config: Mapping[str, Any], where: str) -> int:
-    """Return the size of the policy's state that a policy takes; 0: it takes none.
+    """Return how many numbers of the robot's state are an input of the policy; 0: none.
 
-    It is `state_dim`, or `use_proprio` and `proprio_dim` as SimpleVLA-RL writes them, where `use_proprio` is false for
-    a policy without a state.
+    `state_dim` gives the size, or `proprio_dim` if `use_proprio` is true, as SimpleVLA-RL writes it.
     """
     state, used, size = config.get("state_dim"), config.get("use_proprio"), config.get("proprio_dim")
     for key, value in (("state_dim", state), ("proprio_dim", size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ConfigError(
-                "not a size of the policy's state", where=f"{where}.{key}", found=value, allowed="0 or a larger integer"
+                "invalid size of the policy's state",
+                where=f"{where}.{key}",
+                found=value,
+                allowed="0 or a larger integer",
             )
     if used not in (None, True, False):
-        raise ConfigError("neither true nor false", where=f"{where}.use_proprio", found=used, allowed=[True, False])
+        raise ConfigError("this must be true or false", where=f"{where}.use_proprio", found=used, allowed=[True, False])
     if used and not size and not state:
         raise ConfigError(
-            "the policy takes the policy's state, and its size is not said",
+            "use_proprio is true, but the size of the policy's state is missing",
             where=f"{where}.proprio_dim",
             found=size,
             allowed="numbers of the state, as 8 for LIBERO and 14 for two arms",
@@ -188,11 +190,16 @@ def _tower(sizes: Mapping[str, Any], where: str) -> TowerShape:
     wrong = sorted(sizes.keys() - set(_KEYS))
     missing = sorted(set(_KEYS[:6]) - sizes.keys())
     if wrong or missing:
-        raise ConfigError("not the sizes of a vision tower", where=where, found=wrong or missing, allowed=list(_KEYS))
+        raise ConfigError(
+            "unknown sizes of a vision tower" if wrong else "sizes of a vision tower are missing",
+            where=where,
+            found=wrong or missing,
+            allowed=list(_KEYS),
+        )
     tower = TowerShape(**sizes)
     if tower.width % tower.heads or tower.image % tower.patch:
         raise ConfigError(
-            "sizes of a vision tower that do not divide",
+            "the sizes of a vision tower do not fit together",
             where=where,
             found=dict(sizes),
             allowed="heads divides width, and patch divides image",

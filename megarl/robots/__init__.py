@@ -1,1 +1,1 @@
-"""Robots: policies that act, in simulators: all that the core's task `robot` needs."""
+"""Policies that act in simulators: everything that a recipe with the section `robot` needs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,10 +54,10 @@ def _show(c: RankState, robots: Robots, folder: Path) -> int:
     """Let experts play training start states, write their demonstrations to `folder`, and return how many there are."""
     robot, seed, counts = robot_of(c.config), c.config.trainer.seed, ExpertCounts()
     assert robots.pool is not None, "the first rank of a replica has the simulators"
-    counted: dict[str, int] = {}
+    counted: Counter[str] = Counter()
     pairs = []
     for task, trial in robots.trials["train"].pairs:
-        counted[task] = counted.get(task, 0) + 1
+        counted[task] += 1
         if robot.demonstrations is None or counted[task] <= robot.demonstrations:
             pairs.append((task, trial))
     partial = folder.with_suffix(".partial")
@@ -67,7 +68,7 @@ def _show(c: RankState, robots: Robots, folder: Path) -> int:
     print(counts.describe(), flush=True)
     if not written:
         raise ConfigError(
-            "there is nothing to clone: the experts solved no episode",
+            "no demonstrations to clone: the experts solved no episode",
             where="sft.train_files",
             found=counts.describe(),
             fix="raise the simulator's limit of environment steps, lower robot.expert_noise, or name folders of "

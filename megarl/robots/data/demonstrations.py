@@ -212,7 +212,9 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
         with safe_open(path, framework="np") as file:
             facts = file.metadata() or {}
             if facts.get("form") != FORM:
-                raise DataError("file is no demonstration", where=str(path), found=facts.get("form"), allowed=FORM)
+                raise DataError(
+                    "this file is not a demonstration", where=str(path), found=facts.get("form"), allowed=FORM
+                )
             yield file, facts
     except (SafetensorError, OSError) as error:
         raise DataError(f"this file is damaged: {error}", where=str(path)) from None

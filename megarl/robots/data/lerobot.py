@@ -64,7 +64,7 @@ class LeRobotFolder:
             info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             version, features = info["codebase_version"], info["features"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"folder is no LeRobot data set: {error!r}", where=str(path)) from None
+            raise DataError(f"this folder is not a LeRobot data set: {error!r}", where=str(path)) from None
         if version not in VERSIONS:
             raise DataError(
                 "this version of LeRobot's format is not supported", where=str(path), found=version, allowed=VERSIONS

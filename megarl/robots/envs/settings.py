@@ -18,7 +18,7 @@ class SimulatorSettings(ComponentSection):
     python: str | None = Field(None, description="interpreter that has the simulator; null: megarl's own")
     tasks: list[str] | dict[str, dict[str, Any]] = Field(
         [],
-        description="tasks that are played, with what a simulator has to be told of each; none: all that there are",
+        description="tasks to play; a mapping adds the facts of each task that the simulator needs; empty: all tasks",
     )
     workers: PositiveInt = Field(4, description="processes; each plays one episode at a time")
     threads: PositiveInt = Field(1, description="CPU threads of each process")
@@ -27,7 +27,7 @@ class SimulatorSettings(ComponentSection):
     answer_s: PositiveFloat = Field(60.0, description="seconds that a reset or a chunk of actions may take")
     retries: NonNegativeInt = Field(1, description="times that an episode is played again after a failed process")
     max_restarts: PositiveInt = Field(
-        3, description="the run ends when every process in use failed so often in a row, with no whole episode between"
+        3, description="the run ends when every process in use has failed this many times without finishing an episode"
     )
     egl_devices: dict[NonNegativeInt, NonNegativeInt] = Field(
         {}, description="EGL device by CUDA device, which are numbered differently; none: the simulator chooses"

@@ -1,1 +1,1 @@
-"""Episodes of robots: a policy that acts by chunks, in simulators."""
+"""Plays episodes: a policy chooses chunks of actions, which simulators execute."""

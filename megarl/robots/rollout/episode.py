@@ -3,12 +3,12 @@
 An episode is a sample of several turns, one per policy call; D numbers to an action, K actions to a call:
 
     response_ids     K * D tokens of call 0 | K * D of call 1 | ...
-    response_mask    those of actions that were executed: the first finish_step * D of them
-    turn_starts, turn_ends                    where each call begins and ends
+    response_mask    the tokens of executed actions: the first finish_step * D
+    turn_starts, turn_ends                    first token of each call, and the token after its last
     frames/CAMERA    uint8 [calls, H, W, 3]   the policy's pictures before each call
     states           float32 [calls, S]
-    end_frames/CAMERA, end_state              what was seen after the last action
-    clip/CAMERA      uint8 [n, H, W, 3]       where it is recorded: the simulator's frames, evenly spread
+    end_frames/CAMERA, end_state              pictures and state after the last action
+    clip/CAMERA      uint8 [n, H, W, 3]       frames from the simulator, evenly spaced, if clips are recorded
     task, trial, success, finish_step, max_steps, progress
 """
 
@@ -30,7 +30,7 @@ from megarl.robots.rollout.policy import Chunk
 from megarl.robots.simulators.protocol import Observation, TaskSpec
 from megarl.system.machine import find_malloc_trim
 
-#: After freeing this many bytes of pictures, ask malloc to return memory to the system.
+#: Bytes of freed pictures after which malloc returns memory to the system.
 _TRIM_BYTES = 256 << 20
 
 
@@ -43,15 +43,15 @@ class Episode:
     seen: list[Observation] = field(default_factory=list)  # observations before the calls
     chunks: list[Chunk] = field(default_factory=list)  # the policy's output
     executed: list[int] = field(default_factory=list)  # environment steps of each chunk
-    end: Observation | None = None  # the observation after the last action; None: it is under way
+    end: Observation | None = None  # the observation after the last action; None: the episode is in flight
     success: bool = False
-    progress: float = math.nan  # how much of it at the end, where the simulator knows; else NaN
-    failure: str = ""  # why it cannot be scored; empty: it can
-    failure_kind: str = ""  # in one word, see `megarl.robots.envs.Failure`
-    # where it is recorded, see `Outcome.clip`; of an episode that failed no frames
+    progress: float = math.nan  # completed part of the task at the end; NaN: the simulator does not measure it
+    failure: str = ""  # why the episode cannot be scored; empty: it can
+    failure_kind: str = ""  # the reason in one word, see `megarl.robots.envs.Failure`
+    # the recorded clip, see `Outcome.clip`; without frames if the simulator failed
     clip: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
-    prompt_ids: list[int] = field(default_factory=list)  # tokens of what the policy is told
-    instruction: str = ""  # the text of it; empty: the task's
+    prompt_ids: list[int] = field(default_factory=list)  # tokens of the policy's prompt
+    instruction: str = ""  # the episode's own instruction; empty: the task's
 
     @property
     def finish_step(self) -> int:
@@ -96,7 +96,7 @@ class Episode:
 
 
 def episode_values(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
-    """Return the fields and columns of `episodes`, one entry per sample; `version` of the weights sampled all of them.
+    """Return the fields and columns of a batch, one entry per episode; `version` is the version of all their weights.
 
     Pictures are removed from the episodes one by one, so that they are not in memory twice.
     """
@@ -106,7 +106,7 @@ def episode_values(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
         for e in episodes
     }
     if len(kinds) > 1:
-        raise ValueError(f"tasks of one run have the same cameras and states; found {sorted(kinds)}")
+        raise ValueError(f"the tasks of a run must have the same cameras and state sizes, got {sorted(kinds)}")
     final = [e.end for e in episodes if e.end is not None]
     assert len(final) == len(episodes), "episodes that are over"
     return {

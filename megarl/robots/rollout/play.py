@@ -48,8 +48,8 @@ class View:
     """Converts a simulator's observations for the policy once, where they arrive; batches hold the converted ones."""
 
     cameras: Sequence[str]  # names, in the policy's order
-    pictures: PicturePipeline  # from a frame to a picture
-    states: ActionStatistics | None = None  # scaling of the robot's own state; None: it is seen as it is
+    pictures: PicturePipeline  # turns a frame into a picture
+    states: ActionStatistics | None = None  # scales the robot's state; None: it is not scaled
 
     def __call__(self, seen: Observation) -> Observation:
         """Convert a simulator's observation for the policy."""
@@ -71,7 +71,7 @@ class View:
         return np.ascontiguousarray(frames[..., ::-1, ::-1, :]) if self.pictures.rotate else frames
 
     def of_task(self, spec: TaskSpec) -> TaskSpec:
-        """Return the task as it is seen."""
+        """Return the task with the policy's cameras and picture size."""
         for camera in self.cameras:
             choose(spec.cameras, camera, "the simulator has no such camera", where="robot.cameras")
         if self.states is not None and self.states.dim != spec.state_dim:
@@ -88,7 +88,7 @@ class View:
 class EpisodeStart:
     """The start of an episode."""
 
-    sample_id: str  # names it in messages
+    sample_id: str  # its name in messages
     task: str
     trial: int
     prompt_ids: list[int]
@@ -99,8 +99,8 @@ class EpisodeStart:
 class PlayCounts:
     """The counts of a call of `play`."""
 
-    wait_s: float = 0.0  # the policy had nothing to do, and waited for physics and pictures
-    act_s: float = 0.0  # in the policy
+    wait_s: float = 0.0  # seconds in which the policy waited for simulators
+    act_s: float = 0.0  # seconds in the policy
     calls: int = 0
     steps: int = 0
     failures: dict[str, int] = field(default_factory=dict)  # episodes that cannot be scored, by kind
@@ -110,10 +110,10 @@ class Player:
     """The player of episodes on one rank of a replica. Collective over the replica.
 
     Args:
-        pool: the simulators; None on all ranks but the first of a replica.
-        prompt_ids: tokens of an instruction, of episodes that have one of their own.
-        halves: physics of one half of the slots goes on while the policy acts for the other.
-        on_error: `fail` ends the run when a simulator fails, `mark` the episode.
+        pool: the simulators; None except on the first rank of a replica.
+        prompt_ids: returns the prompt's tokens for an episode's own instruction.
+        halves: simulate one half of the slots while the policy acts for the other half.
+        on_error: `fail` ends the run when a simulator fails, `mark` only the episode.
     """
 
     def __init__(
@@ -142,9 +142,11 @@ class Player:
         advance: Callable[[int], None] = lambda count: None,
         record: Recording | None = None,
     ) -> tuple[list[Episode], PlayCounts]:
-        """Return one episode per start, in their order. `advance(k)` is called when k more are over.
+        """Play one episode per start, and return them in the same order, with counts.
 
-        With `record` each has a clip of what the simulator showed (`Episode.clip`).
+        Args:
+            advance: `advance(k)` is called when k more episodes are over.
+            record: the clips to record in `Episode.clip`; None: no clips.
         """
         game = _Game(self, starts, advance, record)
         game.play()
@@ -222,7 +224,7 @@ class _Game:
                 episode.instruction, episode.prompt_ids = answer.instruction, self._p.prompt_ids(answer.instruction)
             over = False
         else:
-            assert isinstance(answer, Outcome), "nobody asked for advice"
+            assert isinstance(answer, Outcome), "the player requests no expert's action"
             episode.executed.append(answer.executed)
             self.counts.steps += answer.executed
             over = answer.over
@@ -260,7 +262,7 @@ class _Game:
         pool = self._p.pool
         if pool is not None:
             while missing := [slot for slot in slots if slot not in self._come]:
-                assert set(missing) <= set(pool.busy), "what is waited for was asked for"
+                assert set(missing) <= set(pool.busy), "every slot without an answer is working on a call"
                 come = pool.answers(_LOOK_S)
                 self._come |= {slot: self._p.view.of_answer(answer) for slot, answer in come.items()}
         answers = {slot: self._come.pop(slot) for slot in slots if slot in self._come}

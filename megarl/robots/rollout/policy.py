@@ -37,7 +37,7 @@ class Chunk:
 class ActingPolicy(Protocol):
     """A policy that acts. Every rank of a model replica calls `act` with the same arguments."""
 
-    blank: Chunk  # a chunk that stands where a simulator failed before the first call; nobody trains on it
+    blank: Chunk  # replaces the calls of an episode whose simulator failed before the first; not trained on
 
     def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
         """Return one chunk for each of `calls`, in their order."""
@@ -56,13 +56,13 @@ class SamplingPolicy:
     """An `ActingPolicy` that samples the action tokens of all calls as one batch.
 
     Args:
-        sample: samples all tokens of rows, given those that stand there now.
-        cameras: names, in the order in which the policy sees them.
+        sample: samples all response tokens of a batch, given its present response tokens.
+        cameras: names, in the policy's order.
         chunk: actions of a call, K.
-        parallel: all tokens of a call are predicted at once; else one after another, each from the earlier ones.
+        parallel: whether all tokens of a call are predicted at once; else each is predicted from the earlier ones.
 
     Attributes:
-        temperature: temperature of the next samples; 0: the likeliest.
+        temperature: sampling temperature of the next calls; 0: greedy.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class SamplingPolicy:
     def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
         """Implement `ActingPolicy.act`."""
         start, count = self._codec.tokens.start, len(calls)
-        standing = torch.full((count * self._slots,), start, dtype=torch.int64)
+        tokens_before = torch.full((count * self._slots,), start, dtype=torch.int64)
         fields: dict[str, Tensor | Jagged] = {
             "prompt_ids": Jagged.from_list([call.prompt_ids for call in calls], dtype=torch.int64),
-            "response_ids": Jagged.from_lengths(standing, [self._slots] * count),
+            "response_ids": Jagged.from_lengths(tokens_before, [self._slots] * count),
             "states": torch.from_numpy(np.stack([call.observation.state for call in calls])),
         }
         for camera in self._cameras:

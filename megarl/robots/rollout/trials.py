@@ -29,7 +29,7 @@ class Trials:
     pairs: Sequence[tuple[str, int]]  # pairs of all tasks
     prompts: Mapping[str, Sequence[int]]  # tokens of each task's instruction
     texts: Mapping[str, str]
-    # names of the sets of validation that pairs belong to, of those that bear more than the task's name
+    # validation set of each pair whose data source is not just the task's name
     sets: Mapping[tuple[str, int], str] = field(default_factory=dict)
     fingerprint: str = field(init=False)  # hash of tasks, prompts and start states
 
@@ -48,7 +48,7 @@ class Trials:
         return f"{self.split}: {count(len(self), 'start state')} of {count(len(tasks), 'task')}{parts}"
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Return the trials at `indices`, as rows of prompts; `row` has `task` and `trial`."""
+        """Return the prompts of the start states at `indices`; `row` has `task` and `trial`."""
         pairs = [self.pairs[index] for index in indices]
         return Batch(
             {"prompt_ids": Jagged.from_list([list(self.prompts[task]) for task, _ in pairs], dtype=torch.int64)},
@@ -75,10 +75,10 @@ def part_trials(
     """Split each task's start states into training and validation, independently of other tasks.
 
     Args:
-        held_out: start states of each task that are measured and not trained on.
-        trained: start states of each task; None: all others.
-        val_trained: of these, such that are measured, too.
-        val_evaluation: measured ones of the simulator's list for evaluation; None: all of it.
+        held_out: number of start states of each task that are only for validation.
+        trained: number of start states of each task for training; None: all others.
+        val_trained: number of training start states that validation also measures.
+        val_evaluation: number of start states from the simulator's evaluation list to measure; None: all.
     """
     pairs: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
     for task in tasks:

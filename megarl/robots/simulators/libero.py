@@ -92,7 +92,7 @@ class Libero(Simulator):
             with contextlib.suppress(RandomizationError):
                 self._env.env.reset()
                 return
-        raise RuntimeError(f"{self.spec.name}: LIBERO found no place for the objects in {ATTEMPTS} attempts")
+        raise RuntimeError(f"{self.spec.name}: LIBERO could not place the objects in {ATTEMPTS} attempts")
 
     def _without_shadows(self) -> None:
         import mujoco
@@ -258,7 +258,7 @@ def _prepare() -> Path:
         import libero
     except ImportError as error:
         raise ImportError(
-            "this interpreter has no LIBERO: `make libero-env` makes one that does, named by the environment's `python`"
+            "LIBERO is not installed in this interpreter: run `make libero-env`, and set `python` to its interpreter"
         ) from error
     root = Path(libero.__file__).parent / "libero"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"

@@ -96,8 +96,8 @@ class ManiSkill(Simulator):
 
 
 def _unbatched(value: Any) -> Any:
-    """Return the only element of a batch of one, of torch or of numpy."""
+    """Return the only element of a batch of one, a torch tensor or numpy array, as a numpy array."""
     array = np.asarray(value.cpu() if hasattr(value, "cpu") else value)
     if len(array) != 1:
-        raise ValueError(f"a batch of one was expected, not {array.shape}")
+        raise ValueError(f"the simulator returned a batch of shape {array.shape}, not a batch of one")
     return array[0]

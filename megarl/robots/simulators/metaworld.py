@@ -208,8 +208,8 @@ def _import() -> Any:
         import metaworld
     except ImportError as error:
         raise ImportError(
-            "this interpreter has no metaworld: `make metaworld-env` makes one that does, named by the environment's "
-            f"`python` ({error})"
+            "metaworld is not installed in this interpreter: run `make metaworld-env`, and set `python` to its "
+            f"interpreter ({error})"
         ) from error
     return metaworld
 

@@ -116,7 +116,7 @@ class RoboTwin(Simulator):
             with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(self._root):
                 self._env.setup_demo(now_ep_num=trial, seed=seed, is_test=True, **self._arguments)
         except self._unstable as error:
-            raise ValueError(f"{self.spec.name}: take seed {seed} out of `seeds`: {error}") from error
+            raise ValueError(f"{self.spec.name}: remove seed {seed} from `seeds`: {error}") from error
         self._open = True
 
     def _instruction(self, seed: int) -> str:
@@ -162,7 +162,7 @@ def _root(configured: str | None) -> Path:
     root = Path(configured or "").expanduser().resolve()
     if configured is None or not (root / CONFIGURATION).is_dir():
         raise FileNotFoundError(
-            f"RoboTwin: root: {configured!r} is no checkout with {CONFIGURATION}; "
+            f"RoboTwin: root: {configured!r} is not a checkout of RoboTwin with {CONFIGURATION}; "
             "`git clone https://github.com/RoboTwin-Platform/RoboTwin`, then follow its installation"
         )
     return root

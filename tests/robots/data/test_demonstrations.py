@@ -93,7 +93,7 @@ def test_what_is_no_folder_of_demonstrations_is_refused(tmp_path):
     with pytest.raises(DataError, match="folder has no demonstrations"):
         next(open_demonstrations(tmp_path))
     save_file({"weight": np.zeros(2)}, tmp_path / "000000.safetensors")
-    with pytest.raises(DataError, match="file is no demonstration"):
+    with pytest.raises(DataError, match="this file is not a demonstration"):
         next(open_demonstrations(tmp_path))
 
 

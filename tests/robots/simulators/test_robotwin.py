@@ -162,13 +162,13 @@ def test_a_chunk_of_25_actions_stops_at_success_and_at_the_limit(settings):
 
 def test_what_cannot_be_played_is_named(settings):
     simulator = RoboTwin("click_bell", settings)
-    with pytest.raises(ValueError, match="click_bell: take seed 13 out of `seeds`: Objects is unstable"):
+    with pytest.raises(ValueError, match="click_bell: remove seed 13 from `seeds`: Objects is unstable"):
         simulator.reset(2)
     with pytest.raises(ValueError, match="trial 3; allowed: 0 to 2"):
         simulator.reset(3)
     with pytest.raises(ValueError, match="RoboTwin has no task 'click'"):
         RoboTwin.tasks({**settings, "tasks": ["click"]})
-    with pytest.raises(FileNotFoundError, match="is no checkout"):
+    with pytest.raises(FileNotFoundError, match="is not a checkout"):
         RoboTwin.tasks({**settings, "root": None})
     with pytest.raises(ValueError, match="has no task 'lift_pot'; allowed: click_bell"):
         RoboTwin("lift_pot", settings)

@@ -1,1 +1,1 @@
-"""Vision-language-action policies: pictures and an instruction in, tokens of actions out."""
+"""Vision-language-action policies, which choose action tokens from pictures and an instruction."""

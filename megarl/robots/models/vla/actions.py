@@ -31,9 +31,9 @@ Tokens = NDArray[np.int64]
 class ActionTokens:
     """The mapping between action tokens and numbers: OpenVLA's rule, which OpenVLA-OFT's discrete policies share.
 
-    `bins` edges from -1 to 1, both ends among them, part the range into `bins` - 1 intervals. Token
-    `vocab_size - 1 - i` is interval i: the lowest numbers have the last token. The first of the `bins` tokens stands
-    for 1 only, and is read as the last interval.
+    `bins` edges from -1 to 1, including both, divide the range into `bins` - 1 intervals. Token `vocab_size - 1 - i` is
+    interval i, so the last token means the lowest numbers. The first of the `bins` tokens encodes only 1, and decodes
+    to the last interval.
 
     >>> tokens = ActionTokens(vocab_size=32000)
     >>> tokens.encode([-1.0, 0.0, 1.0])
@@ -42,13 +42,13 @@ class ActionTokens:
     slice(31744, 32000, None)
     """
 
-    vocab_size: int  # tokens of the tokenizer, without the rows that an embedding is padded by
-    bins: int = 256  # tokens that stand for numbers
+    vocab_size: int  # tokens of the tokenizer, without padding rows of the embedding
+    bins: int = 256  # number of action tokens
 
     def __post_init__(self) -> None:
         if not 3 <= self.bins <= self.vocab_size:
             raise ConfigError(
-                "the vocabulary does not hold the bins of actions",
+                "the number of bins does not fit the vocabulary",
                 where="bins",
                 found=self.bins,
                 allowed=f"3 to {self.vocab_size}, the size of the vocabulary",
@@ -79,12 +79,12 @@ class ActionTokens:
 
     @property
     def centres(self) -> NDArray[np.float64]:
-        """Numbers [bins - 1] that tokens are read as, by interval."""
+        """The number to which each interval's token decodes, [bins - 1]."""
         edges = np.linspace(-1, 1, self.bins)
         return (edges[:-1] + edges[1:]) / 2
 
     def columns(self, padded: int) -> slice:
-        """Return the action columns of logits [..., padded]; column j of them is token `start` + j."""
+        """Return the columns of action tokens in logits [..., padded]; the j-th of them is token `start` + j."""
         if padded < self.vocab_size:
             raise ConfigError(
                 "the logits lack action columns",
@@ -105,7 +105,7 @@ class ActionTokens:
         """Return the numbers float32 from -1 to 1 of tokens, the centres of their intervals."""
         ids = np.asarray(tokens)
         wrong = (ids < self.start) | (ids >= self.vocab_size)
-        _refuse(ids, wrong, "no action token", "tokens", f"{self.start} to {self.vocab_size - 1}")
+        _refuse(ids, wrong, "not an action token", "tokens", f"{self.start} to {self.vocab_size - 1}")
         interval = np.minimum(self.vocab_size - 1 - ids, self.bins - 2)
         return self.centres.astype(np.float32)[interval]
 
@@ -114,11 +114,11 @@ class ActionTokens:
 class GripperRule:
     """The conversion of gripper numbers from the policy's convention to the simulator's."""
 
-    # places of the grippers in an action; negative ones count from the end. Empty: nothing is done.
+    # indices of the grippers in an action, counted from the end if negative; empty: nothing is converted
     dims: tuple[int, ...] = ()
-    unit: bool = False  # the policy's number goes from 0 to 1, the simulator's from -1 to 1
-    binarise: bool = False  # the simulator is given -1 or 1, whichever is nearer; half way is 0, which moves nothing
-    invert: bool = False  # the simulator's sign is the other one
+    unit: bool = False  # the policy's numbers are from 0 to 1, the simulator's from -1 to 1
+    binarise: bool = False  # the simulator gets the sign: -1 or 1, or 0 for exactly the middle, which moves nothing
+    invert: bool = False  # the simulator has the opposite sign
 
     def to_simulator(self, actions: ArrayLike) -> Floats:
         """Convert the actions [..., D] of a policy to the simulator's convention; a copy."""

@@ -26,14 +26,14 @@ class PolicyFamily:
     # template of the prompt; `{task}` is the instruction
     template: str = "In: What action should the robot take to {task}?\nOut:"
     lower: bool = True  # the instruction is written in small letters
-    # token that the prompt ends with, whether or not the tokenizer puts it there; None: none is added. Llama's
-    # tokenizer makes 29871, an empty token, of the space that followed `Out:` in training.
+    # token that ends the prompt, and is added if the tokenizer does not add it; None: no such token. Llama's tokenizer
+    # turns the space after `Out:` in training into 29871, an empty token.
     last_token: int | None = 29871
-    stop_token: int = 2  # stands after the slots where these are predicted in one pass
+    stop_token: int = 2  # follows the slots if these are predicted in one pass
     parallel: bool = True  # the slots of a call are predicted in one pass
 
 
-#: `small`: fresh policies with a tokenizer of their own, whose prompt is no longer than it has to be.
+#: `small`: new policies with their own tokenizer, whose prompt is only the instruction.
 FAMILIES = {
     "openvla-oft": PolicyFamily(),
     "openvla": PolicyFamily(parallel=False),

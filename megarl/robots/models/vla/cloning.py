@@ -31,7 +31,7 @@ from megarl.system.errors import DataError, choose, count
 def cloning_statistics(
     demonstrations: Sequence[OpenDemonstration], gripper: GripperRule, bounds: Bounds = "q99"
 ) -> DatasetStatistics:
-    """Return the statistics of the demonstrations' actions and states, with which the policy's are normalised."""
+    """Return the statistics of the demonstrations, which normalise the policy's actions and states."""
     collector, wide = StatisticsCollector(), 0
     for shown in demonstrations:
         if len(shown):
@@ -54,18 +54,18 @@ def cloning_statistics(
 class CloningExamples:
     """The policy calls to learn, of D numbers an action; a data set for a `PromptLoader`.
 
-    States, and tokens of actions, are in memory. Pictures are read and processed when an example is first met, and kept
-    until they take `keep` bytes; those of further examples are processed each time.
+    States and action tokens are in memory. Pictures are processed when an example is first used, and kept until they
+    take `keep` bytes; pictures of further examples are processed each time.
 
     Args:
-        demonstrations: at least one environment step in all.
+        demonstrations: together they have at least one environment step.
         prompts: tokens of the instruction, by task.
-        codec: recorded actions to tokens.
-        pictures: frames of a camera to what the policy sees, each [size, size, 3].
-        cameras: in the order of the policy.
+        codec: converts recorded actions to tokens.
+        pictures: turns frames into the policy's pictures, [size, size, 3] each.
+        cameras: names, in the policy's order.
         chunk: actions of a call, K.
-        states: states [N, S] as the policy is to see them, float32 [N, S].
-        keep: bytes of pictures in memory.
+        states: converts recorded states [N, S] to the policy's, float32 [N, S].
+        keep: most bytes of pictures in memory.
 
     Attributes:
         fingerprint: fingerprint of actions, states, prompts and settings; frames are not read for it.
@@ -100,7 +100,7 @@ class CloningExamples:
         return len(self._tokens)
 
     def describe(self) -> str:
-        """Return one line for the log: the examples, and the memory that their pictures take."""
+        """Return one line for the log, with the number of examples and the memory of their pictures."""
         tasks = Counter(shown.task for shown in self._shown)
         listed = ", ".join(f"{task} {number}" for task, number in tasks.items())
         examples, in_memory = len(self), min(len(self), self._room)
@@ -160,9 +160,7 @@ class CloningExamples:
 
     def _check(self, prompts: Mapping[str, Sequence[int]]) -> None:
         if not self._shown:
-            raise DataError(
-                "there is nothing to learn: no demonstration has an environment step", where="demonstrations"
-            )
+            raise DataError("no examples to clone: no demonstration has an environment step", where="demonstrations")
         wide = self._shown[0].states.shape[1]
         for shown in self._shown:
             what = "the policy has no prompt for the task of this demonstration"

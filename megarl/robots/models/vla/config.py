@@ -1,8 +1,8 @@
-"""The configuration of a robot policy: that of its language model, and what it sees with.
+"""The configuration of a robot policy: its language model and its vision part.
 
-`text_config` and `timm_model_ids` of a published config.json of OpenVLA or OpenVLA-OFT, with `use_proprio` and
-`proprio_dim` where the robot's state is one more embedding, as SimpleVLA-RL writes them; for small models of your own
-`vision_towers` in the place of timm's names, and `state_dim`.
+A published config.json of OpenVLA or OpenVLA-OFT has `text_config` and `timm_model_ids`; if the robot's state is an
+input, also `use_proprio` and `proprio_dim`, as SimpleVLA-RL writes them. Small models of your own have `vision_towers`
+instead of timm's names, and `state_dim`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def policy_config(
     text = config.get("text_config")
     if config.get("model_type") != VLA_TYPE or not isinstance(text, Mapping):
         raise ConfigError(
-            "not the configuration of a robot policy",
+            "this is not the configuration of a robot policy",
             where=where,
             found=config.get("model_type"),
             allowed=f"model_type {VLA_TYPE!r} with text_config",
@@ -47,9 +47,9 @@ def policy_config(
 
 
 def read_policy_config(folder: Path) -> PretrainedConfig:
-    """Read the same from a folder with config.json."""
+    """Return `policy_config` of the config.json in a folder."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError("no config.json here", where="model.path", found=str(folder), fix="check the path")
+        raise ConfigError("this folder has no config.json", where="model.path", found=str(folder), fix="check the path")
     raw = json.loads(path.read_text(encoding="utf-8"))
     return policy_config(complete_config(raw, folder), str(path), read_preprocessor(folder))

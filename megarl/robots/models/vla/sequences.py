@@ -33,8 +33,8 @@ _REPEATED = ("prompt_ids", *VERSION_FIELDS)
 def calls_of(samples: Batch) -> Batch:
     """Return one row per policy call of `samples`.
 
-    Fields with one number per response token are cut at the calls' borders; `frames/CAMERA` and `states` have one entry
-    per call already; how the episode ended (`end_...`) and its clip are left out; all else is repeated.
+    Fields with one number per response token are split at the calls' borders. `frames/CAMERA` and `states` already have
+    one entry per call. The end of the episode (`end_...`) and its clip are left out, and all other fields are repeated.
     """
     ends, starts = samples["turn_ends"], samples["turn_starts"]
     calls, tokens = ends.lengths, samples["response_ids"].lengths
@@ -61,8 +61,7 @@ def calls_of(samples: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class VLALayout:
-    """The layout of policy calls: rows with `prompt_ids`, `response_ids` (K * D), `frames/CAMERA` and, if it is asked,
-    `states`.
+    """The layout of policy calls: rows with `prompt_ids`, `response_ids` (K * D), `frames/CAMERA` and `states`.
 
     Attributes:
         dim, chunk: numbers of an action, and actions of a call.
@@ -71,16 +70,16 @@ class VLALayout:
     shape: VisionShape  # the policy's vision part
     family: PolicyFamily  # the conventions of its sequences
     normalise: Normalisation  # pictures to pixels of its towers
-    cameras: Sequence[str]  # names, in the order in which the policy takes them
+    cameras: Sequence[str]  # names, in the policy's order
     dim: int
     chunk: int
     columns: tuple[int, int]  # first and one past the last action token
-    # only the slots and what follows see both ways; else every column does, as published policies have it. Not read
-    # where slots are predicted one after another.
+    # only the slots and the stop token attend in both directions; else all columns do, as in published policies. Not
+    # used if slots are predicted one after another.
     block_only: bool = False
 
     def rows(self, samples: Batch) -> Batch:
-        """Implement `SequenceLayout.rows`; rows are given as they are."""
+        """Implement `SequenceLayout.rows`; a batch of calls is returned unchanged."""
         return calls_of(samples) if "turn_ends" in samples else samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
@@ -98,7 +97,7 @@ class VLALayout:
         return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Implement `SequenceLayout.patches`; those of pictures are columns."""
+        """Implement `SequenceLayout.patches`: pictures take columns, so there are no other patches."""
         return ()
 
     def pack(self, rows: Batch) -> PackedRows:

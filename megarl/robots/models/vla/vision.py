@@ -31,10 +31,10 @@ _EPS = 1e-6
 class Seen:
     """The visual and state inputs of the policy calls of a stream."""
 
-    pixels: Tensor  # [n, 3 * towers, side, side], pictures as each tower takes them, one after the other
-    places: Tensor  # int64 [n * patches], where their embeddings stand in the stream
+    pixels: Tensor  # [n, 3 * towers, side, side], pictures in each tower's normalisation, concatenated by channels
+    places: Tensor  # int64 [n * patches], columns of the stream that get the embeddings of pictures
     states: Tensor  # [m, state]
-    state_places: Tensor  # int64 [m]
+    state_places: Tensor  # int64 [m], columns that get the embeddings of states
     blank: Tensor  # int64, columns whose embedding is zero: slots of actions that are predicted in one pass
 
     def to(self, device: torch.device) -> Seen:
@@ -43,7 +43,7 @@ class Seen:
 
 
 class Tower(nn.Module):
-    """A vision transformer; features of patches, see `TowerShape`."""
+    """A vision transformer that returns the features of patches; see `TowerShape`."""
 
     def __init__(self, shape: TowerShape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ class Vision(nn.Module):
 
     Args:
         dtype: dtype of parameters and features.
-        sequence_parallel: each tensor-parallel rank has some of a stream's columns, so that its gradient of these
-            parameters is a part of the sum.
+        sequence_parallel: whether each tensor-parallel rank has only a part of a stream's columns, so that gradients
+            must be summed over ranks.
     """
 
     def __init__(self, shape: VisionShape, dtype: torch.dtype, *, sequence_parallel: bool) -> None:

@@ -67,7 +67,7 @@ def test_columns_are_the_action_tokens_without_the_padding(vocab, padded, bins):
 def test_logits_without_the_action_columns_are_refused():
     with pytest.raises(ConfigError, match="lack action columns"):
         TOKENS.columns(31999)
-    with pytest.raises(ConfigError, match="does not hold the bins"):
+    with pytest.raises(ConfigError, match="number of bins does not fit"):
         ActionTokens(255)
 
 
