@@ -92,9 +92,9 @@ class Checklist:
         """Return whether a problem at `key` is recorded, under any subject."""
         return any(check.status == "fail" and check.key == key for check in self.items)
 
-    def from_error(self, error: UserError) -> None:
-        """Record a problem that was raised as an error, or each of several."""
-        for problem in error.problems if isinstance(error, ConfigErrors) else [error]:
+    def from_error(self, error: UserError | None) -> None:
+        """Record a problem given as an error, or each of several; nothing for None."""
+        for problem in error.problems if isinstance(error, ConfigErrors) else [error] if error else []:
             self._add("fail", problem.what, problem.where, problem.found, problem.allowed, problem.fix)
 
     @contextlib.contextmanager

@@ -178,15 +178,22 @@ _GIVEN = ("dpo", "kto", "reward_model")  # pipelines that train on given respons
 def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
     """Check a run that trains on pairs of responses: its pipeline, and settings that it would ignore."""
     preference, pipeline = config.preference, config.algorithm.pipeline
-    if preference is None or not graph.has_responses:
+    if preference is None:
         checks.fail(
-            "algorithm.pipeline" if preference is not None else "preference",
-            f"the {pipeline} pipeline generates its responses, so it would not read the data of the section preference"
-            if preference is not None
-            else f"the {pipeline} pipeline trains on given responses, but the section preference is missing",
-            found=pipeline if preference is not None else "null",
-            allowed=[*_GIVEN, "file.py:fn", "pkg.mod:fn"] if preference is not None else "a section",
-            fix="set one of these, or remove preference" if preference is not None else "add preference: {}",
+            "preference",
+            f"the {pipeline} pipeline trains on given responses, but the section preference is missing",
+            found="null",
+            allowed="a section",
+            fix="add preference: {}",
+        )
+        return
+    if not graph.has_responses:
+        checks.fail(
+            "algorithm.pipeline",
+            f"the {pipeline} pipeline generates its responses, so it would not read the data of the section preference",
+            found=pipeline,
+            allowed=[*_GIVEN, "file.py:fn", "pkg.mod:fn"],
+            fix="set one of these, or remove preference",
         )
         return
     wrong: dict[str, tuple[object, object, str]] = {

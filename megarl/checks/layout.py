@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import (
     dispatch_problem,
@@ -22,7 +24,7 @@ from megarl.dag.placement import Placement, TeamPlan, devices_key
 from megarl.dag.shares import USUAL_GPUS, settings_of_workers
 from megarl.dag.stage import Role
 from megarl.planning.shards import Sizes, layout_key
-from megarl.system.errors import count
+from megarl.system.errors import ConfigError, count
 
 
 def divides_devices(team: TeamPlan) -> bool:
@@ -135,7 +137,8 @@ def _check_devices(
         other = None if smaller is None else f"{layout}.tp to {smaller}"
         if checks.of(f"{name} replicas").divides(key, team.devices, size, key, f"{layout}: {split}", other):
             checks.of(f"{name} data parallel").ok(f"{workers} = {split} * dp {team.replicas}")
-    _check_rules(layout, name, parallel, checks)
+    checks.of(f"{name} interleaving").from_error(interleaving_problem(layout, parallel))
+    checks.of(f"{name} sequence parallel").from_error(sequence_problem(layout, parallel))
     _check_experts_layout(team.devices, layout, name, parallel, checks)
 
 
@@ -170,18 +173,25 @@ def _check_model(key: str, role: str, parallel: ParallelConfig, facts: ModelFact
             "the model's sizes are not known here: heads, layers and widths are unchecked"
         )
         return
-    _check_tensor(key, role, parallel, facts, checks)
-    _check_pipeline(key, role, parallel, facts, checks)
-    _check_moe(key, role, parallel, facts, checks)
+    widths = ", ".join(f"{name} {width}" for name, width in tensor_widths(facts).items())
+    tensor, chunks = tensor_problem(key, parallel, facts), parallel.pp * (parallel.vpp or 1)
+    if tensor is None or not checks.failed(f"{key}.tp"):
+        _report([tensor], f"tp {parallel.tp} divides {widths}", checks.of(f"{role} tensor split"))
+    text = f"{facts.layers} layers = {chunks} chunks of {facts.layers // chunks}"
+    _report([pipeline_problem(key, parallel, facts)], text, checks.of(f"{role} pipeline split"))
+    problems = expert_problems(key, parallel, facts)
+    if facts.is_moe or problems:
+        text = f"{facts.experts} experts = ep {parallel.ep} * {facts.experts // parallel.ep}"
+        text += f", width {facts.ffn} over etp {parallel.expert_tp}"
+        _report(problems, text, checks.of(f"{role} experts"))
 
 
-def _check_rules(key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
-    interleaving = interleaving_problem(key, parallel)
-    if interleaving is not None:
-        checks.of(f"{role} interleaving").from_error(interleaving)
-    sequence = sequence_problem(key, parallel)
-    if sequence is not None:
-        checks.of(f"{role} sequence parallel").from_error(sequence)
+def _report(problems: Sequence[ConfigError | None], text: str, checks: Checklist) -> None:
+    """Record the problems, or `text` if there are none."""
+    for problem in problems:
+        checks.from_error(problem)
+    if not any(problems):
+        checks.ok(text)
 
 
 def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
@@ -201,32 +211,3 @@ def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelCon
         allowed=fit or "none with this etp and pp",
         fix=f"set {key}.ep to {max((ep for ep in fit if ep <= parallel.ep), default=1)}" if fit else "lower etp or pp",
     )
-
-
-def _check_tensor(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
-    problem, widths = tensor_problem(key, parallel, facts), tensor_widths(facts)
-    if problem is not None:
-        if not checks.failed(f"{key}.tp"):
-            checks.of(f"{role} tensor split").from_error(problem)
-    else:
-        text = ", ".join(f"{name} {width}" for name, width in widths.items())
-        checks.of(f"{role} tensor split").ok(f"tp {parallel.tp} divides {text}")
-
-
-def _check_pipeline(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
-    problem, chunks = pipeline_problem(key, parallel, facts), parallel.pp * (parallel.vpp or 1)
-    if problem is not None:
-        checks.of(f"{role} pipeline split").from_error(problem)
-    else:
-        checks.of(f"{role} pipeline split").ok(f"{facts.layers} layers = {chunks} chunks of {facts.layers // chunks}")
-
-
-def _check_moe(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
-    problems = expert_problems(key, parallel, facts)
-    for problem in problems:
-        checks.of(f"{role} experts").from_error(problem)
-    if facts.is_moe and not problems:
-        checks.of(f"{role} experts").ok(
-            f"{facts.experts} experts = ep {parallel.ep} * {facts.experts // parallel.ep}, "
-            f"width {facts.ffn} over etp {parallel.expert_tp}",
-        )

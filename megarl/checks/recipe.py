@@ -189,15 +189,12 @@ def _check_texts(config: RunConfig, facts: ModelFacts | None, job: str, roles: R
 def validate(
     config: RunConfig,
     *,
-    hf: ModelFacts | None = None,
     launcher: str | None = None,
     job: str = "train",
     run_dir: Path | None = None,
 ) -> Checked:
     """Raise a ConfigError with all failed checks, or issue a ConfigWarning per doubtful key; return the result."""
-    checked = check_config(
-        config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True, run_dir=run_dir
-    )
+    checked = check_config(config, launcher=launcher, job=job, machine=this_machine(), starts=True, run_dir=run_dir)
     raise_problems(problems_of(checked.items))
     for check in checked.items:
         if check.status == "warn":

@@ -89,13 +89,13 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def _requests(count: int = 5, n: int = 2) -> list[Request]:
+def _requests() -> list[Request]:
     from megarl.rollout.engine import Request
 
     g = torch.Generator().manual_seed(0)
-    lengths = torch.randint(2, 30, (count,), generator=g).tolist()
+    lengths = torch.randint(2, 30, (5,), generator=g).tolist()
     return [
-        Request(torch.randint(3, 131, (length,), generator=g).tolist(), [1000 * i + k for k in range(n)])
+        Request(torch.randint(3, 131, (length,), generator=g).tolist(), [1000 * i, 1000 * i + 1])
         for i, length in enumerate(lengths)
     ]
 
