@@ -14,12 +14,15 @@ for name in (
     *("megarl.cli", "megarl.checks.recipe", "megarl.checks.rows", "megarl.launchers.local", "megarl.runtime.worker"),
     *("megarl.recipes.build", "megarl.disaggregated.loop", "megarl.runtime.inference", "megarl.tracking.tracker"),
     *("megarl.recipes.entry", "megarl.config.load", "psutil", "numpy.random"),
+    *("megarl.checks.dry_run", "megarl.launchers.attempts", "megarl.launchers.torchrun", "megarl.launchers.slurm_job"),
+    *("megarl.recipes.components", "megarl.robots.checks.recipe", "megarl.robots.setup", "PIL.PngImagePlugin"),
     *("megarl.recipes.arithmetic", "megarl.training.checkpoint", "megarl.runtime.samples", "megarl.dag.guard"),
     *("megarl.algorithms.objective", "megarl.algorithms.correction", "megarl.robots.films", "megarl.tracking.report"),
     *("transformers.models.qwen3.configuration_qwen3", "transformers.image_transforms", "transformers.video_utils"),
     *("rich._emoji_codes", "PIL.ImageOps", "numpy.ctypeslib", "torch.profiler._cupti_monitor"),
     "torch.fx.experimental.symbolic_shapes",  # the gradient of more than one number asks for it, and it takes a second
     *("transformers.convert_slow_tokenizer", "transformers.models.auto.tokenization_auto", "rich.console"),
+    "transformers.modeling_utils",  # image encoders and classifiers of rewards need it, and it takes a second
     # What modules of tests import.
     *("pytest", "hypothesis", "tests.dist", "tests.forked", "tests.training.cases", "tests.runtime.harness"),
     "tests.disaggregated.buffer.served",

@@ -107,11 +107,8 @@ def test_what_teams_did_with_their_time_is_in_the_record(undisturbed):
     assert arrows == {("s", 0), ("f", 0), ("s", 1), ("f", 1)}
 
 
-def test_the_same_run_again_has_the_same_numbers(recipe, undisturbed, tmp_path):
-    assert train(recipe, tmp_path) == undisturbed[1]
-
-
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, undisturbed, killed, tmp_path):
+def test_the_same_run_again_that_is_killed_goes_on_as_if_nothing_had_happened(recipe, undisturbed, killed, tmp_path):
+    """Its first steps, too, have the numbers of the run whose teams wait for each other."""
     run_dir = shutil.copytree(killed, tmp_path / "run")
     assert train(recipe, run_dir, work=noting_versions) == undisturbed[1]
     assert drawn_with(run_dir) == {3: {1}, 4: {2}}

@@ -143,7 +143,7 @@ WAYS = [("read", ""), ("unread", "1"), ("read", "1"), ("unread", "")]
     ("command", "errors", "unbuffered"),
     [
         *((("--help",), *way) for way in WAYS),
-        *((PLAN, *way) for way in WAYS[2:]),
+        (PLAN, *WAYS[3]),
         ((*PLAN, "--json"), *WAYS[0]),
         (("doctor",), *WAYS[1]),
         (("launch", "grpo_quickstart", "--slurm", "--dry-run"), *WAYS[0]),

@@ -228,11 +228,11 @@ def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
 def test_a_part_of_ray_that_dies_is_named_and_the_run_starts_again_in_a_new_ray(
     entry: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is forked: workers of a node manager that is gone are found by their environment."""
+    """No worker is forked: those of a node manager that is gone are found by their environment."""
     monkeypatch.setenv("RESTARTS", "1")
     for name in ("RAY_ADDRESS", FORKER):
         monkeypatch.delenv(name, raising=False)
-    result = every.launch("ray", entry, tmp_path, "1+1", program=True)
+    result = every.launch("ray", entry, tmp_path, "1+1")
     assert result.code == 0, result.err
     assert result.err.count(f"megarl: Ray's {part}, process ") == 1, result.err
     assert "was killed by signal 9 (SIGKILL), and no worker can continue without it\n  fix: " in result.err

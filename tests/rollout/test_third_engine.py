@@ -29,15 +29,13 @@ def test_a_dry_run_knows_it() -> None:
 
 @pytest.mark.procs
 def test_the_quickstart_trains_with_it(tmp_path: Path) -> None:
-    numbers = harness.run(RECIPES / "grpo_quickstart.yaml", tmp_path / "run", ENGINE, *SMALL, "cluster.nproc=1")
+    numbers = harness.train(RECIPES / "grpo_quickstart.yaml", tmp_path / "run", ENGINE, *SMALL, "cluster.nproc=1")
 
     assert set(numbers) >= {1, 2}
 
 
 @pytest.mark.procs
-@pytest.mark.wide
-@pytest.mark.usefixtures("forked_ray")
 def test_two_teams_train_with_it_as_ready(tmp_path: Path) -> None:
-    numbers = harness.run(RECIPES / "grpo_async_quickstart.yaml", tmp_path / "run", ENGINE, *SMALL)
+    numbers = harness.train(RECIPES / "grpo_async_quickstart.yaml", tmp_path / "run", ENGINE, *SMALL)
 
     assert set(numbers) >= {1, 2}

@@ -14,6 +14,10 @@ from tests.runtime import harness
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 
 
+#: A run that is killed after its second step has one to go.
+STEPS = "trainer.steps=3"
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
@@ -22,7 +26,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    harness.train(recipe, folder)
+    harness.train(recipe, folder, STEPS)
     return folder
 
 
@@ -39,7 +43,7 @@ def at_step(run_dir: Path, step: int) -> bool:
 def kill_after_step_2(recipe: Path, run_dir: Path, rank: int, *overrides: str) -> tuple[int | None, str]:
     """Exit code and output of a run that loses a rank before its last step; nobody waits until `cluster.timeout_s`."""
     with harness.held_at(recipe, run_dir / "checkpoints" / "step_2"):
-        process = harness.start(recipe, run_dir, *overrides, "cluster.timeout_s=600")
+        process = harness.start(recipe, run_dir, STEPS, *overrides, "cluster.timeout_s=600")
         harness.wait_for(lambda: at_step(run_dir, 2), process)
         harness.kill(harness.workers(run_dir)[rank])
     output = harness.finish(process)
@@ -47,13 +51,13 @@ def kill_after_step_2(recipe: Path, run_dir: Path, rank: int, *overrides: str) -
 
 
 def test_a_killed_rank_is_named_and_leaves_critic_and_kl_controller_in_its_checkpoint(recipe, tmp_path):
-    whole = harness.train(recipe, tmp_path / "whole", *harness.PPO)
+    whole = harness.train(recipe, tmp_path / "whole", STEPS, *harness.PPO)
     code, output = kill_after_step_2(recipe, tmp_path / "killed", 1, *harness.PPO)
     assert code == 1
     assert "rank 1" in output
     assert "SIGKILL" in output
     assert "phase" in output
-    assert harness.train(recipe, tmp_path / "killed", *harness.PPO) == whole
+    assert harness.train(recipe, tmp_path / "killed", STEPS, *harness.PPO) == whole
 
 
 def test_a_run_that_is_started_again_is_the_same(recipe, undisturbed, tmp_path):
@@ -67,7 +71,7 @@ def test_a_run_that_is_started_again_is_the_same(recipe, undisturbed, tmp_path):
 
 
 def test_a_run_that_ends_before_the_limit_of_its_job_goes_on_to_the_same_numbers(recipe, undisturbed, tmp_path):
-    settings = ("trainer.save_every=3", "trainer.resume_every=2", "trainer.save_by_s=0.001")
+    settings = (STEPS, "trainer.save_every=3", "trainer.resume_every=2", "trainer.save_by_s=0.001")
     for step in (1, 2):
         process = harness.start(recipe, tmp_path, *settings)
         output = harness.finish(process)
@@ -76,14 +80,14 @@ def test_a_run_that_ends_before_the_limit_of_its_job_goes_on_to_the_same_numbers
         assert f"(from the checkpoint of step {step})" in output
         assert json.loads((tmp_path / "run.json").read_text())["status"] == "stopped"
         assert not (tmp_path / "hf").exists()
-    assert harness.train(recipe, tmp_path, *settings[:2]) == undisturbed
+    assert harness.train(recipe, tmp_path, *settings[:3]) == undisturbed
     assert (tmp_path / "hf").is_dir()
 
 
 def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
     start = tmp_path / "checkpoints" / "step_0" / "meta.json"  # before reference, step-0 validation and step 1
     with harness.held_at(recipe, start):
-        process = harness.start(recipe, tmp_path)
+        process = harness.start(recipe, tmp_path, STEPS)
         harness.wait_for(start.is_file, process)
         harness.kill(process.pid)
     process.wait(timeout=60)
@@ -91,13 +95,13 @@ def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(r
     while harness.workers(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not harness.workers(tmp_path)
-    assert harness.train(recipe, tmp_path) == undisturbed
+    assert harness.train(recipe, tmp_path, STEPS) == undisturbed
 
 
 def test_damaged_files_beside_the_checkpoints_change_no_number(recipe, whole, undisturbed, tmp_path):
     tmp_path = tmp_path / "run"
     shutil.copytree(whole, tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints" / "step_4")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_3")
     (tmp_path / "run.json").write_bytes(b"")
     metrics, samples = (tmp_path / name for name in ("metrics.jsonl", "samples.jsonl"))
     metrics.write_bytes(bytes(99) + b"\n" + metrics.read_bytes())
@@ -108,7 +112,7 @@ def test_damaged_files_beside_the_checkpoints_change_no_number(recipe, whole, un
     (tmp_path / "log.txt").mkdir()
     (tmp_path / "errors").write_text("")
     (tmp_path / "checkpoints" / "best.json").write_text("[1]")
-    process = harness.start(recipe, tmp_path)
+    process = harness.start(recipe, tmp_path, STEPS)
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
     assert harness.metrics(tmp_path) == undisturbed

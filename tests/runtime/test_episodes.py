@@ -91,7 +91,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return harness.run(recipe, tmp_path_factory.mktemp("run"), *SETTINGS, "cluster.nproc=1")
+    return harness.train(recipe, tmp_path_factory.mktemp("run"), *SETTINGS, "cluster.nproc=1")
 
 
 def test_episodes_of_three_turns_are_played_trained_on_and_reported(undisturbed):
@@ -103,7 +103,7 @@ def test_episodes_of_three_turns_are_played_trained_on_and_reported(undisturbed)
 
 
 def test_two_replicas_play_the_same_episodes(recipe, undisturbed, tmp_path):
-    two = harness.run(recipe, tmp_path, *SETTINGS, "validation.every=0", "trainer.steps=1")
+    two = harness.train(recipe, tmp_path, *SETTINGS, "validation.every=0", "trainer.steps=1")
     for name, value in undisturbed[1].items():
         assert two[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
@@ -112,7 +112,7 @@ def compared_with_greedy_episodes(recipe: Path, folder: Path, *overrides: str):
     """Metrics of a run with ReMax, and the prompts that the environment of each seed began with."""
     (folder / "fragile.py").write_text(FRAGILE)
     env = f"env={{name: '{folder}/fragile.py:Fragile', log: '{folder}/log', on_error: mark}}"
-    numbers = harness.run(recipe, folder / "run", *SETTINGS, *GREEDY, env, *overrides)
+    numbers = harness.train(recipe, folder / "run", *SETTINGS, *GREEDY, env, *overrides)
     began = defaultdict(list)
     for line in (folder / "log").read_text().splitlines():
         seed, prompt = json.loads(line)
@@ -146,7 +146,7 @@ def test_a_run_that_is_killed_in_the_middle_of_an_episode_goes_on_as_if_it_were_
         harness.kill(pid)
     harness.finish(process)
     assert process.returncode != 0
-    assert harness.run(recipe, run_dir, *stalling) == undisturbed
+    assert harness.train(recipe, run_dir, *stalling) == undisturbed
 
 
 def test_a_misspelt_setting_is_refused_before_a_process_starts(recipe, tmp_path):
@@ -160,7 +160,7 @@ def test_a_misspelt_setting_is_refused_before_a_process_starts(recipe, tmp_path)
 
 def test_an_environment_shows_images_that_are_trained_on_scored_and_reported(tmp_path):
     """Of two steps with a tiny model that has learnt nothing: it looks because it knows no better."""
-    numbers = harness.run(
+    numbers = harness.train(
         Path(__file__).parents[2] / "recipes" / "grpo_shapes_quickstart.yaml",
         tmp_path,
         f"env={{name: '{LOOK}:Look', looks: 3}}",

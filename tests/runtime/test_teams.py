@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("forked_ray"),
 ]
 
-STEPS = 4
+STEPS = 3
 GRPO = ("sft.steps=0", f"trainer.steps={STEPS}", "trainer.export_hf=false")
 PPO = (*harness.PPO, "trainer.steps=3")
 #: Another layout sums in another order; metrics of the first steps differ by so little, or by so much of their value.
